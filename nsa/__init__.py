@@ -1,0 +1,27 @@
+"""Native Sparse Attention (arXiv 2502.11089), right first and measured."""
+
+from nsa.attention import (
+    Aux,
+    combine,
+    compress,
+    compressed_attention,
+    nsa_attention,
+    select_blocks,
+    selected_attention,
+    window_attention,
+)
+from nsa.config import NSAConfig
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Aux",
+    "NSAConfig",
+    "combine",
+    "compress",
+    "compressed_attention",
+    "nsa_attention",
+    "select_blocks",
+    "selected_attention",
+    "window_attention",
+]

@@ -1,0 +1,284 @@
+"""`nsa_attention` and its parts: check the call, choose the backend, record what ran.
+
+Shapes: q [B, S, Hq, Dk], k [B, T, Hkv, Dk], v [B, T, Hkv, Dv]; the S queries are the last of the T keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from nsa import backends, checks
+from nsa.config import NSAConfig
+from nsa.geometry import Layout
+
+Branches = Tensor | Sequence[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Aux:
+    """What `nsa_attention` did beside its output."""
+
+    block_indices: Tensor
+    """int32 [B, S, Hkv, n]: the selected blocks, ascending, padded with -1."""
+    lse: Mapping[str, Tensor]
+    """Log-sum-exp of each branch's scores, float32 [B, S, Hq], base e; -inf where a query saw no key."""
+    keys_read: Mapping[str, Tensor]
+    """Keys that each branch read, counted where they were read: int64 totals over batch, tokens and kv heads."""
+    backend: str
+    """The backend that ran."""
+
+
+def compress(x: Tensor, config: NSAConfig, *, cu_seqlens: Tensor | None = None, backend: str = "auto") -> Tensor:
+    """Compress keys or values block by block with phi = "avg" (Eq. 7): x [B, T, H, D] -> [B, blocks, H, D].
+
+    With `cu_seqlens` the blocks of all documents stand end to end in T // d rows whose unused tail is zero.
+    Raises ValueError for a learned phi, whose weights the layer holds (`nsa.compression`).
+    """
+    config = checks.a_config(config)
+    x = checks.tensor("x", x, ("B", "T", "H", "D"))
+    if config.phi != "avg":
+        raise ValueError(f"compress has no weights, so phi must be 'avg'; got {config.phi!r}: use nsa.compression")
+    layout = checks.layout(x, None, config, cu_seqlens)
+    _, run = backends.choose(backend, x, x)
+    with torch.autocast(x.device.type, enabled=False):
+        return run.compress(checks.packed(x, layout), layout)
+
+
+def compressed_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    config: NSAConfig,
+    num_keys: int | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The compressed branch: token t sees block c iff c·d + l − 1 <= t (Eq. 7).
+
+    k_cmp [B, blocks, Hkv, Dk], v_cmp [B, blocks, Hkv, Dv] -> (o [B, S, Hq, Dv], lse float32 [B, S, Hq]).
+    `num_keys` is T where queries are fewer than keys. A query that sees no block gives 0 and lse -inf.
+    """
+    config = checks.a_config(config)
+    q, k_cmp = checks.queries_and_keys(q, k_cmp, k_name="k_cmp")
+    v_cmp = checks.values(v_cmp, k_cmp, v_name="v_cmp", k_name="k_cmp")
+    layout = checks.layout(q, num_keys, config, cu_seqlens)
+    checks.compressed_rows("k_cmp", k_cmp, layout)
+    scale = checks.a_scale(scale, q.shape[-1])
+    _, run = backends.choose(backend, q, v_cmp)
+    with torch.autocast(q.device.type, enabled=False):
+        o, lse, _ = run.compressed_attention(checks.packed(q, layout), k_cmp, v_cmp, layout, scale)
+    return o, lse
+
+
+def select_blocks(
+    q: Tensor,
+    k_cmp: Tensor,
+    config: NSAConfig,
+    num_keys: int | None = None,
+    lse: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Choose n blocks per token and group (Eq. 8 to 12) -> int32 [B, S, Hkv, n], ascending, padded with -1.
+
+    `lse` is the compressed branch's, where it is known already. Blocks count from 0 in each document.
+    """
+    config = checks.a_config(config)
+    q, k_cmp = checks.queries_and_keys(q, k_cmp, k_name="k_cmp")
+    layout = checks.layout(q, num_keys, config, cu_seqlens)
+    checks.compressed_rows("k_cmp", k_cmp, layout)
+    if lse is not None:
+        lse = checks.tensor("lse", lse, q.shape[:3], like=q)
+    scale = checks.a_scale(scale, q.shape[-1])
+    _, run = backends.choose(backend, q, k_cmp)
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        return run.select_blocks(q, k_cmp, layout, scale, lse)
+
+
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    config: NSAConfig,
+    *,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The selected branch: attention over the tokens of the chosen blocks at positions <= t, each once.
+
+    block_indices int32 or int64 [B, S, Hkv, n]; what is out of range is ignored wherever it stands and
+    duplicates count once -> (o [B, S, Hq, Dv], lse float32 [B, S, Hq]).
+    """
+    config = checks.a_config(config)
+    q, k = checks.queries_and_keys(q, k)
+    v = checks.values(v, k)
+    layout = checks.layout(q, k.shape[1], config, cu_seqlens)
+    block_indices = _distinct(checks.block_indices(block_indices, q, k.shape[2]), layout)
+    scale = checks.a_scale(scale, q.shape[-1])
+    _, run = backends.choose(backend, q, v)
+    with torch.autocast(q.device.type, enabled=False):
+        o, lse, _ = run.selected_attention(checks.packed(q, layout), k, v, block_indices, layout, scale)
+    return o, lse
+
+
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    config: NSAConfig,
+    *,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The window branch: attention over the w tokens t−w+1 … t -> (o [B, S, Hq, Dv], lse float32 [B, S, Hq])."""
+    config = checks.a_config(config)
+    q, k = checks.queries_and_keys(q, k)
+    v = checks.values(v, k)
+    layout = checks.layout(q, k.shape[1], config, cu_seqlens)
+    scale = checks.a_scale(scale, q.shape[-1])
+    _, run = backends.choose(backend, q, v)
+    with torch.autocast(q.device.type, enabled=False):
+        o, lse, _ = run.window_attention(checks.packed(q, layout), k, v, layout, scale)
+    return o, lse
+
+
+def combine(outputs: Sequence[Tensor], gates: Tensor, *, backend: str = "auto") -> Tensor:
+    """Eq. 5: Σ gate · branch over (compressed, selected, window); outputs [B, S, Hq, Dv], gates [B, S, Hq, 3]."""
+    if len(outputs) != 3:
+        raise ValueError(f"outputs must be 3 tensors (compressed, selected, window); got {len(outputs)}")
+    first = checks.tensor("outputs[0]", outputs[0], ("B", "S", "Hq", "Dv"))
+    for i in (1, 2):
+        checks.tensor(f"outputs[{i}]", outputs[i], first.shape, like=first)
+    checks.same_dtype(**{f"outputs[{i}]": outputs[i] for i in range(3)})
+    gates = checks.gates(gates, first)
+    _, run = backends.choose(backend, first, first)
+    with torch.autocast(first.device.type, enabled=False):
+        return run.combine((outputs[0], outputs[1], outputs[2]), gates)
+
+
+@overload
+def nsa_attention(
+    q: Tensor,
+    k: Branches,
+    v: Branches,
+    gates: Tensor,
+    config: NSAConfig,
+    *,
+    k_compressed: Tensor | None = ...,
+    v_compressed: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    scale: float | None = ...,
+    backend: str = ...,
+    return_aux: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def nsa_attention(
+    q: Tensor,
+    k: Branches,
+    v: Branches,
+    gates: Tensor,
+    config: NSAConfig,
+    *,
+    k_compressed: Tensor | None = ...,
+    v_compressed: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    scale: float | None = ...,
+    backend: str = ...,
+    return_aux: Literal[True],
+) -> tuple[Tensor, Aux]: ...
+def nsa_attention(
+    q: Tensor,
+    k: Branches,
+    v: Branches,
+    gates: Tensor,
+    config: NSAConfig,
+    *,
+    k_compressed: Tensor | None = None,
+    v_compressed: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+    return_aux: bool = False,
+) -> Tensor | tuple[Tensor, Aux]:
+    """Native Sparse Attention (arXiv 2502.11089, Eq. 5 to 12), causal.
+
+    Args:
+        q: [B, S, Hq, Dk], RoPE applied.
+        k: [B, T, Hkv, Dk], one tensor for all branches or (compressed source, selected, window).
+        v: [B, T, Hkv, Dv], likewise.
+        gates: [B, S, Hq, 3] in the order compressed, selected, window; taken as given.
+        k_compressed, v_compressed: [B, blocks, Hkv, D], in place of phi; the compressed source may then be None.
+        cu_seqlens: int32 [N+1], the bounds of N packed documents (B = 1, S = T).
+        scale: of the scores; 1/sqrt(Dk) unless given.
+        backend: "reference", "torch", "triton", or "auto" (triton on a GPU that it supports, else torch).
+
+    Returns o [B, S, Hq, Dv], and `Aux` with return_aux=True.
+    Raises ValueError or TypeError naming the argument, what came and what is wanted.
+    """
+    config = checks.a_config(config)
+    (k_source, k_selected, k_window), (v_source, v_selected, v_window) = checks.branches("k", k), checks.branches("v", v)
+    names = ("k[1]", "v[1]") if k_selected is not k_window else ("k", "v")
+    q, k_sel = checks.queries_and_keys(q, k_selected, k_name=names[0])
+    v_sel = checks.values(v_selected, k_sel, v_name=names[1], k_name=names[0])
+    k_win = checks.tensor("k[2]", k_window, k_sel.shape, like=q)
+    v_win = checks.tensor("v[2]", v_window, v_sel.shape, like=q)
+    gates = checks.gates(gates, q)
+    layout = checks.layout(q, k_sel.shape[1], config, cu_seqlens)
+    scale = checks.a_scale(scale, q.shape[-1])
+    name, run = backends.choose(backend, q, v_sel)
+    with torch.autocast(q.device.type, enabled=False):
+        q = checks.packed(q, layout)
+        k_cmp = _compressed("k", k_source, k_compressed, k_sel, layout, run)
+        v_cmp = _compressed("v", v_source, v_compressed, v_sel, layout, run)
+        checks.same_dtype(q=q, k_compressed=k_cmp, v_compressed=v_cmp, **{"k[2]": k_win, "v[2]": v_win})
+        o_cmp, lse_cmp, read_cmp = run.compressed_attention(q, k_cmp, v_cmp, layout, scale)
+        with torch.no_grad():
+            block_indices = run.select_blocks(q, k_cmp, layout, scale, lse_cmp)
+        o_sel, lse_sel, read_sel = run.selected_attention(q, k_sel, v_sel, block_indices, layout, scale)
+        o_win, lse_win, read_win = run.window_attention(q, k_win, v_win, layout, scale)
+        o = run.combine((o_cmp, o_sel, o_win), gates)
+    if not return_aux:
+        return o
+    branch = ("compressed", "selected", "window")
+    lse = dict(zip(branch, (lse_cmp.detach(), lse_sel.detach(), lse_win.detach()), strict=True))
+    read = dict(zip(branch, (x.sum(dtype=torch.int64) for x in (read_cmp, read_sel, read_win)), strict=True))
+    return o, Aux(block_indices, lse, read, name)
+
+
+def _compressed(
+    name: str, source: object, given: Tensor | None, like: Tensor, layout: Layout, run: backends.Backend
+) -> Tensor:
+    """The compressed keys (values): the caller's own, or phi = avg over the source."""
+    if given is not None:
+        return checks.tensor(
+            f"{name}_compressed", given, (like.shape[0], layout.num_slots, *like.shape[2:]), like=like
+        )
+    if layout.config.phi != "avg":
+        raise ValueError(
+            f"{name}_compressed must be given with phi={layout.config.phi!r}, whose weights the layer holds"
+        )
+    return run.compress(checks.tensor(f"{name}[0]", source, like.shape, like=like), layout)
+
+
+def _distinct(block_indices: Tensor, layout: Layout) -> Tensor:
+    """Ascending and distinct, everything out of range turned into -1 at the end."""
+    last = layout.positions // layout.config.l_sel  # [S]: no block after the query's own
+    inside = (block_indices >= 0) & (block_indices <= last[:, None, None])
+    beyond = torch.iinfo(torch.int32).max
+    ordered = torch.where(inside, block_indices, beyond).sort(-1).values
+    again = torch.zeros_like(ordered, dtype=torch.bool)
+    again[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
+    ordered = torch.where(again, beyond, ordered).sort(-1).values
+    return torch.where(ordered == beyond, -1, ordered).int()

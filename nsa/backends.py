@@ -1,0 +1,64 @@
+"""The three implementations of the parts, and which one serves a call."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from nsa.geometry import Layout
+
+NAMES = ("auto", "reference", "torch", "triton")
+_MODULES = {"reference": "nsa.reference", "torch": "nsa.torch_backend", "triton": "nsa.triton_backend"}
+
+
+class Backend(Protocol):
+    """The parts, on checked arguments. `keys_read` is int32 [B, S, Hkv], counted where the keys are read."""
+
+    def compress(self, x: Tensor, layout: Layout) -> Tensor: ...
+
+    def compressed_attention(
+        self, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, layout: Layout, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def select_blocks(
+        self, q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: Tensor | None
+    ) -> Tensor: ...
+
+    def selected_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, layout: Layout, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def window_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def combine(self, outputs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor: ...
+
+
+def load(name: str) -> Backend:
+    """The module that implements the parts under this name."""
+    return cast(Backend, importlib.import_module(_MODULES[name]))
+
+
+def why_not_triton(q: Tensor, v: Tensor) -> str | None:
+    """Why the triton backend cannot serve these tensors, or None if it can."""
+    try:
+        support = importlib.import_module("nsa.triton_backend.support")
+    except ImportError as error:
+        return f"Triton cannot be imported ({error})"
+    return cast("str | None", support.why_not(q, v))
+
+
+def choose(asked: str, q: Tensor, v: Tensor) -> tuple[str, Backend]:
+    """(name, module) of the backend that serves a call. A forced one that cannot raises ValueError with the reason."""
+    if asked not in NAMES:
+        raise ValueError(f"backend must be one of {', '.join(NAMES)}; got {asked!r}")
+    if asked == "auto":
+        on_gpu = q.device.type == "cuda" and torch.version.hip is None
+        asked = "triton" if on_gpu and why_not_triton(q, v) is None else "torch"
+    elif asked == "triton" and (reason := why_not_triton(q, v)):
+        raise ValueError(f"backend 'triton' cannot serve this call: {reason}")
+    return asked, load(asked)

@@ -1,0 +1,158 @@
+"""Which block covers, overlaps, is visible, is forced. Integers only; every mask comes from here.
+
+Positions `t` count from 0 inside a document. The functions take Python ints or integer tensors alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from nsa.config import NSAConfig
+
+IntOrTensor = TypeVar("IntOrTensor", int, Tensor)
+
+
+def _at_least_zero(x: IntOrTensor) -> IntOrTensor:
+    return x.clamp(min=0) if isinstance(x, Tensor) else max(x, 0)
+
+
+def num_compressed_blocks(num_tokens: IntOrTensor, config: NSAConfig) -> IntOrTensor:
+    """Full compression blocks in `num_tokens` tokens; a last block that is not full is dropped."""
+    return _at_least_zero((num_tokens - config.l) // config.d + 1)
+
+
+def num_visible_compressed(t: IntOrTensor, config: NSAConfig) -> IntOrTensor:
+    """Compressed blocks that token `t` sees: those that end at or before it (c·d + l − 1 <= t)."""
+    return num_compressed_blocks(t + 1, config)
+
+
+def num_selection_blocks(num_tokens: IntOrTensor, config: NSAConfig) -> IntOrTensor:
+    """Selection blocks that hold at least one of `num_tokens` tokens."""
+    return (num_tokens + config.l_sel - 1) // config.l_sel
+
+
+def overlap_tokens(c: int, j: int, config: NSAConfig) -> int:
+    """Tokens that compression block `c` and selection block `j` share (Eq. 9, read geometrically)."""
+    first = max(c * config.d, j * config.l_sel)
+    last = min(c * config.d + config.l, (j + 1) * config.l_sel)
+    return max(last - first, 0)
+
+
+def overlap_offsets(config: NSAConfig) -> range:
+    """Offsets `o` such that compression block `j·l'/d + o` shares tokens with selection block `j`."""
+    return range(1 - config.l // config.d, config.l_sel // config.d)
+
+
+def overlap_weights(config: NSAConfig) -> list[int]:
+    """Eq. 9's weight of each of `overlap_offsets`, in strides: 1, 2, 2, 2, 1 for 32/16/64."""
+    far = config.l // config.d  # a block far enough from 0 that no offset is negative
+    return [
+        overlap_tokens(far * config.l_sel // config.d + o, far, config) // config.d for o in overlap_offsets(config)
+    ]
+
+
+def is_forced(j: IntOrTensor, current: IntOrTensor, config: NSAConfig) -> bool | Tensor:
+    """Whether selection block `j` is always taken by a token that stands in block `current`."""
+    local = (j > current - config.local_blocks) & (j <= current)
+    return ((j < config.init_blocks) & (j <= current)) | local
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the queries of one call stand, and which keys each of them may see.
+
+    S queries are the last of T keys. With `cu_seqlens` (int32 [N+1], B = 1, S = T) the tokens are N
+    documents end to end; then the compressed blocks of all documents stand end to end too, in a buffer
+    of `T // d` slots (a bound that needs no host sync) whose unused tail is zero.
+    """
+
+    num_queries: int
+    num_keys: int
+    config: NSAConfig
+    device: torch.device
+    cu_seqlens: Tensor | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """Rows of the compressed keys and values."""
+        if self.cu_seqlens is None:
+            return num_compressed_blocks(self.num_keys, self.config)
+        return self.num_keys // self.config.d
+
+    @property
+    def max_groups(self) -> int:
+        """An upper bound on the selection blocks of all documents together."""
+        documents = 1 if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
+        return self.num_keys // self.config.l_sel + documents
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """int64 [S]: each query's index among the keys."""
+        return torch.arange(self.num_keys - self.num_queries, self.num_keys, device=self.device)
+
+    @cached_property
+    def _documents(self) -> Tensor:
+        """int64 [S]: each query's document."""
+        assert self.cu_seqlens is not None
+        found = torch.searchsorted(self.cu_seqlens, self.tokens, right=True) - 1
+        return found.clamp(0, self.cu_seqlens.numel() - 2)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """int64 [S]: the key index of the first token of each query's document."""
+        if self.cu_seqlens is None:
+            return torch.zeros_like(self.tokens)
+        return self.cu_seqlens.long()[self._documents]
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """int64 [S]: `t`, each query's position inside its document."""
+        return self.tokens - self.starts
+
+    @cached_property
+    def _cu_blocks(self) -> Tensor:
+        """int64 [N+1]: the first slot of each document's compressed blocks."""
+        assert self.cu_seqlens is not None
+        blocks = num_compressed_blocks(self.cu_seqlens.long().diff(), self.config)
+        return torch.nn.functional.pad(blocks.cumsum(0), (1, 0))
+
+    @cached_property
+    def slot_tokens(self) -> tuple[Tensor, Tensor]:
+        """(int64 [slots], bool [slots]): the first token of the block in each slot, and whether there is one."""
+        slots = torch.arange(self.num_slots, device=self.device)
+        if self.cu_seqlens is None:
+            return slots * self.config.d, torch.ones_like(slots, dtype=torch.bool)
+        document = (torch.searchsorted(self._cu_blocks, slots, right=True) - 1).clamp(0, self.cu_seqlens.numel() - 2)
+        first = self.cu_seqlens.long()[document] + (slots - self._cu_blocks[document]) * self.config.d
+        used = slots < self._cu_blocks[-1]
+        return torch.where(used, first, 0), used
+
+    @cached_property
+    def compressed_interval(self) -> tuple[Tensor, Tensor]:
+        """(int32 [S], int32 [S]): each query sees the compressed slots lo <= slot < hi; both ascend."""
+        lo = torch.zeros_like(self.tokens) if self.cu_seqlens is None else self._cu_blocks[self._documents]
+        hi = lo + num_visible_compressed(self.positions, self.config)
+        return lo.int(), hi.int()
+
+    @cached_property
+    def window_interval(self) -> tuple[Tensor, Tensor]:
+        """(int32 [S], int32 [S]): each query sees the tokens lo <= s < hi, at most w of them; both ascend."""
+        lo = torch.maximum(self.tokens - self.config.w + 1, self.starts)
+        return lo.int(), (self.tokens + 1).int()
+
+    def compressed_span(self, first: int, last: int) -> tuple[int, int]:
+        """Bounds on the slots seen by the queries first <= i < last, known on the host."""
+        seen = self.num_keys - self.num_queries + last
+        if self.cu_seqlens is None:
+            return 0, num_compressed_blocks(seen, self.config)
+        return 0, seen // self.config.d
+
+    def window_span(self, first: int, last: int) -> tuple[int, int]:
+        """Bounds on the tokens in the windows of the queries first <= i < last, known on the host."""
+        offset = self.num_keys - self.num_queries
+        return max(offset + first - self.config.w + 1, 0), offset + last
