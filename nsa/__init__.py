@@ -10,13 +10,17 @@ from nsa.attention import (
     selected_attention,
     window_attention,
 )
+from nsa.cache import KVCache
 from nsa.config import NSAConfig
+from nsa.layer import NativeSparseAttention
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Aux",
+    "KVCache",
     "NSAConfig",
+    "NativeSparseAttention",
     "combine",
     "compress",
     "compressed_attention",

@@ -1,0 +1,175 @@
+"""NativeSparseAttention: projections, RoPE, phi and gates around `nsa_attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from nsa import backends, checks
+from nsa.attention import nsa_attention
+from nsa.compression import compressor
+from nsa.config import NSAConfig
+from nsa.gates import Gates
+from nsa.rope import rotate, rotation
+
+Branched = tuple[Tensor, Tensor, Tensor]
+"""One tensor per branch: compressed (its source), selected, window."""
+
+
+@runtime_checkable
+class Cache(Protocol):
+    """What the layer asks of a cache: refuse what cannot be served, store, and only then grow."""
+
+    def __len__(self) -> int: ...
+
+    def admit(self, layer: NativeSparseAttention, x: Tensor) -> None:
+        """Raise ValueError or TypeError, with nothing written, unless the tokens x [B, S, dim] can be appended."""
+
+    def stage(self, k: Branched, v: Branched) -> tuple[Branched, Branched, Tensor, Tensor]:
+        """Store S new tokens beyond the end; return all keys, values, compressed keys and compressed values."""
+
+    def commit(self, num_tokens: int) -> None:
+        """Make the staged tokens part of the cache."""
+
+
+class NativeSparseAttention(nn.Module):
+    """Causal self-attention with NSA (arXiv 2502.11089): x [B, S, dim] -> [B, S, dim].
+
+    Args:
+        dim: channels of the input and output.
+        num_heads, num_kv_heads: Hq and Hkv; Hkv divides Hq.
+        head_dim_k, head_dim_v: Dk and Dv.
+        config: NSAConfig.
+        shared_kv: one set of keys and values for the three branches, in place of one each (section 3.3.3).
+        backend: "reference", "torch", "triton" or "auto".
+        rope_base: of the rotary embedding of queries and keys.
+        device, dtype: of the parameters.
+
+    Raises ValueError or TypeError naming the argument, what came and what is wanted.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim_k: int,
+        head_dim_v: int,
+        config: NSAConfig,
+        *,
+        shared_kv: bool = False,
+        backend: str = "auto",
+        rope_base: float = 10000.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {
+            "dim": dim,
+            "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_dim_k": head_dim_k,
+            "head_dim_v": head_dim_v,
+        }
+        for name, size in sizes.items():
+            a_size(name, size)
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_kv_heads must divide num_heads; got {num_kv_heads} and {num_heads}")
+        if backend not in backends.NAMES:
+            raise ValueError(f"backend must be one of {', '.join(backends.NAMES)}; got {backend!r}")
+        if not rope_base > 0:
+            raise ValueError(f"rope_base must be positive; got {rope_base}")
+        self.config = checks.a_config(config)
+        self.dim, self.num_heads, self.num_kv_heads = dim, num_heads, num_kv_heads
+        self.head_dim_k, self.head_dim_v = head_dim_k, head_dim_v
+        self.num_kv_sets = 1 if shared_kv else 3
+        self.backend, self.rope_base = backend, rope_base
+
+        kv_heads = self.num_kv_sets * num_kv_heads
+        self.q = nn.Linear(dim, num_heads * head_dim_k, bias=False, device=device, dtype=dtype)
+        self.k = nn.Linear(dim, kv_heads * head_dim_k, bias=False, device=device, dtype=dtype)
+        self.v = nn.Linear(dim, kv_heads * head_dim_v, bias=False, device=device, dtype=dtype)
+        self.o = nn.Linear(num_heads * head_dim_v, dim, bias=False, device=device, dtype=dtype)
+        self.compress_k = compressor(config, head_dim_k, backend=backend, device=device, dtype=dtype)
+        self.compress_v = compressor(config, head_dim_v, backend=backend, device=device, dtype=dtype)
+        self.gates = Gates(dim, num_heads, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, cache: Cache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """x [B, S, dim] -> [B, S, dim].
+
+        With `cache` the tokens follow those it holds, and are added to it (inference only). With
+        `cu_seqlens`, int32 [N+1], x is N packed documents (B = 1) that do not see one another.
+        """
+        self._check(x, cache, cu_seqlens)
+        num_tokens = x.shape[1]
+        past = 0 if cache is None else len(cache)
+        layout = checks.layout(x, past + num_tokens, self.config, cu_seqlens)
+        q, k, v = self._project(x, layout.positions)
+        if cache is None:
+            k_compressed, v_compressed = self.compress_k(k[0], cu_seqlens), self.compress_v(v[0], cu_seqlens)
+        else:
+            k, v, k_compressed, v_compressed = cache.stage(k, v)
+        o = nsa_attention(
+            q,
+            (None, *k[1:]),
+            (None, *v[1:]),
+            self.gates(x),
+            self.config,
+            k_compressed=k_compressed,
+            v_compressed=v_compressed,
+            cu_seqlens=cu_seqlens,
+            backend=self.backend,
+        )
+        out: Tensor = self.o(o.flatten(2))
+        if cache is not None:
+            cache.commit(num_tokens)
+        return out
+
+    @property
+    def projected_dtype(self) -> torch.dtype:
+        """The dtype of queries, keys and values made now: the parameters', or autocast's where that is on."""
+        weight, device = self.q.weight, self.q.weight.device.type
+        if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
+            return torch.get_autocast_dtype(device)
+        return weight.dtype
+
+    def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Branched, Branched]:
+        """q [B, S, Hq, Dk], and keys [B, S, Hkv, Dk] and values [B, S, Hkv, Dv] for each branch; RoPE on q and k."""
+        cos_sin = rotation(positions, self.head_dim_k, self.rope_base)
+        q = rotate(self.q(x).unflatten(-1, (self.num_heads, self.head_dim_k)), cos_sin)
+        k = rotate(self.k(x).unflatten(-1, (self.num_kv_sets * self.num_kv_heads, self.head_dim_k)), cos_sin)
+        v = self.v(x).unflatten(-1, (self.num_kv_sets * self.num_kv_heads, self.head_dim_v))
+        return q, per_branch(k.chunk(self.num_kv_sets, dim=2)), per_branch(v.chunk(self.num_kv_sets, dim=2))
+
+    def _check(self, x: object, cache: object, cu_seqlens: object) -> None:
+        x = checks.tensor("x", x, ("B", "S", self.dim))
+        weight = self.q.weight
+        if x.device != weight.device:
+            raise ValueError(f"x must be on the layer's device, {weight.device}; got {x.device}")
+        casts = torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight.dtype)
+        if x.dtype != weight.dtype and not casts:
+            raise TypeError(f"x must have the layer's dtype, {weight.dtype}; got {x.dtype}")
+        if cache is None:
+            return
+        if not isinstance(cache, Cache):
+            raise TypeError(f"cache must be a KVCache or None; got {type(cache).__name__}")
+        if cu_seqlens is not None:
+            raise ValueError("cache and cu_seqlens exclude each other; a cache holds one document per batch row")
+        cache.admit(self, x)
+
+
+def a_size(name: str, size: object) -> int:
+    """A positive int, or TypeError or ValueError that names it."""
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f"{name} must be an int; got {size!r} ({type(size).__name__})")
+    if size < 1:
+        raise ValueError(f"{name} must be at least 1; got {size}")
+    return size
+
+
+def per_branch(sets: Sequence[Tensor]) -> Branched:
+    """Three branches from three sets of keys (values), or from the one that all of them share."""
+    return (sets[0], sets[1], sets[2]) if len(sets) == 3 else (sets[0], sets[0], sets[0])
