@@ -228,7 +228,10 @@ def nsa_attention(
     Raises ValueError or TypeError naming the argument, what came and what is wanted.
     """
     config = checks.a_config(config)
-    (k_source, k_selected, k_window), (v_source, v_selected, v_window) = checks.branches("k", k), checks.branches("v", v)
+    (k_source, k_selected, k_window), (v_source, v_selected, v_window) = (
+        checks.branches("k", k),
+        checks.branches("v", v),
+    )
     names = ("k[1]", "v[1]") if k_selected is not k_window else ("k", "v")
     q, k_sel = checks.queries_and_keys(q, k_selected, k_name=names[0])
     v_sel = checks.values(v_selected, k_sel, v_name=names[1], k_name=names[0])
@@ -262,9 +265,7 @@ def _compressed(
 ) -> Tensor:
     """The compressed keys (values): the caller's own, or phi = avg over the source."""
     if given is not None:
-        return checks.tensor(
-            f"{name}_compressed", given, (like.shape[0], layout.num_slots, *like.shape[2:]), like=like
-        )
+        return checks.tensor(f"{name}_compressed", given, (like.shape[0], layout.num_slots, *like.shape[2:]), like=like)
     if layout.config.phi != "avg":
         raise ValueError(
             f"{name}_compressed must be given with phi={layout.config.phi!r}, whose weights the layer holds"

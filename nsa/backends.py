@@ -23,9 +23,7 @@ class Backend(Protocol):
         self, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, layout: Layout, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
-    def select_blocks(
-        self, q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: Tensor | None
-    ) -> Tensor: ...
+    def select_blocks(self, q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: Tensor | None) -> Tensor: ...
 
     def selected_attention(
         self, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, layout: Layout, scale: float

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -47,7 +49,7 @@ def a_config(config: object) -> NSAConfig:
 
 def a_scale(scale: object, head_dim: int) -> float:
     if scale is None:
-        return float(head_dim) ** -0.5
+        return 1.0 / math.sqrt(head_dim)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale must be a float or None; got {type(scale).__name__}")
     return float(scale)
@@ -116,7 +118,7 @@ def _documents(cu_seqlens: object, q: Tensor, num_keys: int) -> Tensor:
         raise ValueError(f"cu_seqlens needs as many queries as keys; got {q.shape[1]} and {num_keys}")
     if cu_seqlens.device.type == "cpu":  # reading it on a GPU would stall the queue: see `packed`
         bounds = cu_seqlens.tolist()
-        if bounds[0] != 0 or bounds[-1] != num_keys or any(b < a for a, b in zip(bounds, bounds[1:], strict=False)):
+        if bounds[0] != 0 or bounds[-1] != num_keys or any(b < a for a, b in pairwise(bounds)):
             raise ValueError(f"cu_seqlens must ascend from 0 to {num_keys}; got {bounds[:8]}{'…' * (len(bounds) > 8)}")
     return cu_seqlens
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ def overlap_weights(config: NSAConfig) -> list[int]:
     ]
 
 
-def is_forced(j: IntOrTensor, current: IntOrTensor, config: NSAConfig) -> bool | Tensor:
+def is_forced(j: Any, current: Any, config: NSAConfig) -> Any:
     """Whether selection block `j` is always taken by a token that stands in block `current`."""
     local = (j > current - config.local_blocks) & (j <= current)
     return ((j < config.init_blocks) & (j <= current)) | local

@@ -6,6 +6,8 @@ a product, so neither its value nor its NaN can reach the query, forward or back
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -32,14 +34,14 @@ def _rows(layout: Layout) -> list[tuple[int, int, int]]:
         offset = layout.num_keys - layout.num_queries
         return [(i, 0, offset + i) for i in range(layout.num_queries)]
     bounds = layout.cu_seqlens.tolist()
-    return [(i, a, i - a) for a, b in zip(bounds, bounds[1:], strict=False) for i in range(a, b)]
+    return [(i, a, i - a) for a, b in pairwise(bounds) for i in range(a, b)]
 
 
 def _first_slots(layout: Layout) -> dict[int, int]:
     """Where each document's compressed blocks begin: first token -> first slot."""
     bounds = [0, layout.num_keys] if layout.cu_seqlens is None else layout.cu_seqlens.tolist()
     first, slots = 0, {}
-    for a, b in zip(bounds, bounds[1:], strict=False):
+    for a, b in pairwise(bounds):
         slots[a] = first
         first += geometry.num_compressed_blocks(b - a, layout.config)
     return slots
@@ -48,7 +50,7 @@ def _first_slots(layout: Layout) -> dict[int, int]:
 def _grouped(q: Tensor, i: int, num_kv_heads: int) -> Tensor:
     """Query i as [B, Hkv, G, Dk] in at least float32."""
     row = q[:, i].to(torch.promote_types(q.dtype, torch.float32))
-    return row.unflatten(1, (num_kv_heads, -1))
+    return row.view(row.shape[0], num_kv_heads, row.shape[1] // num_kv_heads, row.shape[2])
 
 
 def _heads_first(x: Tensor) -> Tensor:
@@ -60,8 +62,10 @@ def _stack(rows: list[tuple[Tensor, Tensor, Tensor]], q: Tensor, v: Tensor) -> t
     batch, _, heads, _ = q.shape
     if not rows:
         empty = q.new_empty(batch, 0, heads, v.shape[-1])
-        return empty, empty.new_empty(batch, 0, heads, dtype=torch.float32), empty.new_empty(
-            batch, 0, v.shape[2], dtype=torch.int32
+        return (
+            empty,
+            empty.new_empty(batch, 0, heads, dtype=torch.float32),
+            empty.new_empty(batch, 0, v.shape[2], dtype=torch.int32),
         )
     o, lse, visible = (torch.stack(column, 1) for column in zip(*rows, strict=True))
     return o.flatten(2, 3).to(q.dtype), lse.flatten(2, 3), visible.sum(-1, dtype=torch.int32)
@@ -73,10 +77,10 @@ def compress(x: Tensor, layout: Layout) -> Tensor:
     bounds = [0, layout.num_keys] if layout.cu_seqlens is None else layout.cu_seqlens.tolist()
     blocks = [
         wide[:, first : first + config.l].mean(1)
-        for a, b in zip(bounds, bounds[1:], strict=False)
+        for a, b in pairwise(bounds)
         for first in range(a, b - config.l + 1, config.d)
     ]
-    blocks += [torch.zeros_like(wide[:, 0])] * (layout.num_slots - len(blocks))
+    blocks += [wide.new_zeros(wide.shape[0], *wide.shape[2:])] * (layout.num_slots - len(blocks))
     return (torch.stack(blocks, 1) if blocks else wide[:, :0]).to(x.dtype)
 
 
@@ -142,8 +146,8 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: flo
 def combine(outputs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
     """Eq. 5: the gated sum of the branches. outputs 3 × [B,S,Hq,Dv], gates [B,S,Hq,3] -> [B,S,Hq,Dv]."""
     wide = torch.promote_types(outputs[0].dtype, torch.float32)
-    total = sum(gate.to(wide)[..., None] * o.to(wide) for gate, o in zip(gates.unbind(-1), outputs, strict=True))
-    return total.to(outputs[0].dtype)
+    weighted = [gate.to(wide)[..., None] * o.to(wide) for gate, o in zip(gates.unbind(-1), outputs, strict=True)]
+    return torch.stack(weighted).sum(0).to(outputs[0].dtype)
 
 
 def nsa_attention(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, config: NSAConfig) -> Tensor:

@@ -1,0 +1,62 @@
+"""The parts in plain PyTorch: any device, forward and backward, memory linear in S, no host sync."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa.geometry import Layout
+from nsa.torch_backend.interval import IntervalAttention
+from nsa.torch_backend.rows import compute_dtype
+from nsa.torch_backend.scores import select_blocks
+from nsa.torch_backend.selected import SelectedAttention
+
+__all__ = ["combine", "compress", "compressed_attention", "select_blocks", "selected_attention", "window_attention"]
+
+COMPRESSED_CHUNK = 256
+WINDOW_CHUNK = 128
+
+
+def compress(x: Tensor, layout: Layout) -> Tensor:
+    """phi = avg (Eq. 7): x [B, T, H, D] -> [B, slots, H, D]."""
+    l, d, wide = layout.config.l, layout.config.d, x.to(compute_dtype(x))
+    if layout.cu_seqlens is not None:
+        first, used = layout.slot_tokens
+        tokens = (first[:, None] + torch.arange(l, device=x.device)).clamp(max=max(layout.num_keys - 1, 0))
+        return wide[:, tokens].mean(2).masked_fill(~used[:, None, None], 0).to(x.dtype)
+    if layout.num_slots == 0:
+        return x[:, :0]
+    strides = layout.num_slots + l // d - 1
+    sums = wide[:, : strides * d].reshape(x.shape[0], strides, d, *x.shape[2:]).sum(2)
+    blocks = sums.unfold(1, l // d, 1).sum(-1)
+    return (blocks / l).to(x.dtype)
+
+
+def compressed_attention(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, layout: Layout, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The compressed branch; see `nsa.compressed_attention`."""
+    lo, hi = layout.compressed_interval
+    return IntervalAttention.apply(q, k_cmp, v_cmp, lo, hi, layout.compressed_span, COMPRESSED_CHUNK, scale)
+
+
+def selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, layout: Layout, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The selected branch on distinct block indices; see `nsa.selected_attention`."""
+    return SelectedAttention.apply(q, k, v, block_indices, layout, scale)
+
+
+def window_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The window branch; see `nsa.window_attention`."""
+    lo, hi = layout.window_interval
+    return IntervalAttention.apply(q, k, v, lo, hi, layout.window_span, WINDOW_CHUNK, scale)
+
+
+def combine(outputs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
+    """Eq. 5: Σ gate · branch, added in at least float32."""
+    wide = compute_dtype(outputs[0])
+    total = torch.zeros_like(outputs[0], dtype=wide)
+    for gate, o in zip(gates.unbind(-1), outputs, strict=True):
+        total = total + gate.to(wide)[..., None] * o.to(wide)
+    return total.to(outputs[0].dtype)

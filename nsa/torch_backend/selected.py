@@ -1,0 +1,90 @@
+"""The selected branch, turned around: for each key block, the queries that chose it.
+
+A query reads n blocks of l' keys; gathering those per query would move l'/G times more than gathering queries per
+block does. So (query, block) pairs are grouped by block into tiles (`grouping`), each tile is one small attention,
+and a query's n partial results are merged by their lse.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.geometry import Layout
+from nsa.torch_backend.grouping import add_rows, batches, merge, steps, sum_over_blocks
+from nsa.torch_backend.rows import from_key_rows, from_query_rows, key_rows, query_rows
+from nsa.torch_backend.tile import attend, attend_backward, finite, mark
+
+
+class SelectedAttention(torch.autograd.Function):
+    """(o, lse, keys read) over the tokens of each query's blocks at positions <= its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,  # [B, S, Hq, Dk]
+        k: Tensor,  # [B, T, Hkv, Dk]
+        v: Tensor,  # [B, T, Hkv, Dv]
+        block_indices: Tensor,  # int32 [B, S, Hkv, n], distinct, -1 for none
+        layout: Layout,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        num_kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
+        rows, keys, vals = query_rows(q, num_kv_heads) * scale, key_rows(k).flatten(0, 1), key_rows(v).flatten(0, 1)
+        rows, keys, vals = mark(rows, rows), mark(keys, keys, vals), finite(vals)
+        o_rows = rows.new_empty(*rows.shape[:2], v.shape[3])
+        lse_rows = rows.new_empty(rows.shape[:2])
+        read = block_indices.new_empty(rows.shape[0], q.shape[1])
+        for step in steps(block_indices, layout, group):
+            part = slice(step.first * group, step.last * group)
+            tiles, width = step.queries.shape
+            o_tiles, lse_tiles = rows.new_empty(tiles, width * group, v.shape[3]), rows.new_empty(tiles, width * group)
+            read_tiles = read.new_empty(tiles, width)
+            for batch in batches(tiles, width * group * layout.config.l_sel):
+                index, visible = step.keys[batch], step.visible(batch)
+                q_tiles = step.gather(rows[:, part], batch)
+                o_tiles[batch], lse_tiles[batch] = attend(q_tiles, keys[index], vals[index], visible)
+                read_tiles[batch] = visible.sum(-1, dtype=read.dtype)
+            o, lse = merge(o_tiles, lse_tiles, step)
+            o_rows[:, part], lse_rows[:, part] = o.view_as(o_rows[:, part]), lse.view_as(lse_rows[:, part])
+            read[:, step.first : step.last] = read_tiles.view(-1)[step.places].sum(-1).view(rows.shape[0], -1)
+        o, lse = from_query_rows(o_rows, q.shape).to(q.dtype), from_query_rows(lse_rows[..., None], q.shape)[..., 0]
+        keys_read = read.view(q.shape[0], num_kv_heads, q.shape[1]).transpose(1, 2)
+        ctx.save_for_backward(q, k, v, o, lse, block_indices)
+        ctx.layout, ctx.scale = layout, scale
+        ctx.mark_non_differentiable(keys_read)
+        return o, lse, keys_read
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, dlse: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse, block_indices = ctx.saved_tensors
+        num_kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
+        rows, keys, vals = finite(query_rows(q, num_kv_heads) * ctx.scale), finite(key_rows(k)), finite(key_rows(v))
+        keys_flat, vals_flat = keys.flatten(0, 1), vals.flatten(0, 1)
+        delta = (do.to(rows.dtype) * o).sum(-1) - dlse
+        do_rows, delta_rows = query_rows(do, num_kv_heads), query_rows(delta[..., None], num_kv_heads)
+        lse_rows = mark(query_rows(lse[..., None], num_kv_heads), do_rows)
+        do_rows = finite(do_rows)
+        dq, dk, dv = torch.empty_like(rows), torch.zeros_like(keys), torch.zeros_like(vals)
+        for step in steps(block_indices, ctx.layout, group):
+            part = slice(step.first * group, step.last * group)
+            tiles, width = step.queries.shape
+            dq_tiles = rows.new_empty(tiles, width * group, q.shape[3])
+            for batch in batches(tiles, width * group * ctx.layout.config.l_sel):
+                index = step.keys[batch]
+                dq_tiles[batch], dk_tiles, dv_tiles = attend_backward(
+                    step.gather(rows[:, part], batch),
+                    keys_flat[index],
+                    vals_flat[index],
+                    step.gather(do_rows[:, part], batch),
+                    step.gather(lse_rows[:, part], batch)[..., 0],
+                    step.gather(delta_rows[:, part], batch)[..., 0],
+                    step.visible(batch),
+                )
+                add_rows(dk.view_as(keys_flat), index, dk_tiles)
+                add_rows(dv.view_as(vals_flat), index, dv_tiles)
+            dq[:, part] = sum_over_blocks(dq_tiles, None, step).view_as(dq[:, part])
+        gradients = from_query_rows(dq * ctx.scale, q.shape), from_key_rows(dk, k.shape), from_key_rows(dv, v.shape)
+        return *(g.to(q.dtype) for g in gradients), None, None, None

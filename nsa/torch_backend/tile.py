@@ -1,0 +1,56 @@
+"""Softmax attention of one batch of tiles, forward and backward: the arithmetic that every branch shares.
+
+q [N, C·G, Dk] (C tokens of G heads), scaled; k [N, L, Dk]; v [N, L, Dv]; visible bool [N or 1, C, L].
+
+A matrix product multiplies what a row may not see by a probability of 0, and 0 · NaN is NaN. So products take
+finite operands (`finite`), and what is not finite travels through the scores, which the mask governs: a query that
+is not finite, and a key that is not or whose value is not, are marked with NaN (`mark`). That turns the lse of just
+the rows that see one into NaN, and through it their probabilities, again in the backward pass.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def finite(x: Tensor) -> Tensor:
+    """x with 0 in place of every NaN and infinity."""
+    return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def mark(x: Tensor, *causes: Tensor) -> Tensor:
+    """x with NaN in every row in which one of `causes` is not finite."""
+    good = torch.stack([cause.isfinite().all(-1) for cause in causes]).all(0)
+    return x.masked_fill(~good[..., None], torch.nan)
+
+
+def _hide(s: Tensor, visible: Tensor, value: float) -> Tensor:
+    """Overwrite, in place, the entries of s [N, C·G, L] that are not visible."""
+    grid = s.view(s.shape[0], visible.shape[1], s.shape[1] // visible.shape[1], s.shape[2])
+    grid.masked_fill_(~visible[:, :, None], value)
+    return s
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """(o [N, C·G, Dv], lse [N, C·G]); q and k marked, v finite. A row that sees nothing gives 0 and -inf."""
+    s = _hide(q @ k.mT, visible, -torch.inf)
+    top = s.amax(-1, keepdim=True)
+    top.masked_fill_(top == -torch.inf, 0)
+    p = s.sub_(top).exp_()
+    total = p.sum(-1, keepdim=True)
+    o = (p @ v).div_(total.masked_fill(total == 0, 1))
+    return o, (total.log() + top).squeeze(-1)
+
+
+def attend_backward(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, visible: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of `attend`; operands finite, lse NaN where anything that a row sees, or its do, was not.
+
+    delta [N, C·G] is rowsum(do · o) minus the gradient of lse.
+    """
+    p = _hide((q @ k.mT).sub_(lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp_(), visible, 0)
+    dv = p.mT @ do
+    ds = _hide((do @ v.mT).sub_(delta[..., None]).mul_(p), visible, 0)
+    return ds @ k, ds.mT @ q, dv
