@@ -1,0 +1,57 @@
+"""What every test shares: the device, the backends, and how many examples Hypothesis draws.
+
+Environment (read here only): HYPOTHESIS_PROFILE is `ci` (the default: the same few examples each time) or
+`nightly` (many, new ones each time). Without a GPU the Triton kernels run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported
+
+from tests.laws.parts import Parts, why_absent
+
+_COMMON = {
+    "deadline": None,
+    "database": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
+}
+settings.register_profile("ci", max_examples=24, derandomize=True, **_COMMON)  # type: ignore[arg-type]
+settings.register_profile("nightly", max_examples=400, **_COMMON)  # type: ignore[arg-type]
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+torch.set_num_threads(1)  # these calls are too small to share: threads that wait for a busy core cost 50 times more
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; torch.cuda finds none"))
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session", params=["reference", "torch", "triton"])
+def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
+    """Each backend by name; one that cannot run here skips its tests and says why."""
+    name: str = request.param
+    if reason := why_absent(name, device):
+        pytest.skip(f"backend {name}: {reason}")
+    return name
+
+
+@pytest.fixture(scope="session")
+def parts(backend: str, device: torch.device) -> Parts:
+    """The public parts of each backend in turn."""
+    return Parts(backend, device)

@@ -1,0 +1,76 @@
+"""Values and gradients within a budget that PyTorch's own error sets, for every branch and dtype."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa import NSAConfig
+from tests.laws import oracle
+from tests.laws.budget import BACKWARD, FORWARD, greatest, within_budget
+from tests.laws.cases import DTYPES, Case, Inputs, cases
+from tests.laws.parts import BRANCHES, Parts, branch_law, law
+
+STEADY = Case(
+    config=NSAConfig(l=4, d=2, l_sel=8, n_sel=4, w=13), batch=2, kv_heads=2, group=3, dk=24, dv=16, queries=64, keys=64
+)
+"""Enough numbers that the greatest of PyTorch's own errors is no accident."""
+
+
+def values_and_gradients_within_budget(parts: Parts, case: Case, branch: str, *, steady: bool = False) -> None:
+    x = case.inputs(parts.device)
+    block_indices = parts.select(case, x)
+    o = parts.forward(case, x, branch)
+    within_budget("o", o, *oracle.pytorch_and_truth(case, x, branch, block_indices), FORWARD, steady=steady)
+    upstream = case.noise(o)
+    ours = parts.gradients(case, x, branch, upstream)
+    pytorch = oracle.gradients(case, x, branch, block_indices, upstream, oracle.sdpa)
+    truth = oracle.gradients(case, x, branch, block_indices, upstream.double(), oracle.dense)
+    unit = None if steady else max(greatest(*truth), _greatest_term(x, upstream))
+    for name, a, b, c in zip(("dq", "dk", "dv", "dgates"), ours, pytorch, truth, strict=True):
+        within_budget(name, a, b, c, BACKWARD, unit=unit, steady=steady)
+
+
+def _greatest_term(x: Inputs, upstream: Tensor) -> float:
+    """A bound on the terms do · v · k / sqrt(Dk) whose sum is the gradient of q, though the sum itself may be 0."""
+    if x.k.numel() == 0:
+        return 0.0
+    norms = [a.double().norm(dim=-1).max().item() if a.numel() else 0.0 for a in (upstream, x.v)]
+    return math.prod(norms) * greatest(x.k) * max(greatest(x.gates), 1.0) * x.k.shape[-1] ** -0.5
+
+
+@branch_law(cases(dtypes=DTYPES))
+def test_any_call_within_budget(parts: Parts, case: Case, branch: str) -> None:
+    """Any config, any shape, fewer queries than keys, packed documents."""
+    values_and_gradients_within_budget(parts, case, branch)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_steady_call_within_budget(parts: Parts, branch: str, dtype: torch.dtype) -> None:
+    """Forward within 2 times, backward within 3 times PyTorch's own error in the same dtype."""
+    values_and_gradients_within_budget(parts, replace(STEADY, dtype=dtype), branch, steady=True)
+
+
+@law(cases(dtypes=DTYPES))
+def test_lse_within_budget(parts: Parts, case: Case) -> None:
+    """lse is float32, base e, and -inf where nothing is seen."""
+    x = case.inputs(parts.device)
+    block_indices = parts.select(case, x)
+    k_cmp = parts.compress(case, x)[0][:, : len(oracle.compressed_blocks(case))]
+    masks = {
+        "compressed": (k_cmp, oracle.compressed_mask(case, parts.device)),
+        "selected": (x.k, oracle.selected_mask(case, block_indices)),
+        "window": (x.k, oracle.window_mask(case, parts.device)),
+    }
+    lse = parts.whole(case, x)[1].lse
+    assert set(lse) == set(masks)
+    for name, (k, mask) in masks.items():
+        single, truth = (
+            oracle.attend(x.q.to(wide), k.to(wide), k.to(wide), mask)[1] for wide in (torch.float32, torch.float64)
+        )
+        within_budget(f"lse of {name}", lse[name], single, truth, FORWARD)

@@ -1,0 +1,1 @@
+"""Units of the package, one file per module."""
