@@ -71,7 +71,8 @@ class LinearCompression(nn.Module):
 class MLPCompression(nn.Module):
     """phi = mlp, the paper's (section 3.3.1): a position embedding inside the block, then an MLP.
 
-    l·D -> 2·D -> D with GELU; the paper names no hidden size, 2·D keeps phi below a tenth of the layer's weights.
+    l·D -> 2·D -> D with GELU; the paper names no hidden size, 2·D is chosen here.
+    The last map has no bias: the same vector added to every key moves no softmax, so it would never be trained.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class MLPCompression(nn.Module):
         self.mlp = nn.Sequential(
             nn.Linear(config.l * head_dim, 2 * head_dim, device=device, dtype=dtype),
             nn.GELU(),
-            nn.Linear(2 * head_dim, head_dim, device=device, dtype=dtype),
+            nn.Linear(2 * head_dim, head_dim, bias=False, device=device, dtype=dtype),
         )
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -39,7 +39,7 @@ def phi_of_block(module: nn.Module, block: Tensor) -> Tensor:
         first, _, second = module.mlp
         weight = first.weight.view(2 * HEAD_DIM, *block.shape)
         hidden = gelu(torch.einsum("old,ld->o", weight, block + module.position) + first.bias)
-        return second.weight @ hidden + second.bias
+        return second.weight @ hidden
     return block.mean(0)
 
 
