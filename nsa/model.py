@@ -62,7 +62,8 @@ class ModelConfig:
             raise ValueError(f"n_kv_groups must divide n_heads; got {self.n_kv_groups} and {self.n_heads}")
         if self.attention not in ATTENTIONS:
             raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}; got {self.attention!r}")
-        checks.a_config(self.nsa)
+        if not isinstance(self.nsa, NSAConfig):
+            raise TypeError(f"nsa must be an NSAConfig; got {type(self.nsa).__name__}")
 
     @property
     def hidden_dim(self) -> int:
