@@ -26,11 +26,15 @@ class Inputs(NamedTuple):
     gates: Tensor
     cu_seqlens: Tensor | None
 
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self[:3]
+
     def floats(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self[:4]
 
     def with_floats(self, floats: tuple[Tensor, ...]) -> Inputs:
-        return Inputs(*floats, cu_seqlens=self.cu_seqlens)  # type: ignore[misc]
+        q, k, v, gates = floats
+        return Inputs(q, k, v, gates, self.cu_seqlens)
 
 
 @dataclass(frozen=True)

@@ -17,20 +17,22 @@ from nsa import backends
 from tests.laws.cases import Case, Inputs
 
 BRANCHES = ("compressed", "selected", "window", "all")
+_PARTS = ("compress", "compressed_attention", "select_blocks", "selected_attention", "window_attention", "combine")
 _INTERPRETED_SHARE = 6
 """One in so many of the examples is tried in Triton's interpreter, which takes 0.1 to 1 s a call."""
 
 
 def why_absent(backend: str, device: torch.device) -> str | None:
     """Why a backend cannot run on this machine, or None."""
-    if backend == "triton":
-        probe = torch.zeros(1, 1, 1, 16, device=device)
-        return backends.why_not_triton(probe, probe)
+    probe = torch.zeros(1, 1, 1, 16, device=device)
+    if backend == "triton" and (reason := backends.why_not_triton(probe, probe)):
+        return reason
     try:
-        backends.load(backend)
+        module = backends.load(backend)
     except ImportError as error:
         return f"it cannot be imported ({error})"
-    return None
+    lacking = [part for part in _PARTS if not hasattr(module, part)]
+    return f"it lacks {', '.join(lacking)}" if lacking else None
 
 
 @dataclass(frozen=True)
