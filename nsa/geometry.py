@@ -85,10 +85,11 @@ class Layout:
         return self.num_keys // self.config.d
 
     @property
-    def max_groups(self) -> int:
-        """An upper bound on the selection blocks of all documents together."""
-        documents = 1 if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
-        return self.num_keys // self.config.l_sel + documents
+    def max_blocks(self) -> int:
+        """Selection blocks of all documents together, or an upper bound that needs no host sync."""
+        if self.cu_seqlens is None:
+            return num_selection_blocks(self.num_keys, self.config)
+        return self.num_keys // self.config.l_sel + self.cu_seqlens.numel() - 1
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -131,6 +132,35 @@ class Layout:
         first = self.cu_seqlens.long()[document] + (slots - self._cu_blocks[document]) * self.config.d
         used = slots < self._cu_blocks[-1]
         return torch.where(used, first, 0), used
+
+    @cached_property
+    def _cu_selection_blocks(self) -> Tensor:
+        """int64 [N+1]: how many selection blocks stand before each document's."""
+        assert self.cu_seqlens is not None
+        blocks = num_selection_blocks(self.cu_seqlens.long().diff(), self.config)
+        return torch.nn.functional.pad(blocks.cumsum(0), (1, 0))
+
+    @cached_property
+    def blocks_before(self) -> Tensor:
+        """int64 [S]: selection blocks of earlier documents; plus j, it numbers block j among all documents'."""
+        if self.cu_seqlens is None:
+            return torch.zeros_like(self.tokens)
+        return self._cu_selection_blocks[self._documents]
+
+    @cached_property
+    def block_tokens(self) -> tuple[Tensor, Tensor]:
+        """(int64 [max_blocks], int64 [max_blocks]): first token of each selection block, and the first behind it."""
+        number = torch.arange(self.max_blocks, device=self.device)
+        if self.cu_seqlens is None:
+            first, end = number * self.config.l_sel, self.num_keys
+            return first, (first + self.config.l_sel).clamp(max=end)
+        found = torch.searchsorted(self._cu_selection_blocks, number, right=True) - 1
+        document = found.clamp(0, self.cu_seqlens.numel() - 2)
+        bounds = self.cu_seqlens.long()
+        first = bounds[document] + (number - self._cu_selection_blocks[document]) * self.config.l_sel
+        end = torch.minimum(first + self.config.l_sel, bounds[document + 1])
+        used = number < self._cu_selection_blocks[-1]
+        return torch.where(used, first, 0), torch.where(used, end, 0)
 
     @cached_property
     def compressed_interval(self) -> tuple[Tensor, Tensor]:

@@ -66,5 +66,8 @@ def block_scores(p: Tensor, num_tokens: int, config: NSAConfig) -> Tensor:
     num_blocks, step = geometry.num_selection_blocks(num_tokens, config), config.l_sel // config.d
     offsets = geometry.overlap_offsets(config)
     missing = (num_blocks - 1) * step + offsets.stop - p.shape[-1]
-    shares = pad(p, (-offsets.start, max(missing, 0))).unfold(-1, len(offsets), step)[..., :num_blocks, :]
-    return shares @ p.new_tensor(geometry.overlap_weights(config))
+    p = pad(p, (-offsets.start, max(missing, 0)))
+    score = torch.zeros_like(p[..., :num_blocks])
+    for i, weight in enumerate(geometry.overlap_weights(config)):
+        score += weight * p[..., i : i + (num_blocks - 1) * step + 1 : step]
+    return score

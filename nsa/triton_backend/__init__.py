@@ -1,0 +1,32 @@
+"""The parts as Triton kernels; pooling (phi = avg) and the gated sum are memory-bound and stay PyTorch's."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nsa.geometry import Layout
+from nsa.torch_backend import combine, compress
+from nsa.triton_backend.interval import IntervalAttention
+from nsa.triton_backend.scores import select_blocks
+from nsa.triton_backend.selected import SelectedAttention
+
+__all__ = ["combine", "compress", "compressed_attention", "select_blocks", "selected_attention", "window_attention"]
+
+
+def compressed_attention(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, layout: Layout, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The compressed branch; see `nsa.compressed_attention`."""
+    return IntervalAttention.apply(q, k_cmp, v_cmp, *layout.compressed_interval, scale)
+
+
+def selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, layout: Layout, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The selected branch on distinct block indices; see `nsa.selected_attention`."""
+    return SelectedAttention.apply(q, k, v, block_indices, layout, scale)
+
+
+def window_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The window branch; see `nsa.window_attention`."""
+    return IntervalAttention.apply(q, k, v, *layout.window_interval, scale)

@@ -1,0 +1,255 @@
+"""The selected branch: a program per token and group reads the blocks that it chose.
+
+The heads of a group share each key they load. The backward pass for keys and values turns the choice around
+(`nsa.inverted_index`): a program takes up to PAIRS queries that chose one block and writes a partial sum, and a
+second kernel adds a block's partial sums in order; no atomics, so it repeats bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa import inverted_index
+from nsa.geometry import Layout
+from nsa.triton_backend import tuning
+from nsa.triton_backend.launch import backward_rows, on_device, strides, unit_stride
+from nsa.triton_backend.tile import (
+    dot,
+    finish,
+    finite,
+    load_rows,
+    mark,
+    online_softmax,
+    scores,
+    softmax_gradient,
+    store_rows,
+)
+
+PAIRS = 512  # queries per partial sum
+
+
+@triton.jit
+def _forward(
+    Q, K, V, BLOCKS, STARTS, O, LSE, READ, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, S, ahead, HQ, HKV, G, scale,
+    N: tl.constexpr, SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DKP: tl.constexpr, DVP: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    i, h, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    token, start = i + ahead, tl.load(STARTS + i)
+    g = tl.arange(0, GP)
+    real = g < G
+    q = load_rows(Q + b * q_b + i * q_s, (h * G + g) * q_h, real, DK, DKP)
+    q = mark(q, q)
+    k_base, v_base = K + b * k_b + h * k_h, V + b * v_b + h * v_h
+
+    top = tl.full([GP], float("-inf"), tl.float32)
+    total, acc = tl.zeros([GP], tl.float32), tl.zeros([GP, DVP], tl.float32)
+    read = tl.zeros([BN], tl.int32)
+    for c in range(N):
+        block = tl.load(BLOCKS + ((b * S + i) * HKV + h) * N + c)
+        for inner in range(0, tl.where(block < 0, 0, SIZE), BN):
+            place = inner + tl.arange(0, BN)
+            key = start + block * SIZE + place
+            visible = (key <= token) & (place < SIZE)  # what is not is not even loaded
+            k = load_rows(k_base, key * k_s, visible, DK, DKP)
+            v = load_rows(v_base, key * v_s, visible, DV, DVP)
+            s = tl.where(visible[None, :], scores(q, k, scale), float("-inf"))
+            top, total, acc = online_softmax(s, v, top, total, acc)
+            read += visible.to(tl.int32)
+    o, lse = finish(top, total, acc)
+    row = (b * S + i) * HQ + h * G + g
+    store_rows(O, row * DV, real, o, DV, DVP)
+    tl.store(LSE + row, lse, mask=real)
+    tl.store(READ + (b * S + i) * HKV + h, tl.sum(read, axis=0))
+
+
+@triton.jit
+def _backward_q(
+    Q, K, V, DO, BLOCKS, STARTS, LSE, DELTA, DQ, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
+    S, ahead, HQ, HKV, G, scale,
+    N: tl.constexpr, SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DKP: tl.constexpr, DVP: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    i, h, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    token, start = i + ahead, tl.load(STARTS + i)
+    g = tl.arange(0, GP)
+    real = g < G
+    row = (b * S + i) * HQ + h * G + g
+    q = finite(load_rows(Q + b * q_b + i * q_s, (h * G + g) * q_h, real, DK, DKP))
+    do = load_rows(DO, row * DV, real, DV, DVP)
+    lse, delta = tl.load(LSE + row, mask=real, other=0.0), tl.load(DELTA + row, mask=real, other=0.0)
+    k_base, v_base = K + b * k_b + h * k_h, V + b * v_b + h * v_h
+
+    dq = tl.zeros([GP, DKP], tl.float32)
+    for c in range(N):
+        block = tl.load(BLOCKS + ((b * S + i) * HKV + h) * N + c)
+        for inner in range(0, tl.where(block < 0, 0, SIZE), BN):
+            place = inner + tl.arange(0, BN)
+            key = start + block * SIZE + place
+            visible = (key <= token) & (place < SIZE)
+            k = load_rows(k_base, key * k_s, visible, DK, DKP)
+            v = load_rows(v_base, key * v_s, visible, DV, DVP)
+            dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+            _, ds = softmax_gradient(scores(q, k, scale), lse, dp, delta)
+            dq = dot(tl.where(visible[None, :], ds, 0.0).to(k.dtype), k, dq)
+    store_rows(DQ, row * DK, real, dq * scale, DK, DKP)
+
+
+@triton.jit
+def _backward_kv(
+    Q, K, V, DO, ORDER, BEGIN, END, BLOCK, BLOCK_FROM, BLOCK_TO, LSE, DELTA, DK_PART, DV_PART,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, S, ahead, HQ, HKV, G, max_blocks, scale,
+    N: tl.constexpr, SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DKP: tl.constexpr, DVP: tl.constexpr, BT: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BN + tl.arange(0, BN)
+    begin, end, number = tl.load(BEGIN + tile), tl.load(END + tile), tl.load(BLOCK + tile)
+    if begin == end:
+        return
+    kv_row = number // max_blocks
+    b, h = kv_row // HKV, kv_row % HKV
+    key = tl.load(BLOCK_FROM + number % max_blocks) + place
+    inside = (place < SIZE) & (key < tl.load(BLOCK_TO + number % max_blocks))
+    k = finite(load_rows(K + b * k_b + h * k_h, key * k_s, inside, DK, DKP))
+    v = finite(load_rows(V + b * v_b + h * v_h, key * v_s, inside, DV, DVP))
+
+    dk, dv = tl.zeros([BN, DKP], tl.float32), tl.zeros([BN, DVP], tl.float32)
+    for at in range(begin, end, BT):
+        pair = at + tl.arange(0, BT * GP) // GP
+        g = tl.arange(0, BT * GP) % GP
+        real = (pair < end) & (g < G)
+        i = tl.load(ORDER + pair, mask=real, other=0) // N % S  # pairs are numbered [kv row, query, choice]
+        row = (b * S + i) * HQ + h * G + g
+        q = finite(load_rows(Q + b * q_b, i * q_s + (h * G + g) * q_h, real, DK, DKP))
+        do = load_rows(DO, row * DV, real, DV, DVP)
+        lse, delta = tl.load(LSE + row, mask=real, other=0.0), tl.load(DELTA + row, mask=real, other=0.0)
+        dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+        p, ds = softmax_gradient(scores(q, k, scale), lse, dp, delta)
+        visible = real[:, None] & inside[None, :] & (key[None, :] <= (i + ahead)[:, None])
+        dv = dot(tl.trans(tl.where(visible, p, 0.0)).to(do.dtype), do, dv)
+        dk = dot(tl.trans(tl.where(visible, ds, 0.0)).to(q.dtype), q, dk)
+    out = tile * SIZE + place
+    store_rows(DK_PART, out * DK, place < SIZE, dk * scale, DK, DKP)
+    store_rows(DV_PART, out * DV, place < SIZE, dv, DV, DVP)
+
+
+@triton.jit
+def _sum_parts(
+    PART, FIRST, LAST, BLOCK_FROM, BLOCK_TO, OUT, T, HKV, max_blocks,
+    SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """OUT [B, T, Hkv, D] = the sum of each block's parts, tile after tile."""
+    number, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BN + tl.arange(0, BN)
+    kv_row = number // max_blocks
+    key = tl.load(BLOCK_FROM + number % max_blocks) + place
+    inside = (place < SIZE) & (key < tl.load(BLOCK_TO + number % max_blocks))
+    acc = tl.zeros([BN, DP], tl.float32)
+    for tile in range(tl.load(FIRST + number), tl.load(LAST + number)):
+        acc += load_rows(PART, (tile * SIZE + place) * D, inside, D, DP)
+    out = (kv_row // HKV * T + key) * HKV + kv_row % HKV
+    store_rows(OUT, out * D, inside, acc, D, DP)
+
+
+class SelectedAttention(torch.autograd.Function):
+    """(o, lse, keys read) over the tokens of each query's blocks at positions <= its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,  # [B, S, Hq, Dk]
+        k: Tensor,  # [B, T, Hkv, Dk]
+        v: Tensor,  # [B, T, Hkv, Dv]
+        block_indices: Tensor,  # int32 [B, S, Hkv, n], distinct, -1 for none
+        layout: Layout,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, block_indices = unit_stride(q), unit_stride(k), unit_stride(v), block_indices.contiguous()
+        (batch, length, heads, _), (kv_heads, dv) = q.shape, v.shape[2:]
+        o, lse = q.new_empty(batch, length, heads, dv), q.new_empty(batch, length, heads, dtype=torch.float32)
+        read = q.new_empty(batch, length, kv_heads, dtype=torch.int32)
+        if o.numel():
+            sizes, warps = _per_token(q, v, block_indices, layout)
+            with on_device(q):
+                _forward[length, kv_heads, batch](
+                    q, k, v, block_indices, layout.starts, o, lse, read, *strides(q), *strides(k), *strides(v),
+                    length, layout.num_keys - length, heads, kv_heads, heads // kv_heads, scale, *sizes, **warps,
+                )  # fmt: skip
+        ctx.save_for_backward(q, k, v, o, lse, block_indices)
+        ctx.layout, ctx.scale = layout, scale
+        ctx.mark_non_differentiable(read)
+        return o, lse, read
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, dlse: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse, block_indices = ctx.saved_tensors
+        layout: Layout = ctx.layout
+        batch, length, heads, _ = q.shape
+        kv_heads = k.shape[2]
+        do, lse, delta = backward_rows(do, o, lse, dlse)
+        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if dq.numel() == 0:
+            return dq, torch.zeros_like(k), torch.zeros_like(v), None, None, None
+        sizes, warps = _per_token(q, v, block_indices, layout)
+        with on_device(q):
+            _backward_q[length, kv_heads, batch](
+                q, k, v, do, block_indices, layout.starts, lse, delta, dq, *strides(q), *strides(k), *strides(v),
+                length, layout.num_keys - length, heads, kv_heads, heads // kv_heads, ctx.scale, *sizes, **warps,
+            )  # fmt: skip
+            dk, dv = _gradients_of_keys(q, k, v, do, lse, delta, block_indices, layout, ctx.scale)
+        return dq, dk, dv, None, None, None
+
+
+def _per_token(q: Tensor, v: Tensor, block_indices: Tensor, layout: Layout) -> tuple[tuple[int, ...], dict[str, int]]:
+    """Constants of the kernels that take one token per program."""
+    group, dk, dv, size = q.shape[2] // v.shape[2], q.shape[3], v.shape[3], layout.config.l_sel
+    shape = tuning.shape(group, dk, dv, q.dtype)
+    keys = min(tuning.padded(size), shape.keys)
+    constants = (block_indices.shape[-1], size, dk, dv, shape.dk, shape.dv, tuning.padded(group), keys)
+    return constants, {"num_warps": 4, "num_stages": shape.num_stages}
+
+
+def _gradients_of_keys(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor,
+    block_indices: Tensor, layout: Layout, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(dk, dv), from partial sums over tiles of queries that chose the same block."""
+    (batch, length, heads, dk), (num_keys, kv_heads, dv) = q.shape, v.shape[1:]
+    size, n, max_blocks = layout.config.l_sel, block_indices.shape[-1], layout.max_blocks
+    chosen = block_indices.transpose(1, 2).long()  # [B, Hkv, S, n]
+    kv_row = torch.arange(batch * kv_heads, device=q.device).view(batch, kv_heads, 1, 1)
+    number = kv_row * max_blocks + layout.blocks_before[:, None] + chosen
+    num_blocks = batch * kv_heads * max_blocks
+    tiles = inverted_index.build(torch.where(chosen < 0, -1, number).flatten(), PAIRS, num_blocks)
+    block_from, block_to = layout.block_tokens
+
+    shape = tuning.shape(heads // kv_heads, dk, dv, q.dtype, rows=64)
+    keys = min(tuning.padded(size), shape.keys)
+    warps = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
+    dk_part = q.new_empty(tiles.begin.numel(), size, dk, dtype=torch.float32)
+    dv_part = q.new_empty(tiles.begin.numel(), size, dv, dtype=torch.float32)
+    _backward_kv[tiles.begin.numel(), triton.cdiv(size, keys)](
+        q, k, v, do, tiles.order, tiles.begin, tiles.end, tiles.block, block_from, block_to, lse, delta,
+        dk_part, dv_part, *strides(q), *strides(k), *strides(v),
+        length, num_keys - length, heads, kv_heads, heads // kv_heads, max_blocks, scale,
+        n, size, dk, dv, shape.dk, shape.dv, shape.tokens, shape.group, keys, **warps,
+    )  # fmt: skip
+
+    # tiles stand in the order of their blocks, the empty ones behind them
+    held = torch.where(tiles.begin == tiles.end, num_blocks, tiles.block)
+    numbers = torch.arange(num_blocks, device=q.device)
+    first, last = torch.searchsorted(held, numbers), torch.searchsorted(held, numbers, right=True)
+    gradients = []
+    for part, like in ((dk_part, k), (dv_part, v)):
+        out = like.new_zeros(like.shape)
+        _sum_parts[num_blocks, triton.cdiv(size, keys)](
+            part, first, last, block_from, block_to, out, num_keys, kv_heads, max_blocks,
+            size, like.shape[3], tuning.padded(like.shape[3]), keys,
+        )  # fmt: skip
+        gradients.append(out)
+    return gradients[0], gradients[1]

@@ -1,0 +1,32 @@
+"""What the Triton backend can serve."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+MAX_HEAD_DIM = 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MIN_CAPABILITY = (8, 0)
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1), on any device and slowly."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def why_not(q: Tensor, v: Tensor) -> str | None:
+    """Why these tensors cannot be served, or None if they can."""
+    if q.dtype not in DTYPES:
+        return f"dtype {q.dtype} is not float32, bfloat16 or float16"
+    if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
+        return f"head sizes {q.shape[-1]} and {v.shape[-1]}: at most {MAX_HEAD_DIM} is supported"
+    if interpreted():
+        return None
+    if q.device.type != "cuda":
+        return f"device {q.device} is not an NVIDIA GPU (TRITON_INTERPRET=1 runs the kernels on a CPU, slowly)"
+    capability = torch.cuda.get_device_capability(q.device)
+    if capability < MIN_CAPABILITY:
+        return f"compute capability {capability[0]}.{capability[1]} is below {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}"
+    return None
