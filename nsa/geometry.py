@@ -152,8 +152,7 @@ class Layout:
         """(int64 [max_blocks], int64 [max_blocks]): first token of each selection block, and the first behind it."""
         number = torch.arange(self.max_blocks, device=self.device)
         if self.cu_seqlens is None:
-            first, end = number * self.config.l_sel, self.num_keys
-            return first, (first + self.config.l_sel).clamp(max=end)
+            return number * self.config.l_sel, ((number + 1) * self.config.l_sel).clamp(max=self.num_keys)
         found = torch.searchsorted(self._cu_selection_blocks, number, right=True) - 1
         document = found.clamp(0, self.cu_seqlens.numel() - 2)
         bounds = self.cu_seqlens.long()
