@@ -1,11 +1,12 @@
-"""The parts as Triton kernels; pooling (phi = avg) and the gated sum are memory-bound and stay PyTorch's."""
+"""The parts as Triton kernels; pooling (phi = avg) is a fraction of a percent of the time and stays PyTorch's."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from nsa.geometry import Layout
-from nsa.torch_backend import combine, compress
+from nsa.torch_backend import compress
+from nsa.triton_backend.combine import Combine
 from nsa.triton_backend.interval import IntervalAttention
 from nsa.triton_backend.scores import select_blocks
 from nsa.triton_backend.selected import SelectedAttention
@@ -30,3 +31,8 @@ def selected_attention(
 def window_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """The window branch; see `nsa.window_attention`."""
     return IntervalAttention.apply(q, k, v, *layout.window_interval, scale)
+
+
+def combine(outputs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
+    """Eq. 5: Σ gate · branch, added in float32; see `nsa.combine`."""
+    return Combine.apply(*outputs, gates)
