@@ -6,7 +6,7 @@ from torch import Tensor
 
 from nsa.geometry import Layout
 from nsa.torch_backend import compress
-from nsa.triton_backend.combine import Combine
+from nsa.triton_backend.gated_sum import Combine
 from nsa.triton_backend.interval import IntervalAttention
 from nsa.triton_backend.scores import select_blocks
 from nsa.triton_backend.selected import SelectedAttention

@@ -11,6 +11,7 @@ import torch
 import triton
 
 MIN_DOT = 16  # tensor cores take no smaller side
+NARROW = 512  # bytes per row up to which tiles keep all their rows: bfloat16 with head sizes of 128
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,7 @@ def padded(size: int) -> int:
 def shape(group: int, dk: int, dv: int, dtype: torch.dtype, *, keys: int | None = None, rows: int = 128) -> Shape:
     """Tiles of about `rows` rows, halved where head sizes and dtype make them large; `keys` to fix the keys' side."""
     wide = (padded(dk) + padded(dv)) * dtype.itemsize  # bytes per row of q and o, or of k and v
-    while rows > MIN_DOT and rows * wide > 64 * 1024:
-        rows //= 2
+    rows = max(rows * NARROW // max(triton.next_power_of_2(wide), NARROW), MIN_DOT)
     padded_group = triton.next_power_of_2(group)
     tokens = max(rows // padded_group, 1, MIN_DOT // padded_group)
     if keys is None:
