@@ -1,0 +1,104 @@
+"""One optimiser step of the decoder LM, with NSA and with dense attention: forward, loss, backward, AdamW.
+
+Weights in float32, compute in the key's dtype under autocast. The gate compares logits and gradients of the same
+weights on a short text with the float64 model, whose attention is nsa.reference; the text is short enough for every
+block to be selected, since a near-tie that falls the other way changes a gradient by more than rounding does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+from benchmarks import compare
+from benchmarks.baselines import sdpa
+from benchmarks.cases import NSA, Work
+from benchmarks.gate import finite, green
+from benchmarks.records import Gate, Key
+from nsa import NSAConfig, backends
+from nsa.model import BASE_125M, SHOWCASE, DecoderLM, ModelConfig, next_token_loss
+
+MODELS = {"showcase": SHOWCASE, "125m": BASE_125M}
+_CHECKED_TOKENS = 64
+_LEARNING_RATE = 1e-4
+
+
+def prepare(key: Key, device: str) -> Work:
+    """The work of a key whose mode is train-step; a baseline's name is the kernel of the dense twin."""
+    torch.manual_seed(0)
+    assert key.model is not None
+    config = _model_config(key)
+    model = DecoderLM(config).to(device)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=device == "cuda")
+    tokens = torch.randint(config.vocab_size, (key.batch, key.num_queries), device=device)
+
+    def call() -> tuple[Tensor, ...]:
+        optimiser.zero_grad()
+        with _precision(key.dtype, device), _kernel(key.implementation):
+            loss = next_token_loss(model(tokens), tokens)
+            loss.backward()
+        optimiser.step()
+        return (loss.detach(),)
+
+    return Work(_check(key, model, tokens[:1, :_CHECKED_TOKENS], device), call, key.batch * key.num_queries)
+
+
+def _model_config(key: Key) -> ModelConfig:
+    assert key.model is not None
+    config = MODELS[key.model]
+    if key.implementation != NSA:
+        return config.dense_twin()
+    assert key.config is not None
+    assert key.backend_asked is not None
+    return dataclasses.replace(config, nsa=NSAConfig.from_mapping(key.config), backend=key.backend_asked)
+
+
+def _check(key: Key, model: DecoderLM, tokens: Tensor, device: str) -> Callable[[], Gate]:
+    def check() -> Gate:
+        oracle = DecoderLM(dataclasses.replace(model.config, backend="reference")).to(device)
+        oracle.load_state_dict(model.state_dict())
+        with _precision(key.dtype, device):
+            with _kernel(key.implementation):
+                found = _logits_and_gradients(model, tokens)
+            with _kernel("sdpa-math"):
+                eager = _logits_and_gradients(oracle, tokens)
+        with _kernel("sdpa-math"):
+            truth = _logits_and_gradients(oracle.double(), tokens)
+        for name, x in found.items():
+            finite(name, x)
+        checks = compare.tensors(found, truth, eager)
+        return green(Gate(tokens.shape[1], tuple(checks), _path(key, model, tokens)))
+
+    return check
+
+
+def _logits_and_gradients(model: DecoderLM, tokens: Tensor) -> dict[str, Tensor]:
+    logits = model(tokens)
+    gradients = torch.autograd.grad(next_token_loss(logits, tokens), list(model.parameters()))
+    return {"logits": logits.detach(), "dparameters": torch.cat([gradient.flatten() for gradient in gradients])}
+
+
+def _precision(dtype: str, device: str) -> AbstractContextManager[object]:
+    return nullcontext() if dtype == "float32" else torch.autocast(device, dtype=getattr(torch, dtype))
+
+
+def _kernel(implementation: str) -> AbstractContextManager[object]:
+    """The one kernel that the dense twin may use; NSA uses none of them."""
+    return nullcontext() if implementation == NSA else sdpa_kernel(sdpa.BACKENDS[implementation])
+
+
+def _path(key: Key, model: DecoderLM, tokens: Tensor) -> str:
+    """The kernel that was forced, or the backend that a call with these sizes chooses."""
+    if key.implementation != NSA:
+        return key.implementation
+    dtype = getattr(torch, key.dtype)
+    q, v = (
+        torch.empty(1, 1, key.heads, size, dtype=dtype, device=tokens.device)
+        for size in (key.head_dim_k, key.head_dim_v)
+    )
+    return backends.choose(model.config.backend, q, v)[0]

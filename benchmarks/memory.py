@@ -1,0 +1,80 @@
+"""Peak memory above what stood before the call: PyTorch's allocator on a GPU, a fresh child process on the CPU.
+
+On Linux the child resets the kernel's high-water mark of its resident set after the inputs are made, so that the
+peak is exact, however short; with glibc told to give freed memory back, what the call frees counts once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.fingerprint import ROOT
+from benchmarks.records import Check, Gate, Key
+
+MIB = 2**20
+_CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+_RESET_HIGH_WATER = "5"
+_MMAP_THRESHOLD_BYTES = 2**16
+
+
+class ChildError(Exception):
+    """The child ended without an answer; the message is its last words."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What one call needed, and how that was read."""
+
+    mib: float
+    source: str
+
+
+def of_cuda(call: Callable[[], object]) -> Peak:
+    """Outputs, saved tensors and scratch of one call on the current GPU."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return Peak((torch.cuda.max_memory_allocated() - before) / MIB, "cuda_allocator")
+
+
+def of_this_process(call: Callable[[], object]) -> Peak:
+    """The same on the CPU, for a process that has done nothing large before. OSError where it is not Linux."""
+    _CLEAR_REFS.write_text(_RESET_HIGH_WATER)
+    before = _high_water_mib()
+    call()
+    return Peak(_high_water_mib() - before, "rss_high_water")
+
+
+def _high_water_mib() -> float:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024  # the kernel's "kB" are KiB
+
+
+def in_child(key: Key, deadline_s: float) -> tuple[Gate, Peak]:
+    """Gate and peak of one key from `python -m benchmarks.memory_child`. subprocess.TimeoutExpired at the deadline."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.memory_child", json.dumps(dataclasses.asdict(key))],
+        capture_output=True,
+        text=True,
+        timeout=deadline_s,
+        cwd=ROOT,
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(_MMAP_THRESHOLD_BYTES)},
+    )
+    if done.returncode:
+        last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        raise ChildError(last)
+    answer = json.loads(done.stdout.splitlines()[-1])
+    gate = answer["gate"]
+    checks = tuple(Check(**check) for check in gate["checks"])
+    return Gate(gate["rows_checked"], checks, gate["path"]), Peak(**answer["peak"])

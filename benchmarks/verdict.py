@@ -1,0 +1,46 @@
+"""NSA beside its baselines. A ratio names its baseline and is taken within one run on one machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from benchmarks.cases import NSA
+from benchmarks.records import Outcome, Record
+
+FAULTS = (Outcome.INCORRECT, Outcome.NONFINITE, Outcome.CRASHED, Outcome.STALLED, Outcome.COMPILE_ERROR)
+"""Outcomes of NSA that make a run fail; a case too large for the device or unknown to it does not."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One record of NSA and the baselines of the same case in the same run."""
+
+    nsa: Record
+    baselines: tuple[Record, ...]
+
+
+def speed_up(nsa: Record, baseline: Record) -> float | None:
+    """How many times as fast as the baseline NSA is; None unless both have a latency."""
+    if nsa.latency_ms is None or baseline.latency_ms is None:
+        return None
+    return baseline.latency_ms / nsa.latency_ms
+
+
+def comparisons(records: Iterable[Record]) -> list[Comparison]:
+    """The newest run of each case on each machine, in the order in which they were measured."""
+    newest: dict[tuple[str, str, str], Comparison] = {}
+    dense: dict[tuple[str, str, str], list[Record]] = {}
+    for record in sorted(records, key=lambda record: record.fingerprint.utc):
+        run = (record.fingerprint.machine, record.key.case, record.fingerprint.utc)
+        if record.key.implementation != NSA:
+            dense.setdefault(run, []).append(record)
+            continue
+        case = (record.fingerprint.machine, record.key.case, record.key.backend_asked or "")
+        newest[case] = Comparison(record, tuple(dense.get(run, ())))
+    return list(newest.values())
+
+
+def faults(records: Iterable[Record]) -> list[Record]:
+    """What makes a run fail: NSA itself wrong, not finite, crashed or stalled."""
+    return [record for record in records if record.key.implementation == NSA and record.outcome in FAULTS]
