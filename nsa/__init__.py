@@ -1,5 +1,6 @@
 """Native Sparse Attention (arXiv 2502.11089), right first and measured."""
 
+from nsa import reference
 from nsa.attention import (
     Aux,
     combine,
@@ -25,6 +26,7 @@ __all__ = [
     "compress",
     "compressed_attention",
     "nsa_attention",
+    "reference",
     "select_blocks",
     "selected_attention",
     "window_attention",
