@@ -1,0 +1,1 @@
+"""The measuring suite, tested on a CPU."""

@@ -1,0 +1,126 @@
+"""The gate lets a right implementation through and stops every wrong one, by what is wrong with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import gate, inputs
+from benchmarks.baselines import sdpa
+from benchmarks.gate import IncorrectError, NonFiniteError
+from benchmarks.inputs import Problem
+from nsa import Aux, nsa_attention
+from tests.benchmarks.synthetic import CONFIG, key
+
+Fault = Callable[[Tensor, Aux], tuple[Tensor, Aux]]
+
+
+def right(p: Problem) -> tuple[Tensor, Aux]:
+    return nsa_attention(p.q, p.k, p.v, p.gates, CONFIG, backend="torch", return_aux=True)
+
+
+def with_fault(fault: Fault) -> Callable[[Problem], tuple[Tensor, Aux]]:
+    return lambda p: fault(*right(p))
+
+
+def problem(dtype: str = "float32") -> Problem:
+    return inputs.draw(key(length=96, dtype=dtype), "cpu")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_lets_nsa_and_dense_attention_through(dtype: str) -> None:
+    p = problem(dtype)
+    passed = gate.check_nsa(p, CONFIG, right, rows=24, backward=True)
+    assert [check.name for check in passed.checks] == ["block_indices", "o", "dq", "dk", "dv", "dgates"]
+    assert (passed.passed, passed.path, passed.rows_checked) == (True, "torch", 24)
+    dense = gate.check_dense(p, lambda p: sdpa.attend(p, "sdpa-math"), "sdpa-math", rows=8, backward=True)
+    assert [check.name for check in dense.checks] == ["o", "dq", "dk", "dv"]
+
+
+def test_lets_decode_through() -> None:
+    p = inputs.with_compressed(inputs.draw(key("decode", length=96, batch=9), "cpu"), CONFIG)
+
+    def attend(p: Problem) -> tuple[Tensor, Aux]:
+        return nsa_attention(
+            p.q, p.k, p.v, p.gates, CONFIG, k_compressed=p.k_compressed, v_compressed=p.v_compressed, return_aux=True
+        )
+
+    assert gate.check_nsa(p, CONFIG, attend, rows=8).rows_checked == 3  # every third of the 9 sequences
+
+
+def one_row_off(o: Tensor, aux: Aux) -> tuple[Tensor, Aux]:
+    factor = torch.ones_like(o[..., :1])
+    factor[:, -1] = 1 + 1e-5
+    return o * factor, aux
+
+
+def other_blocks(o: Tensor, aux: Aux) -> tuple[Tensor, Aux]:
+    blocks = aux.block_indices.clone()
+    blocks[:, -1] = torch.tensor([0, 1, 10, 11], dtype=torch.int32)  # legal, but not the best
+    return o, dataclasses.replace(aux, block_indices=blocks)
+
+
+def dropped_current_block(o: Tensor, aux: Aux) -> tuple[Tensor, Aux]:
+    blocks = aux.block_indices.clone()
+    blocks[:, -1] = torch.tensor([0, 1, 2, 3], dtype=torch.int32)
+    return o, dataclasses.replace(aux, block_indices=blocks)
+
+
+def scaled_gradient(o: Tensor, aux: Aux) -> tuple[Tensor, Aux]:
+    return o.detach() + (o - o.detach()) * (1 + 1e-5), aux
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [(one_row_off, "o: error"), (other_blocks, "block_indices: error"), (dropped_current_block, "not finite"),
+     (scaled_gradient, "dq: error")],
+    ids=lambda value: getattr(value, "__name__", ""),
+)  # fmt: skip
+def test_stops_what_is_wrong(fault: Fault, named: str) -> None:
+    with pytest.raises(IncorrectError, match=named) as caught:
+        gate.check_nsa(problem(), CONFIG, with_fault(fault), rows=24, backward=True)
+    assert not caught.value.gate.passed
+
+
+def nan_output(o: Tensor, aux: Aux) -> tuple[Tensor, Aux]:
+    poisoned = o.clone()
+    poisoned[0, 50, 1, 2] = torch.nan  # in a row that no sample holds
+    return poisoned, aux
+
+
+class _NaNGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> Tensor:
+        return torch.full_like(gradients[0], torch.nan)
+
+
+def nan_gradient(o: Tensor, aux: Aux) -> tuple[Tensor, Aux]:
+    return _NaNGradient.apply(o), aux
+
+
+@pytest.mark.parametrize(("fault", "named"), [(nan_output, "o holds 1 values"), (nan_gradient, "dq holds")])
+def test_stops_what_is_not_finite(fault: Fault, named: str) -> None:
+    with pytest.raises(NonFiniteError, match=named):
+        gate.check_nsa(problem(), CONFIG, with_fault(fault), rows=8, backward=True)
+
+
+def test_stops_a_baseline_with_the_wrong_alignment() -> None:
+    """is_causal with one query at the end of many keys sees key 0 only."""
+    p = inputs.draw(key("decode", length=96), "cpu")
+
+    def top_left(p: Problem) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (p.q, p.k, p.v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(
+            1, 2
+        )
+
+    with pytest.raises(IncorrectError, match="o: error"):
+        gate.check_dense(p, top_left, "top-left", rows=8)

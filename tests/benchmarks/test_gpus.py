@@ -1,0 +1,68 @@
+"""Machines are recognised by the table, and a session refuses any but its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import gpus
+from benchmarks.gpus import Found, WrongMachineError
+from benchmarks.suite import MODES, planned
+
+NAMES = [
+    ("NVIDIA A100-SXM4-80GB", (8, 0), "a100", 2.039),
+    ("NVIDIA A100 80GB PCIe", (8, 0), "a100", 2.039),
+    ("NVIDIA A100-PCIE-40GB", (8, 0), "a100", 1.555),
+    ("NVIDIA GeForce RTX 3090", (8, 6), "3090", 0.936),
+    ("NVIDIA GeForce RTX 3090 Ti", (8, 6), "gpu", None),
+    ("NVIDIA GeForce RTX 4090", (8, 9), "4090", 1.008),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", (8, 9), "gpu", None),
+    ("NVIDIA H100 80GB HBM3", (9, 0), "h100", 3.35),
+    ("NVIDIA H100 PCIe", (9, 0), "h100", 2.0),
+    ("NVIDIA H100 NVL", (9, 0), "h100", 3.9),
+    ("NVIDIA H200", (9, 0), "h200", 4.8),
+    ("NVIDIA B200", (10, 0), "b200", 8.0),
+    ("NVIDIA H200", (8, 0), "gpu", None),  # a name that lies about its architecture
+    ("NVIDIA L4", (8, 9), "gpu", None),
+]
+
+
+@pytest.mark.parametrize(("name", "capability", "wanted", "memory_tb_per_s"), NAMES)
+def test_recognises(name: str, capability: tuple[int, int], wanted: str, memory_tb_per_s: float | None) -> None:
+    machine = gpus.recognise(Found(name, capability))
+    assert (machine.id, machine.memory_tb_per_s, machine.device) == (wanted, memory_tb_per_s, "cuda")
+
+
+def test_without_a_gpu_it_is_the_cpu() -> None:
+    assert gpus.recognise(None).id == gpus.machine(None, None).id == "cpu"
+
+
+def test_refuses_another_machine_saying_what_it_found() -> None:
+    with pytest.raises(WrongMachineError, match=r"needs an NVIDIA A100; found: NVIDIA H200$"):
+        gpus.machine("a100", Found("NVIDIA H200", (9, 0)))
+    with pytest.raises(
+        WrongMachineError, match=r"needs an NVIDIA GeForce RTX 3090; found: no GPU that PyTorch can use$"
+    ):
+        gpus.machine("3090", None)
+
+
+def test_the_cpu_is_there_beside_a_gpu() -> None:
+    assert gpus.machine("cpu", Found("NVIDIA H200", (9, 0))).device == "cpu"
+
+
+def test_every_id_is_a_family_and_every_suite_can_be_planned() -> None:
+    machines = [gpus.recognise(Found(name, capability)) for name, capability, *_ in NAMES] + [gpus.recognise(None)]
+    assert {machine.id for machine in machines} == {*gpus.known_ids(), "gpu"}
+    for name in {machine.suite for machine in machines}:
+        for quick in (True, False):
+            keys = planned(gpus.suite(name), quick=quick, backend="auto", on_gpu=name != "cpu")
+            assert {key.mode for key in keys} >= set(MODES) - {"memory"}
+            assert len({key.name for key in keys}) == len(keys), "two cases of one name"
+
+
+def test_quick_is_a_part_of_the_whole() -> None:
+    for name in ("cpu", "24gb", "80gb"):
+        quick, whole = (
+            {key.name for key in planned(gpus.suite(name), quick=quick, backend="auto", on_gpu=True)}
+            for quick in (True, False)
+        )
+        assert quick < whole

@@ -1,0 +1,81 @@
+"""The command line: what it runs, what it refuses and with which exit code, and its last line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpus, records
+from benchmarks.__main__ import chosen, main
+from benchmarks.cases import attention
+from benchmarks.gpus import Found
+from tests.benchmarks.synthetic import key
+
+
+def run(*arguments: str) -> int:
+    return main(["run", *arguments])
+
+
+def test_measures_writes_records_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = "prefill-forward/*/s512/*"
+    assert run("--quick", "--gpu", "cpu", "--cases", cases, "--out", str(tmp_path)) == 0
+    *_, page_line, last = capsys.readouterr().out.splitlines()
+    summary = json.loads(last)
+    assert summary["outcomes"] == {"PASSED": 2}
+    assert page_line == f"The page: {summary['page']}"
+    assert Path(summary["page"]).is_file()
+    found, damaged = records.read_runs(tmp_path)
+    assert [record.key.implementation for record in found] == ["sdpa-flash", "nsa"]
+    assert damaged == []
+    assert found[1].command.endswith("--cases 'prefill-forward/8x2x64/b1/s512/float32/nsa'")
+
+
+def test_a_wrong_result_fails_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object, **options: object) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(attention, "nsa_attention", broken)
+    assert run("--quick", "--gpu", "cpu", "--cases", "prefill-forward/*/s512/*/nsa", "--out", str(tmp_path)) == 1
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["faults"] == ["prefill-forward/8x2x64/b1/s512/float32/nsa"]
+
+
+@pytest.mark.parametrize("wanted", ["a100", "3090", "4090", "h100", "h200", "b200"])
+def test_refuses_another_machine(
+    wanted: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus, "visible_gpu", lambda: Found("NVIDIA L4", (8, 9)))
+    assert run("--require", wanted) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("python -m benchmarks: this session needs an NVIDIA ")
+    assert said.endswith("; found: NVIDIA L4\n")
+
+
+def test_a_case_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--gpu", "cpu", "--cases", "decode,prefil") == 2
+    assert "--cases: no case here is named 'prefil'; modes: prefill-forward, " in capsys.readouterr().err
+
+
+def test_an_unknown_machine_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run("--gpu", "v100")
+    assert caught.value.code == 2
+    assert "--gpu" in capsys.readouterr().err
+
+
+def test_lists_without_measuring(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--gpu", "cpu", "--cases", "memory", "--list") == 0
+    names = capsys.readouterr().out.splitlines()
+    assert "memory/8x2x64/b1/s32768/float32/nsa" in names
+    assert all(name.startswith("memory/") for name in names)
+
+
+def test_memory_runs_only_when_named() -> None:
+    keys = [key("memory"), key("decode")]
+    assert chosen(keys, None) == [key("decode")]
+    assert chosen(keys, ["memory"]) == [key("memory")]
+    assert chosen(keys, ["decode/*", "memory"]) == keys

@@ -1,0 +1,165 @@
+"""Whatever goes wrong becomes an outcome with its reason, and no number comes out of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import nsa
+from benchmarks import memory, runner
+from benchmarks.baselines import sdpa
+from benchmarks.cases import Work, attention
+from benchmarks.records import Gate, Key, Outcome, Record
+from benchmarks.timing import Plan
+from nsa import NSAConfig
+from tests.benchmarks.synthetic import FINGERPRINT, GREEN, key
+
+PLAN = Plan(min_samples=3, min_time_s=0.0, wall_limit_s=5.0, warmup_calls=1)
+
+
+def measure(the_key: Key, prepare: runner.Prepare = runner.prepare) -> Record:
+    return runner.measure(the_key, "cpu", PLAN, FINGERPRINT, "command", prepare)
+
+
+def has_no_number(record: Record) -> bool:
+    return all(getattr(record, name) is None for name in Record.NUMBERS)
+
+
+@pytest.mark.parametrize("implementation", ["nsa", "sdpa-flash", "sdpa-math"])
+@pytest.mark.parametrize("mode", ["prefill-forward", "prefill-forward-backward", "decode"])
+def test_measures_every_mode(mode: str, implementation: str) -> None:
+    the_key = key(mode, implementation, batch=2)
+    record = measure(the_key)
+    assert (record.outcome, record.reason) == (Outcome.PASSED, None)
+    assert record.samples_ms is not None
+    assert record.latency_ms == sorted(record.samples_ms)[1]
+    assert record.tokens_per_s == pytest.approx(2 * the_key.num_queries / record.latency_ms * 1e3)
+    assert record.gate is not None
+    assert record.gate.path == ("torch" if implementation == "nsa" else implementation)
+    assert (record.peak_mem_mib, record.clock) == (None, "perf_counter")
+
+
+@pytest.mark.parametrize("implementation", ["nsa", "sdpa-math"])
+def test_measures_a_train_step(implementation: str) -> None:
+    config = dataclasses.asdict(NSAConfig(l=16, d=8, l_sel=32, n_sel=8, w=64)) if implementation == "nsa" else None
+    sizes = {"heads": 8, "model": "showcase", "config": config}
+    record = measure(key("train-step", implementation, length=96, **sizes))
+    assert (record.outcome, record.reason) == (Outcome.PASSED, None)
+    assert record.gate is not None
+    assert [check.name for check in record.gate.checks] == ["logits", "dparameters"]
+
+
+def scaled_output(factor: float) -> Callable[..., object]:
+    """NSA with its output multiplied by `factor`."""
+
+    def attend(*arguments: Any, **options: Any) -> object:
+        found = nsa.nsa_attention(*arguments, **options)
+        return (found[0] * factor, found[1]) if isinstance(found, tuple) else found * factor
+
+    return attend
+
+
+def test_a_wrong_implementation_gets_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "nsa_attention", scaled_output(1.001))
+    record = measure(key())
+    assert record.outcome is Outcome.INCORRECT
+    assert record.reason is not None
+    assert record.reason.startswith("o: error 1.00e-03 > budget ")
+    assert record.gate is not None
+    assert has_no_number(record)
+
+
+def test_nan_gets_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "nsa_attention", scaled_output(float("nan")))
+    record = measure(key())
+    assert record.outcome is Outcome.NONFINITE
+    assert has_no_number(record)
+
+
+def test_what_turns_nan_after_the_gate_gets_no_number() -> None:
+    outputs = iter([torch.zeros(1)] * 4 + [torch.full((1,), torch.nan)])  # a warm-up, 3 samples, and the last look
+
+    def prepare(the_key: Key, device: str) -> Work:
+        return Work(lambda: GREEN, lambda: (next(outputs),), 1)
+
+    record = measure(key(), prepare)
+    assert record.outcome is Outcome.NONFINITE
+    assert record.gate == GREEN
+    assert has_no_number(record)
+
+
+class OutOfResources(Exception):  # noqa: N818 - named as in Triton
+    __module__ = "triton.runtime.errors"
+
+
+ERRORS = [
+    (torch.OutOfMemoryError("CUDA out of memory."), Outcome.OUT_OF_MEMORY),
+    (MemoryError(), Outcome.OUT_OF_MEMORY),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), Outcome.OUT_OF_MEMORY),
+    (OutOfResources("shared memory"), Outcome.COMPILE_ERROR),
+    (ValueError("backend 'triton' cannot serve this call: no GPU"), Outcome.UNSUPPORTED),
+    (ModuleNotFoundError("No module named 'flash_attn'"), Outcome.NOT_PRESENT),
+    (subprocess.TimeoutExpired("child", 3.0), Outcome.STALLED),
+    (RuntimeError("CUDA error: an illegal\nmemory access"), Outcome.CRASHED),
+    (ValueError("k must have shape"), Outcome.CRASHED),
+]
+
+
+@pytest.mark.parametrize(("error", "outcome"), ERRORS, ids=lambda value: getattr(value, "name", type(value).__name__))
+def test_errors_become_outcomes(error: Exception, outcome: Outcome) -> None:
+    def check() -> Gate:
+        raise error
+
+    record = measure(key(), lambda the_key, device: Work(check, tuple, 1))
+    assert record.outcome is outcome
+    assert record.reason
+    assert "\n" not in record.reason
+    assert has_no_number(record)
+
+
+def test_an_absent_baseline_says_why() -> None:
+    absent = measure(key(implementation="sdpa-cudnn"))
+    assert (absent.outcome, absent.reason) == (Outcome.NOT_PRESENT, "sdpa-cudnn exists on CUDA devices only")
+    refused = measure(key(implementation="sdpa-flash", head_dim_v=8))
+    assert refused.outcome is Outcome.UNSUPPORTED
+    assert refused.reason is not None
+    assert "same last dimension" in refused.reason
+
+
+def test_a_refusal_of_another_kind_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: object) -> Tensor:
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(sdpa, "attend", broken)
+    assert measure(key(implementation="sdpa-math")).outcome is Outcome.CRASHED
+
+
+def test_peak_of_this_process_is_what_the_call_needs() -> None:
+    size_mib = 64
+
+    def call() -> None:
+        torch.ones(size_mib * memory.MIB // 4)
+
+    peak = memory.of_this_process(call)
+    assert peak.mib == pytest.approx(size_mib, abs=4)  # the kernel counts pages in batches
+    assert peak.source == "rss_high_water"
+
+
+def test_a_memory_case_runs_in_a_child() -> None:
+    record = measure(key("memory", length=256))
+    assert (record.outcome, record.reason) == (Outcome.PASSED, None)
+    assert record.peak_mem_source == "rss_high_water"
+    assert record.latency_ms is None
+
+
+def test_a_child_that_fails_says_its_last_words() -> None:
+    record = measure(key("memory", heads=3))
+    assert record.outcome is Outcome.CRASHED
+    assert record.reason is not None
+    assert "heads of k must divide the 3 heads of q" in record.reason
