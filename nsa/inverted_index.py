@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 @dataclass(frozen=True)
 class Tiles:
     """Pairs grouped by block: tile i holds the pairs order[begin[i]:end[i]], all of block `block[i]`."""
 
+    size: int
     order: Tensor
     """int64 [P]: the pairs sorted by block, pairs without a block last; earlier pairs first within a block."""
     begin: Tensor
@@ -24,31 +26,30 @@ class Tiles:
     end: Tensor
     """int64 [tiles]; equal to begin in an empty tile."""
     block: Tensor
-    """int64 [tiles]; 0 in an empty tile."""
-    rank: Tensor
-    """int64 [P]: tile · size + place in it, of each entry of `order`; a place in the last tile for none."""
+    """int64 [tiles], ascending; the last block in an empty tile."""
+    first_pair: Tensor
+    """int64 [blocks + 1]: where each block's pairs begin in `order`; the last entry counts the pairs with a block."""
+    first_tile: Tensor
+    """int64 [blocks + 1]: each block's first tile; the last entry counts the tiles in use."""
+
+    def places(self, blocks: Tensor) -> Tensor:
+        """int64 [P]: tile · size + place in it, of each pair of `blocks`; a place in the last tile for none."""
+        rank = torch.empty_like(self.order).scatter_(
+            0, self.order, torch.arange(self.order.numel(), device=blocks.device)
+        )
+        number = blocks.clamp(min=0)
+        place = self.first_tile[number] * self.size + rank - self.first_pair[number]
+        return torch.where(blocks < 0, (self.begin.numel() - 1) * self.size, place)
 
 
-def build(blocks: Tensor, size: int, max_blocks: int) -> Tiles:
-    """Tiles over `blocks` (int64 [P], < 0 where a pair has none), of which at most `max_blocks` are distinct."""
-    num_pairs, device = blocks.numel(), blocks.device
-    num_tiles = num_pairs // size + max_blocks + 1
-    beyond = torch.iinfo(torch.int64).max
-    ordered, order = torch.where(blocks < 0, beyond, blocks).sort(stable=True)
-    place = torch.arange(num_pairs, device=device)
-    held = ordered != beyond
-    new_block = torch.ones_like(held)
-    new_block[1:] = ordered[1:] != ordered[:-1]
-    first_of_block = torch.where(new_block, place, 0).cummax(0).values
-    within = (place - first_of_block) % size
-    opens = held & (within == 0)
-    tile = torch.where(held, opens.cumsum(0) - 1, num_tiles - 1)
-
-    spill = torch.where(opens, tile, num_tiles - 1)  # the last tile takes what belongs to none, then is emptied
-    begin = torch.zeros(num_tiles, dtype=torch.int64, device=device).scatter_(0, spill, place)
-    block = torch.zeros_like(begin).scatter_(0, spill, ordered)
-    end = begin.scatter_reduce(0, tile, place + 1, "amax")
-    used = held.new_zeros(num_tiles).scatter_(0, spill, True)
-    used[-1] = False
-    rank = tile * size + within
-    return Tiles(order, begin, torch.where(used, end, begin), torch.where(used, block, 0), rank)
+def build(blocks: Tensor, size: int, num_blocks: int) -> Tiles:
+    """Tiles over `blocks` (int64 [P]: 0 <= block < num_blocks, negative where a pair has none)."""
+    ordered, order = torch.where(blocks < 0, num_blocks, blocks).sort(stable=True)
+    first_pair = torch.searchsorted(ordered, torch.arange(num_blocks + 1, device=blocks.device))
+    tiles_of_block = (first_pair.diff() + size - 1) // size
+    first_tile = pad(tiles_of_block.cumsum(0), (1, 0))
+    tile = torch.arange(blocks.numel() // size + num_blocks + 1, device=blocks.device)
+    block = (torch.searchsorted(first_tile, tile, right=True) - 1).clamp(max=max(num_blocks - 1, 0))
+    begin = torch.minimum(first_pair[block] + (tile - first_tile[block]) * size, first_pair[-1])
+    end = torch.minimum(begin + size, first_pair[block + 1])
+    return Tiles(size, order, begin, torch.maximum(begin, end), block, first_pair, first_tile)

@@ -64,7 +64,8 @@ def _step(block_indices: Tensor, layout: Layout, group: int, first: int, last: i
     number = kv_row * layout.max_blocks + layout.blocks_before[first:last, None] + chosen  # among all kv rows' blocks
 
     width = max(ROWS_PER_TILE // group, 1)
-    tiles = inverted_index.build(torch.where(chosen < 0, -1, number).flatten(), width, kv_rows * layout.max_blocks)
+    numbers = torch.where(chosen < 0, -1, number).flatten()
+    tiles = inverted_index.build(numbers, width, kv_rows * layout.max_blocks)
     place = tiles.begin[:, None] + torch.arange(width, device=chosen.device)
     queries = tiles.order[place.clamp(max=chosen.numel() - 1)] // n
     query_tokens = layout.tokens[first:last][queries % tokens].masked_fill_(place >= tiles.end[:, None], -1)
@@ -72,7 +73,7 @@ def _step(block_indices: Tensor, layout: Layout, group: int, first: int, last: i
     first_token = layout.block_tokens[0][tiles.block % layout.max_blocks]
     key_tokens = first_token[:, None] + torch.arange(size, device=chosen.device)
     keys = (tiles.block // layout.max_blocks * num_keys)[:, None] + key_tokens.clamp(max=num_keys - 1)
-    places = torch.empty_like(tiles.order).scatter_(0, tiles.order, tiles.rank).view(kv_rows * tokens, n)
+    places = tiles.places(numbers).view(kv_rows * tokens, n)
     return Step(first, last, queries, query_tokens.int(), keys, key_tokens.int(), places)
 
 

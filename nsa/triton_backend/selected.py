@@ -141,7 +141,7 @@ def _backward_kv(
 
 @triton.jit
 def _sum_parts(
-    PART, FIRST, LAST, BLOCK_FROM, BLOCK_TO, OUT, T, HKV, max_blocks,
+    PART, FIRST_TILE, BLOCK_FROM, BLOCK_TO, OUT, T, HKV, max_blocks,
     SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """OUT [B, T, Hkv, D] = the sum of each block's parts, tile after tile."""
@@ -150,7 +150,7 @@ def _sum_parts(
     key = tl.load(BLOCK_FROM + number % max_blocks) + place
     inside = (place < SIZE) & (key < tl.load(BLOCK_TO + number % max_blocks))
     acc = tl.zeros([BN, DP], tl.float32)
-    for tile in range(tl.load(FIRST + number), tl.load(LAST + number)):
+    for tile in range(tl.load(FIRST_TILE + number), tl.load(FIRST_TILE + number + 1)):
         acc += load_rows(PART, (tile * SIZE + place) * D, inside, D, DP)
     out = (kv_row // HKV * T + key) * HKV + kv_row % HKV
     store_rows(OUT, out * D, inside, acc, D, DP)
@@ -240,15 +240,11 @@ def _gradients_of_keys(
         n, size, dk, dv, shape.dk, shape.dv, shape.tokens, shape.group, keys, **warps,
     )  # fmt: skip
 
-    # tiles stand in the order of their blocks, the empty ones behind them
-    held = torch.where(tiles.begin == tiles.end, num_blocks, tiles.block)
-    numbers = torch.arange(num_blocks, device=q.device)
-    first, last = torch.searchsorted(held, numbers), torch.searchsorted(held, numbers, right=True)
     gradients = []
     for part, like in ((dk_part, k), (dv_part, v)):
         out = like.new_zeros(like.shape)
         _sum_parts[num_blocks, triton.cdiv(size, keys)](
-            part, first, last, block_from, block_to, out, num_keys, kv_heads, max_blocks,
+            part, tiles.first_tile, block_from, block_to, out, num_keys, kv_heads, max_blocks,
             size, like.shape[3], tuning.padded(like.shape[3]), keys,
         )  # fmt: skip
         gradients.append(out)

@@ -20,7 +20,7 @@ from nsa.triton_backend import gated_sum, interval, scores, selected, tuning
 GROUP, DK, DV, DTYPE = 16, 128, 128, torch.bfloat16
 FLOAT32 = {"LSE", "DELTA", "DK_PART", "DV_PART", "PART"}
 INT32 = {"LO", "HI", "READ", "BLOCKS", "SEEN_FROM", "SEEN_TO"}
-INT64 = {"STARTS", "POSITIONS", "ORDER", "BEGIN", "END", "BLOCK", "BLOCK_FROM", "BLOCK_TO", "FIRST", "LAST"}
+INT64 = {"STARTS", "POSITIONS", "ORDER", "BEGIN", "END", "BLOCK", "BLOCK_FROM", "BLOCK_TO", "FIRST_TILE"}
 
 
 def argument_type(kernel: Any, name: str) -> str:
