@@ -38,6 +38,8 @@ class Fingerprint:
     """The host's processor."""
     threads: int
     """Threads that PyTorch uses on the CPU."""
+    omp_wait_policy: str | None
+    """OMP_WAIT_POLICY: how these threads wait for one another; None is the runtime's default."""
     load: float | None
     """Processes that wanted a core in the minute before the run; above 0 the CPU's figures are not its best."""
     commit: str | None
@@ -66,6 +68,7 @@ def take(machine: str, device: str) -> Fingerprint:
         platform=platform.platform(),
         cpu=cpu,
         threads=torch.get_num_threads(),
+        omp_wait_policy=os.environ.get("OMP_WAIT_POLICY"),
         load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         commit=_git("rev-parse", "HEAD"),
         dirty=_dirty(),

@@ -24,6 +24,7 @@ FINGERPRINT = Fingerprint(
     platform="Linux",
     cpu="A CPU",
     threads=2,
+    omp_wait_policy=None,
     load=None,
     commit="0123456789abcdef",
     dirty=False,
