@@ -26,8 +26,10 @@ class Inputs(NamedTuple):
     gates: Tensor
     cu_seqlens: Tensor | None
 
-    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self[:3]
+    def qkv(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v, in another dtype if one is given."""
+        dtype = dtype or self.q.dtype
+        return self.q.to(dtype), self.k.to(dtype), self.v.to(dtype)
 
     def floats(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self[:4]

@@ -24,7 +24,7 @@ def test_window_as_long_as_the_text_is_dense_causal_attention(parts: Parts, case
     case = replace(case, config=replace(case.config, w=max(case.keys, 1)))
     x = case.inputs(parts.device)
     causal = oracle.window_mask(case, parts.device)
-    pytorch, truth = oracle.sdpa(*x.qkv(), causal), oracle.dense(*(a.double() for a in x.qkv()), causal)
+    pytorch, truth = oracle.sdpa(*x.qkv(), causal), oracle.dense(*x.qkv(torch.float64), causal)
     within_budget("o", parts.window(case, x)[0], pytorch, truth, FORWARD)
 
 
@@ -35,7 +35,7 @@ def test_as_many_blocks_as_there_are_is_dense_causal_attention(parts: Parts, cas
     case = replace(case, config=replace(case.config, n_sel=enough))
     x = case.inputs(parts.device)
     causal = oracle.window_mask(replace(case, config=replace(case.config, w=max(case.keys, 1))), parts.device)
-    pytorch, truth = oracle.sdpa(*x.qkv(), causal), oracle.dense(*(a.double() for a in x.qkv()), causal)
+    pytorch, truth = oracle.sdpa(*x.qkv(), causal), oracle.dense(*x.qkv(torch.float64), causal)
     within_budget("o", parts.selected(case, x)[0], pytorch, truth, FORWARD)
 
 

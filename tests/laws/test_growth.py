@@ -18,7 +18,7 @@ from tests.laws.parts import BRANCHES, Parts
 
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal")
 """Operators whose result the host must read, or whose size the data decides."""
-LENGTHS = (512, 1024, 2048)
+LENGTHS = (512, 2048)
 GROWING = Case(config=NSAConfig(l=32, d=16, l_sel=64, n_sel=4, w=64), kv_heads=1, group=2, dk=16, dv=16)
 
 
@@ -63,11 +63,15 @@ def host_waits_for_nothing(parts: Parts, branch: str) -> None:
         assert _recorded(parts, case, branch).waits == []
 
 
-def grows_with_length(parts: Parts, branch: str) -> None:
-    """From 512 to 2048 tokens: less than one more operator per token, and no tensor that grows with S²."""
-    short, _, long = (_recorded(parts, _long(tokens), branch) for tokens in LENGTHS)
-    assert long.num_ops - short.num_ops < 0.5 * (LENGTHS[-1] - LENGTHS[0])
-    assert long.largest <= 1.25 * LENGTHS[-1] / LENGTHS[0] * short.largest
+def grows_with_length(parts: Parts, branch: str, lengths: tuple[int, int] = LENGTHS) -> None:
+    """From 512 to 2048 tokens: about one more operator per token and branch at most, and no tensor that grows with S².
+
+    Forward and backward are counted together. A loop over tokens, as in the reference, takes 80 to 170 per token.
+    """
+    short, long = (_recorded(parts, _long(tokens), branch) for tokens in lengths)
+    ops_per_token = (long.num_ops - short.num_ops) / (lengths[1] - lengths[0])
+    assert ops_per_token < (3 if branch == "all" else 1)
+    assert long.largest <= 1.25 * lengths[1] / lengths[0] * short.largest
 
 
 def _long(tokens: int) -> Case:

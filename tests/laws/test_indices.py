@@ -35,7 +35,7 @@ def test_invalid_indices_are_ignored_and_duplicates_count_once(parts: Parts, cas
     o, lse = _selected(parts, case, leaves, block_indices)
     within_budget("o", o.detach(), *oracle.pytorch_and_truth(case, x, "selected", block_indices), FORWARD)
     mask = oracle.selected_mask(case, block_indices)
-    single, true = (oracle.attend(*(a.to(w) for a in x.qkv()), mask)[1] for w in (torch.float32, torch.float64))
+    single, true = (oracle.attend(*x.qkv(wide), mask)[1] for wide in (torch.float32, torch.float64))
     within_budget("lse", lse.detach(), single, true, FORWARD)
     upstream = case.noise(o)
     grads = torch.autograd.grad(o, leaves.qkv(), upstream)

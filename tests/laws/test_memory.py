@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.laws import oracle
-from tests.laws.budget import agree
+from tests.laws.budget import FORWARD, agree, within_budget
 from tests.laws.cases import Case, Inputs, cases
 from tests.laws.parts import Parts, branch_law, law
 
@@ -73,14 +73,28 @@ def test_repeats_bit_for_bit(parts: Parts, case: Case, branch: str) -> None:
 
 @branch_law(ANY)
 def test_other_calls_in_between_leave_no_trace(parts: Parts, case: Case, branch: str) -> None:
-    """Long, short, long again, and two configs in turn: no state is kept between calls."""
+    """Long, short, long again: no state is kept between calls, and results already given stay as they are."""
     x = case.inputs(parts.device)
     first = _everything(parts, case, x, branch)
+    kept = tuple(a.clone() for a in first)
     other = replace(case.config, n_sel=case.config.n_sel + 1, w=case.config.w + 3, l_sel=2 * case.config.l_sel)
     short = Case(config=case.config, queries=1, keys=1, kv_heads=case.kv_heads, group=case.group, dk=case.dk)
     for between in (short, replace(case, config=other), replace(case, seed=case.seed + 1)):
         _everything(parts, between, between.inputs(parts.device), branch)
-    _all_equal(first, _everything(parts, case, x, branch))
+    _all_equal(kept, first)
+    _all_equal(kept, _everything(parts, case, x, branch))
+
+
+@branch_law(ANY)
+def test_two_configs_in_turn(parts: Parts, case: Case, branch: str) -> None:
+    """Each of two configs gives its own truth, whichever came first with this shape."""
+    config = case.config
+    other = replace(config, n_sel=config.n_sel + 1, w=config.w + 3, l_sel=2 * config.l_sel)
+    for turn in (case, replace(case, config=other), case):
+        x = turn.inputs(parts.device)
+        block_indices = parts.select(turn, x)
+        pytorch, truth = oracle.pytorch_and_truth(turn, x, branch, block_indices)
+        within_budget("o", parts.forward(turn, x, branch), pytorch, truth, FORWARD)
 
 
 @branch_law(ANY)
