@@ -14,12 +14,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 import nsa
 from benchmarks.inputs import Problem, block_means, with_compressed
 from nsa import geometry
 from nsa.config import NSAConfig
+
+# not cuDNN, which would build a plan for the length of every single row
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor
     if k.shape[1] == 0:
         return q.new_zeros(*q.shape[:3], v.shape[3])
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    with sdpa_kernel(_KERNELS):
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
 def block_scores(x: Prefix, config: NSAConfig) -> Tensor:
