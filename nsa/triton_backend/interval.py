@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.triton_backend import tuning
-from nsa.triton_backend.launch import backward_rows, on_device, strides, unit_stride
+from nsa.triton_backend.launch import LOG2E, backward_rows, on_device, strides, unit_stride
 from nsa.triton_backend.tile import (
     dot,
     finish,
@@ -23,9 +23,8 @@ from nsa.triton_backend.tile import (
     load_rows,
     mark,
     online_softmax,
+    product,
     rows_of,
-    scores,
-    softmax_gradient,
     store_rows,
 )
 
@@ -41,15 +40,16 @@ def _stretches(first, last, all_from, all_to, STEP: tl.constexpr):
 @triton.jit
 def _keys(k_base, k_s, v_base, v_s, first, end, DK: tl.constexpr, DKP: tl.constexpr,
           DV: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """(key index, k, v) of the keys first <= key < first + BN, 0 from `end` on."""
+    """(key index, k, v) of the keys first <= key < first + BN, 0 from `end` on (None: all are before it)."""
     key = (first + tl.arange(0, BN)).to(tl.int64)
-    k = load_rows(k_base, key * k_s, key < end, DK, DKP)
-    return key, k, load_rows(v_base, key * v_s, key < end, DV, DVP)
+    inside = None if end is None else key < end
+    k = load_rows(k_base, key * k_s, inside, DK, DKP)
+    return key, k, load_rows(v_base, key * v_s, inside, DV, DVP)
 
 
 @triton.jit
 def _forward(
-    Q, K, V, LO, HI, O, LSE, READ, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, S, HQ, HKV, G, scale,
+    Q, K, V, LO, HI, O, LSE, READ, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, S, HQ, HKV, G, to_base_2,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
     BT: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -69,8 +69,8 @@ def _forward(
     for stretch in tl.static_range(3):
         if stretch == 1:
             for at in range(some, most, BN):
-                _, k, v = _keys(k_base, k_s, v_base, v_s, at, end, DK, DKP, DV, DVP, BN)
-                top, total, acc = online_softmax(scores(q, k, scale), v, top, total, acc)
+                _, k, v = _keys(k_base, k_s, v_base, v_s, at, None, DK, DKP, DV, DVP, BN)
+                top, total, acc = online_softmax(product(q, k), v, top, total, acc, to_base_2)
                 read += BN
         else:
             begin = first if stretch == 0 else most
@@ -78,10 +78,10 @@ def _forward(
             for at in range(begin, stop, BN):
                 key, k, v = _keys(k_base, k_s, v_base, v_s, at, end, DK, DKP, DV, DVP, BN)
                 visible = (key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None])
-                s = tl.where(visible, scores(q, mark(mark(k, v), k), scale), float("-inf"))
-                top, total, acc = online_softmax(s, finite(v), top, total, acc)
+                s = tl.where(visible, product(q, mark(mark(k, v), k)), float("-inf"))
+                top, total, acc = online_softmax(s, finite(v), top, total, acc, to_base_2)
                 read += tl.sum(visible.to(tl.int32), axis=1)
-    o, lse = finish(top, total, acc)
+    o, lse = finish(top, total, acc, to_base_2)
     row = (b * S + token) * HQ + h * G + g
     store_rows(O, row * DV, real, o, DV, DVP)
     tl.store(LSE + row, lse, mask=real)
@@ -90,7 +90,7 @@ def _forward(
 
 @triton.jit
 def _backward_q(
-    Q, K, V, DO, LO, HI, LSE, DELTA, DQ, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, S, HQ, G, scale,
+    Q, K, V, DO, LO, HI, LSE, DELTA, DQ, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, S, HQ, G, scale, to_base_2,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
     BT: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -99,7 +99,7 @@ def _backward_q(
     token, g, real = rows_of(first_token, S, G, BT, GP)
     lo, hi = tl.load(LO + token, mask=real, other=0), tl.load(HI + token, mask=real, other=0)
     row = (b * S + token) * HQ + h * G + g
-    q = finite(load_rows(Q + b * q_b, token * q_s + (h * G + g) * q_h, real, DK, DKP))
+    q = load_rows(Q + b * q_b, token * q_s + (h * G + g) * q_h, real, DK, DKP)
     do = load_rows(DO, row * DV, real, DV, DVP)
     lse, delta = tl.load(LSE + row, mask=real, other=0.0), tl.load(DELTA + row, mask=real, other=0.0)
     k_base, v_base = K + b * k_b + h * k_h, V + b * v_b + h * v_h
@@ -110,9 +110,9 @@ def _backward_q(
     for stretch in tl.static_range(3):
         if stretch == 1:
             for at in range(some, most, BN):
-                _, k, v = _keys(k_base, k_s, v_base, v_s, at, end, DK, DKP, DV, DVP, BN)
-                dp = tl.dot(do, tl.trans(v), input_precision="ieee")
-                _, ds = softmax_gradient(scores(q, k, scale), lse, dp, delta)
+                _, k, v = _keys(k_base, k_s, v_base, v_s, at, None, DK, DKP, DV, DVP, BN)
+                p = tl.exp2(product(q, k) * to_base_2 - lse[:, None])
+                ds = p * (product(do, v) - delta[:, None])
                 dq = dot(ds.to(k.dtype), k, dq)
         else:
             begin = first if stretch == 0 else most
@@ -120,8 +120,8 @@ def _backward_q(
             for at in range(begin, stop, BN):
                 key, k, v = _keys(k_base, k_s, v_base, v_s, at, end, DK, DKP, DV, DVP, BN)
                 k, v = finite(k), finite(v)
-                dp = tl.dot(do, tl.trans(v), input_precision="ieee")
-                _, ds = softmax_gradient(scores(q, k, scale), lse, dp, delta)
+                p = tl.exp2(product(q, k) * to_base_2 - lse[:, None])
+                ds = p * (product(do, v) - delta[:, None])
                 visible = (key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None])
                 dq = dot(tl.where(visible, ds, 0.0).to(k.dtype), k, dq)
     store_rows(DQ, row * DK, real, dq * scale, DK, DKP)
@@ -130,15 +130,18 @@ def _backward_q(
 @triton.jit
 def _backward_kv(
     Q, K, V, DO, LO, HI, LSE, DELTA, SEEN_FROM, SEEN_TO, DK_OUT, DV_OUT,
-    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, S, T, HQ, HKV, G, scale,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, S, T, HQ, HKV, G, scale, to_base_2, SPLITS: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
     BT: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    first_key, h, b = tl.program_id(0) * BN, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    first_key, h, b = tl.program_id(0) // SPLITS * BN, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     last_key = tl.minimum(first_key + BN, T) - 1
     key, k, v = _keys(K + b * k_b + h * k_h, k_s, V + b * v_b + h * v_h, v_s, first_key, T, DK, DKP, DV, DVP, BN)
     k, v = finite(k), finite(v)
     first, end = tl.load(SEEN_FROM + first_key), tl.load(SEEN_TO + last_key)
+    share = tl.cdiv(end - first, BT * SPLITS) * BT
+    first += tl.program_id(0) % SPLITS * share
+    end = tl.minimum(end, first + share)
     some, most = _stretches(first, end, tl.load(SEEN_FROM + last_key), tl.load(SEEN_TO + first_key), BT)
 
     dk, dv = tl.zeros([BN, DKP], tl.float32), tl.zeros([BN, DVP], tl.float32)
@@ -151,16 +154,17 @@ def _backward_kv(
             q = load_rows(Q + b * q_b, token * q_s + (h * G + g) * q_h, real, DK, DKP)
             do = load_rows(DO, row * DV, real, DV, DVP)
             lse, delta = tl.load(LSE + row, mask=real, other=0.0), tl.load(DELTA + row, mask=real, other=0.0)
-            q = finite(q)
-            dp = tl.dot(do, tl.trans(v), input_precision="ieee")
-            p, ds = softmax_gradient(scores(q, k, scale), lse, dp, delta)
+            if stretch != 1:
+                q, do = finite(q), finite(do)
+            p = tl.exp2(product(k, q) * to_base_2 - lse[None, :])  # [keys, rows]
+            ds = p * (product(v, do) - delta[None, :])
             if stretch != 1:
                 lo, hi = tl.load(LO + token, mask=real, other=0), tl.load(HI + token, mask=real, other=0)
-                visible = (key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None])
+                visible = (key[:, None] >= lo[None, :]) & (key[:, None] < hi[None, :])
                 p, ds = tl.where(visible, p, 0.0), tl.where(visible, ds, 0.0)
-            dv = dot(tl.trans(p).to(do.dtype), do, dv)
-            dk = dot(tl.trans(ds).to(q.dtype), q, dk)
-    out = (b * T + key) * HKV + h
+            dv = dot(p.to(do.dtype), do, dv)
+            dk = dot(ds.to(q.dtype), q, dk)
+    out = ((tl.program_id(0) % SPLITS * tl.num_programs(2) + b) * T + key) * HKV + h
     store_rows(DK_OUT, out * DK, key < T, dk * scale, DK, DKP)
     store_rows(DV_OUT, out * DV, key < T, dv, DV, DVP)
 
@@ -176,49 +180,54 @@ class IntervalAttention(torch.autograd.Function):
         v: Tensor,  # [B, T, Hkv, Dv]
         lo: Tensor,  # int32 [S], ascending
         hi: Tensor,  # int32 [S], ascending
+        splits: int,  # programs that share the queries of one tile of keys in the backward pass
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
         (batch, length, heads, dk), (kv_heads, dv) = q.shape, v.shape[2:]
         o, lse = q.new_empty(batch, length, heads, dv), q.new_empty(batch, length, heads, dtype=torch.float32)
         read = q.new_empty(batch, length, kv_heads, dtype=torch.int32)
-        shape = tuning.shape(heads // kv_heads, dk, dv, q.dtype)
+        shape = tuning.shape("interval_forward", q, v)
         if o.numel():
             with on_device(q):
                 _forward[triton.cdiv(length, shape.tokens), kv_heads, batch](
                     q, k, v, lo, hi, o, lse, read, *strides(q), *strides(k), *strides(v),
-                    length, heads, kv_heads, heads // kv_heads, scale,
-                    dk, dv, shape.dk, shape.dv, shape.tokens, shape.group, shape.keys,
-                    num_warps=shape.num_warps, num_stages=shape.num_stages,
+                    length, heads, kv_heads, heads // kv_heads, scale * LOG2E,
+                    *shape.sizes(dk, dv), **shape.launch,
                 )  # fmt: skip
         ctx.save_for_backward(q, k, v, o, lse, lo, hi)
-        ctx.scale = scale
+        ctx.splits, ctx.scale = splits, scale
         ctx.mark_non_differentiable(read)
+        ctx.set_materialize_grads(False)
         return o, lse, read
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor, dlse: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse, lo, hi = ctx.saved_tensors
         (batch, length, heads, dk), (num_keys, kv_heads, dv) = q.shape, v.shape[1:]
-        dq, dk_out = torch.empty(q.shape, dtype=q.dtype, device=q.device), k.new_empty(k.shape)
-        dv_out = v.new_empty(v.shape)
-        do, lse, delta = backward_rows(do, o, lse, dlse)
+        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        do = torch.zeros_like(o) if do is None else do.contiguous()
+        lse, delta = backward_rows(do, o, lse, dlse)
         key = torch.arange(num_keys, dtype=torch.int32, device=q.device)
         seen_from = torch.searchsorted(hi, key, right=True, out_int32=True)
         seen_to = torch.searchsorted(lo, key, right=True, out_int32=True)
-        shape = tuning.shape(heads // kv_heads, dk, dv, q.dtype, rows=64)
-        sizes = (dk, dv, shape.dk, shape.dv, shape.tokens, shape.group, shape.keys)
-        warps = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
         steps = (*strides(q), *strides(k), *strides(v))
         with on_device(q):
+            shape = tuning.shape("interval_backward_q", q, v)
             if dq.numel():
                 _backward_q[triton.cdiv(length, shape.tokens), kv_heads, batch](
                     q, k, v, do, lo, hi, lse, delta, dq, *steps,
-                    length, heads, heads // kv_heads, ctx.scale, *sizes, **warps,
+                    length, heads, heads // kv_heads, ctx.scale, ctx.scale * LOG2E,
+                    *shape.sizes(dk, dv), **shape.launch,
                 )  # fmt: skip
-            if dk_out.numel():
-                _backward_kv[triton.cdiv(num_keys, shape.keys), kv_heads, batch](
-                    q, k, v, do, lo, hi, lse, delta, seen_from, seen_to, dk_out, dv_out, *steps,
-                    length, num_keys, heads, kv_heads, heads // kv_heads, ctx.scale, *sizes, **warps,
+            shape = tuning.shape("interval_backward_kv", q, v)
+            splits, dtype = ctx.splits, q.dtype if ctx.splits == 1 else torch.float32
+            dk_parts = k.new_empty(splits, *k.shape, dtype=dtype)
+            dv_parts = v.new_empty(splits, *v.shape, dtype=dtype)
+            if dk_parts.numel():
+                _backward_kv[triton.cdiv(num_keys, shape.keys) * splits, kv_heads, batch](
+                    q, k, v, do, lo, hi, lse, delta, seen_from, seen_to, dk_parts, dv_parts, *steps,
+                    length, num_keys, heads, kv_heads, heads // kv_heads, ctx.scale, ctx.scale * LOG2E, splits,
+                    *shape.sizes(dk, dv), **shape.launch,
                 )  # fmt: skip
-        return dq, dk_out, dv_out, None, None, None
+        return dq, *(parts.sum(0).to(q.dtype) for parts in (dk_parts, dv_parts)), None, None, None, None

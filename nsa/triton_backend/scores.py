@@ -16,23 +16,25 @@ from nsa import geometry
 from nsa.geometry import Layout
 from nsa.triton_backend import tuning
 from nsa.triton_backend.interval import IntervalAttention
-from nsa.triton_backend.launch import on_device, strides, unit_stride
-from nsa.triton_backend.tile import LOG2E, load_rows, rows_of, scores
+from nsa.triton_backend.launch import LOG2E, on_device, strides, unit_stride
+from nsa.triton_backend.tile import load_rows, product, rows_of
 
 LAST = tl.constexpr(2**31 - 1)  # above any block index; x ^ LAST turns the order of indices around
 
 
 @triton.jit
-def _first_half(x, ROWS: tl.constexpr, HALF: tl.constexpr):
-    """The first HALF columns of x [ROWS, 2 · HALF]."""
-    halves = tl.reshape(x, [ROWS, 2, HALF])
-    return tl.sum(tl.where(tl.arange(0, 2)[None, :, None] == 0, halves, 0), axis=1)
+def _probability(q, k_base, k_s, lse, base, c, row_base, row_hi, to_base_2, DK: tl.constexpr, DKP: tl.constexpr):
+    """p [rows, blocks c] of the rows whose document begins at slot `base`, 0 where a row does not see the block."""
+    slot = (base + c).to(tl.int64)
+    k = load_rows(k_base, slot * k_s, (c >= 0) & (slot < tl.max(row_hi)), DK, DKP)
+    visible = (c >= 0)[None, :] & (slot[None, :] < row_hi[:, None]) & (row_base == base)[:, None]
+    return tl.where(visible, tl.exp2(product(q, k) * to_base_2 - lse[:, None]), 0.0)
 
 
 @triton.jit
 def _select(
-    Q, K, LSE, LO, HI, POSITIONS, OUT, q_b, q_s, q_h, k_b, k_s, k_h, S, HQ, HKV, G, scale,
-    STEP: tl.constexpr, FIRST_OFFSET: tl.constexpr, OFFSETS: tl.constexpr, WEIGHTS: tl.constexpr,
+    Q, K, LSE, LO, HI, POSITIONS, OUT, q_b, q_s, q_h, k_b, k_s, k_h, S, HQ, HKV, G, to_base_2,
+    STEP: tl.constexpr, WHOLE: tl.constexpr, FIRST_OFFSET: tl.constexpr, WEIGHTS: tl.constexpr,
     INIT: tl.constexpr, LOCAL: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr, NP: tl.constexpr,
     DK: tl.constexpr, DKP: tl.constexpr, BT: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
@@ -42,8 +44,14 @@ def _select(
     row = (b * S + token) * HQ + h * G + g
     q = load_rows(Q + b * q_b, token * q_s + (h * G + g) * q_h, real, DK, DKP)
     lse = tl.load(LSE + row, mask=real, other=0.0)
-    lse = tl.where(lse == float("-inf"), 0.0, lse * LOG2E)
-    row_lo, row_hi = tl.load(LO + token, mask=real, other=0), tl.load(HI + token, mask=real, other=0)
+    lse = tl.where(lse == float("-inf"), 0.0, lse * 1.4426950408889634)
+    row_base, row_hi = tl.load(LO + token, mask=real, other=-1), tl.load(HI + token, mask=real, other=0)
+    k_base = K + b * k_b + h * k_h
+    if WHOLE:  # the weight of each compressed block that begins in a selection block, block after block
+        inner = tl.arange(0, NP * STEP) % STEP
+        weight = tl.zeros([NP * STEP], tl.float32)
+        for i in tl.static_range(STEP):
+            weight = tl.where(inner == i, WEIGHTS[i - FIRST_OFFSET] * 1.0, weight)
 
     query = (first_token + tl.arange(0, BT)).to(tl.int64)
     here = query < S
@@ -58,20 +66,23 @@ def _select(
         for first in range(0, blocks_here, NP):
             block = first + tl.arange(0, NP)
             score = tl.zeros([BT, NP], tl.float32)
-            for i in tl.static_range(OFFSETS):
-                c = block * STEP + (FIRST_OFFSET + i)
-                slot = (base + c).to(tl.int64)
-                k = load_rows(K + b * k_b + h * k_h, slot * k_s, (c >= 0) & (slot < tl.max(row_hi)), DK, DKP)
-                visible = (c >= 0)[None, :] & (slot[None, :] < row_hi[:, None]) & (row_lo == base)[:, None]
-                p = tl.where(visible & real[:, None], tl.exp2(scores(q, k, scale) - lse[:, None]), 0.0)
-                score += WEIGHTS[i] * tl.sum(tl.reshape(p, [BT, GP, NP]), axis=1)
+            for i in tl.static_range(len(WEIGHTS)):
+                if i < -FIRST_OFFSET or not WHOLE:
+                    c = block * STEP + (FIRST_OFFSET + i)
+                    p = _probability(q, k_base, k_s, lse, base, c, row_base, row_hi, to_base_2, DK, DKP)
+                    score += WEIGHTS[i] * tl.sum(tl.reshape(p, [BT, GP, NP]), axis=1)
+            if WHOLE:
+                c = first * STEP + tl.arange(0, NP * STEP)
+                p = _probability(q, k_base, k_s, lse, base, c, row_base, row_hi, to_base_2, DK, DKP)
+                p = tl.sum(tl.reshape(p, [BT, GP, NP * STEP]), axis=1) * weight[None, :]
+                score += tl.sum(tl.reshape(p, [BT, NP, STEP]), axis=2)
             score = tl.where(score == score, score, 0.0)
             forced = (block[None, :] < INIT) | (block[None, :] > current[:, None] - LOCAL)
             score = tl.where(forced, float("inf"), score)
             ranking = (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (block ^ LAST)[None, :].to(tl.int64)
             ranking = tl.where(own[:, None] & (block[None, :] <= current[:, None]), ranking, -1)
-            both = tl.reshape(tl.join(best, ranking), [BT, 2 * NP])
-            best = _first_half(tl.sort(both, descending=True), BT, NP)
+            # of two sequences sorted in opposite ways, the larger of each pair are the best of both
+            best = tl.sort(tl.maximum(best, tl.sort(ranking)), descending=True)
         base = tl.min(tl.where(lo > base, lo, LAST), axis=0)
 
     column = tl.arange(0, NP)[None, :]
@@ -87,19 +98,19 @@ def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: T
     (batch, length, heads, dk), kv_heads = q.shape, k_cmp.shape[2]
     lo, hi = layout.compressed_interval
     if lse is None:
-        lse = IntervalAttention.apply(q, k_cmp, k_cmp, lo, hi, scale)[1]
+        lse = IntervalAttention.apply(q, k_cmp, k_cmp, lo, hi, 1, scale)[1]
     out = torch.empty(batch, length, kv_heads, config.n_sel, dtype=torch.int32, device=q.device)
     if out.numel() == 0:
         return out
-    places = tuning.padded(config.n_sel)
-    shape = tuning.shape(heads // kv_heads, dk, dk, q.dtype, keys=places, rows=64)
-    offsets = geometry.overlap_offsets(config)
+    places, step = tuning.padded(config.n_sel), config.l_sel // config.d
+    shape = tuning.shape("select", q, k_cmp)
+    whole = step & (step - 1) == 0  # only then can a tile of compressed blocks be cut by selection block
     with on_device(q):
         _select[triton.cdiv(length, shape.tokens), kv_heads, batch](
             q, k_cmp, lse.contiguous(), lo, hi, layout.positions, out, *strides(q), *strides(k_cmp),
-            length, heads, kv_heads, heads // kv_heads, scale,
-            config.l_sel // config.d, offsets.start, len(offsets), tuple(geometry.overlap_weights(config)),
+            length, heads, kv_heads, heads // kv_heads, scale * LOG2E,
+            step, whole, geometry.overlap_offsets(config).start, tuple(geometry.overlap_weights(config)),
             config.init_blocks, config.local_blocks, config.l_sel, config.n_sel, places,
-            dk, shape.dk, shape.tokens, shape.group, num_warps=4, num_stages=shape.num_stages,
+            dk, shape.dk, shape.tokens, shape.group, **shape.launch,
         )  # fmt: skip
     return out

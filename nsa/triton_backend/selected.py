@@ -17,7 +17,7 @@ from torch import Tensor
 from nsa import inverted_index
 from nsa.geometry import Layout
 from nsa.triton_backend import tuning
-from nsa.triton_backend.launch import backward_rows, on_device, strides, unit_stride
+from nsa.triton_backend.launch import LOG2E, backward_rows, on_device, strides, unit_stride
 from nsa.triton_backend.tile import (
     dot,
     finish,
@@ -25,8 +25,7 @@ from nsa.triton_backend.tile import (
     load_rows,
     mark,
     online_softmax,
-    scores,
-    softmax_gradient,
+    product,
     store_rows,
 )
 
@@ -35,8 +34,8 @@ PAIRS = 512  # queries per partial sum
 
 @triton.jit
 def _forward(
-    Q, K, V, BLOCKS, STARTS, O, LSE, READ, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, S, ahead, HQ, HKV, G, scale,
-    N: tl.constexpr, SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    Q, K, V, BLOCKS, STARTS, O, LSE, READ, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, S, ahead, HQ, HKV, G, to_base_2,
+    N: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     DKP: tl.constexpr, DVP: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     i, h, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -50,18 +49,17 @@ def _forward(
     top = tl.full([GP], float("-inf"), tl.float32)
     total, acc = tl.zeros([GP], tl.float32), tl.zeros([GP, DVP], tl.float32)
     read = tl.zeros([BN], tl.int32)
-    for c in range(N):
-        block = tl.load(BLOCKS + ((b * S + i) * HKV + h) * N + c)
-        for inner in range(0, tl.where(block < 0, 0, SIZE), BN):
-            place = inner + tl.arange(0, BN)
-            key = start + block * SIZE + place
-            visible = (key <= token) & (place < SIZE)  # what is not is not even loaded
-            k = load_rows(k_base, key * k_s, visible, DK, DKP)
-            v = load_rows(v_base, key * v_s, visible, DV, DVP)
-            s = tl.where(visible[None, :], scores(q, k, scale), float("-inf"))
-            top, total, acc = online_softmax(s, v, top, total, acc)
-            read += visible.to(tl.int32)
-    o, lse = finish(top, total, acc)
+    for step in range(N * STEPS):  # one flat loop, which is what the compiler pipelines
+        block = tl.load(BLOCKS + ((b * S + i) * HKV + h) * N + step // STEPS)
+        place = step % STEPS * BN + tl.arange(0, BN)
+        key = start + block * SIZE + place
+        visible = (block >= 0) & (key <= token) & (place < SIZE)  # what is not is not even loaded
+        k = load_rows(k_base, key * k_s, visible, DK, DKP)
+        v = load_rows(v_base, key * v_s, visible, DV, DVP)
+        s = tl.where(visible[None, :], product(q, k), float("-inf"))
+        top, total, acc = online_softmax(s, v, top, total, acc, to_base_2)
+        read += visible.to(tl.int32)
+    o, lse = finish(top, total, acc, to_base_2)
     row = (b * S + i) * HQ + h * G + g
     store_rows(O, row * DV, real, o, DV, DVP)
     tl.store(LSE + row, lse, mask=real)
@@ -71,8 +69,8 @@ def _forward(
 @triton.jit
 def _backward_q(
     Q, K, V, DO, BLOCKS, STARTS, LSE, DELTA, DQ, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
-    S, ahead, HQ, HKV, G, scale,
-    N: tl.constexpr, SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    S, ahead, HQ, HKV, G, scale, to_base_2,
+    N: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     DKP: tl.constexpr, DVP: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     i, h, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -80,31 +78,30 @@ def _backward_q(
     g = tl.arange(0, GP)
     real = g < G
     row = (b * S + i) * HQ + h * G + g
-    q = finite(load_rows(Q + b * q_b + i * q_s, (h * G + g) * q_h, real, DK, DKP))
+    q = load_rows(Q + b * q_b + i * q_s, (h * G + g) * q_h, real, DK, DKP)
     do = load_rows(DO, row * DV, real, DV, DVP)
     lse, delta = tl.load(LSE + row, mask=real, other=0.0), tl.load(DELTA + row, mask=real, other=0.0)
     k_base, v_base = K + b * k_b + h * k_h, V + b * v_b + h * v_h
 
     dq = tl.zeros([GP, DKP], tl.float32)
-    for c in range(N):
-        block = tl.load(BLOCKS + ((b * S + i) * HKV + h) * N + c)
-        for inner in range(0, tl.where(block < 0, 0, SIZE), BN):
-            place = inner + tl.arange(0, BN)
-            key = start + block * SIZE + place
-            visible = (key <= token) & (place < SIZE)
-            k = load_rows(k_base, key * k_s, visible, DK, DKP)
-            v = load_rows(v_base, key * v_s, visible, DV, DVP)
-            dp = tl.dot(do, tl.trans(v), input_precision="ieee")
-            _, ds = softmax_gradient(scores(q, k, scale), lse, dp, delta)
-            dq = dot(tl.where(visible[None, :], ds, 0.0).to(k.dtype), k, dq)
+    for step in range(N * STEPS):
+        block = tl.load(BLOCKS + ((b * S + i) * HKV + h) * N + step // STEPS)
+        place = step % STEPS * BN + tl.arange(0, BN)
+        key = start + block * SIZE + place
+        visible = (block >= 0) & (key <= token) & (place < SIZE)
+        k = load_rows(k_base, key * k_s, visible, DK, DKP)
+        v = load_rows(v_base, key * v_s, visible, DV, DVP)
+        p = tl.exp2(product(q, k) * to_base_2 - lse[:, None])
+        ds = p * (product(do, v) - delta[:, None])
+        dq = dot(tl.where(visible[None, :], ds, 0.0).to(k.dtype), k, dq)
     store_rows(DQ, row * DK, real, dq * scale, DK, DKP)
 
 
 @triton.jit
 def _backward_kv(
-    Q, K, V, DO, ORDER, BEGIN, END, BLOCK, BLOCK_FROM, BLOCK_TO, LSE, DELTA, DK_PART, DV_PART,
-    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, S, ahead, HQ, HKV, G, max_blocks, scale,
-    N: tl.constexpr, SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    Q, K, V, DO, QUERIES, BEGIN, END, BLOCK, BLOCK_FROM, BLOCK_TO, LSE, DELTA, DK_PART, DV_PART,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, S, ahead, HQ, HKV, G, max_blocks, scale, to_base_2,
+    SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     DKP: tl.constexpr, DVP: tl.constexpr, BT: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0).to(tl.int64)
@@ -120,20 +117,26 @@ def _backward_kv(
     v = finite(load_rows(V + b * v_b + h * v_h, key * v_s, inside, DV, DVP))
 
     dk, dv = tl.zeros([BN, DKP], tl.float32), tl.zeros([BN, DVP], tl.float32)
+    last_key = tl.max(key, axis=0)
     for at in range(begin, end, BT):
         pair = at + tl.arange(0, BT * GP) // GP
         g = tl.arange(0, BT * GP) % GP
         real = (pair < end) & (g < G)
-        i = tl.load(ORDER + pair, mask=real, other=0) // N % S  # pairs are numbered [kv row, query, choice]
+        i = tl.load(QUERIES + pair, mask=real, other=0).to(tl.int64)
         row = (b * S + i) * HQ + h * G + g
-        q = finite(load_rows(Q + b * q_b, i * q_s + (h * G + g) * q_h, real, DK, DKP))
+        q = load_rows(Q + b * q_b, i * q_s + (h * G + g) * q_h, real, DK, DKP)
         do = load_rows(DO, row * DV, real, DV, DVP)
         lse, delta = tl.load(LSE + row, mask=real, other=0.0), tl.load(DELTA + row, mask=real, other=0.0)
-        dp = tl.dot(do, tl.trans(v), input_precision="ieee")
-        p, ds = softmax_gradient(scores(q, k, scale), lse, dp, delta)
-        visible = real[:, None] & inside[None, :] & (key[None, :] <= (i + ahead)[:, None])
-        dv = dot(tl.trans(tl.where(visible, p, 0.0)).to(do.dtype), do, dv)
-        dk = dot(tl.trans(tl.where(visible, ds, 0.0)).to(q.dtype), q, dk)
+        masked = tl.load(QUERIES + at) + ahead < last_key  # queries ascend: only the first may stand inside the block
+        if masked:
+            q, do = finite(q), finite(do)
+        p = tl.exp2(product(k, q) * to_base_2 - lse[None, :])  # [keys, rows]
+        ds = p * (product(v, do) - delta[None, :])
+        if masked:
+            visible = key[:, None] <= (i + ahead)[None, :]
+            p, ds = tl.where(visible, p, 0.0), tl.where(visible, ds, 0.0)
+        dv = dot(p.to(do.dtype), do, dv)
+        dk = dot(ds.to(q.dtype), q, dk)
     out = tile * SIZE + place
     store_rows(DK_PART, out * DK, place < SIZE, dk * scale, DK, DKP)
     store_rows(DV_PART, out * DV, place < SIZE, dv, DV, DVP)
@@ -174,44 +177,51 @@ class SelectedAttention(torch.autograd.Function):
         o, lse = q.new_empty(batch, length, heads, dv), q.new_empty(batch, length, heads, dtype=torch.float32)
         read = q.new_empty(batch, length, kv_heads, dtype=torch.int32)
         if o.numel():
-            sizes, warps = _per_token(q, v, block_indices, layout)
+            sizes, launch = _per_token("selected_forward", q, v, block_indices, layout)
             with on_device(q):
                 _forward[length, kv_heads, batch](
                     q, k, v, block_indices, layout.starts, o, lse, read, *strides(q), *strides(k), *strides(v),
-                    length, layout.num_keys - length, heads, kv_heads, heads // kv_heads, scale, *sizes, **warps,
+                    length, layout.num_keys - length, heads, kv_heads, heads // kv_heads, scale * LOG2E,
+                    *sizes, **launch,
                 )  # fmt: skip
         ctx.save_for_backward(q, k, v, o, lse, block_indices)
         ctx.layout, ctx.scale = layout, scale
         ctx.mark_non_differentiable(read)
+        ctx.set_materialize_grads(False)
         return o, lse, read
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor, dlse: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse, block_indices = ctx.saved_tensors
         layout: Layout = ctx.layout
         batch, length, heads, _ = q.shape
         kv_heads = k.shape[2]
-        do, lse, delta = backward_rows(do, o, lse, dlse)
+        do = torch.zeros_like(o) if do is None else do.contiguous()
+        lse, delta = backward_rows(do, o, lse, dlse)
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if dq.numel() == 0:
             return dq, torch.zeros_like(k), torch.zeros_like(v), None, None, None
-        sizes, warps = _per_token(q, v, block_indices, layout)
+        sizes, launch = _per_token("selected_backward_q", q, v, block_indices, layout)
         with on_device(q):
             _backward_q[length, kv_heads, batch](
                 q, k, v, do, block_indices, layout.starts, lse, delta, dq, *strides(q), *strides(k), *strides(v),
-                length, layout.num_keys - length, heads, kv_heads, heads // kv_heads, ctx.scale, *sizes, **warps,
+                length, layout.num_keys - length, heads, kv_heads, heads // kv_heads, ctx.scale, ctx.scale * LOG2E,
+                *sizes, **launch,
             )  # fmt: skip
             dk, dv = _gradients_of_keys(q, k, v, do, lse, delta, block_indices, layout, ctx.scale)
         return dq, dk, dv, None, None, None
 
 
-def _per_token(q: Tensor, v: Tensor, block_indices: Tensor, layout: Layout) -> tuple[tuple[int, ...], dict[str, int]]:
-    """Constants of the kernels that take one token per program."""
+def _per_token(
+    kernel: str, q: Tensor, v: Tensor, block_indices: Tensor, layout: Layout
+) -> tuple[tuple[int, ...], dict[str, int]]:
+    """Constants and launch of a kernel that takes one token per program."""
     group, dk, dv, size = q.shape[2] // v.shape[2], q.shape[3], v.shape[3], layout.config.l_sel
-    shape = tuning.shape(group, dk, dv, q.dtype)
+    shape = tuning.shape(kernel, q, v)
     keys = min(tuning.padded(size), shape.keys)
-    constants = (block_indices.shape[-1], size, dk, dv, shape.dk, shape.dv, tuning.padded(group), keys)
-    return constants, {"num_warps": 4, "num_stages": shape.num_stages}
+    steps = triton.cdiv(size, keys)
+    constants = (block_indices.shape[-1], size, steps, dk, dv, shape.dk, shape.dv, tuning.padded(group), keys)
+    return constants, shape.launch
 
 
 def _gradients_of_keys(
@@ -226,18 +236,18 @@ def _gradients_of_keys(
     number = kv_row * max_blocks + layout.blocks_before[:, None] + chosen
     num_blocks = batch * kv_heads * max_blocks
     tiles = inverted_index.build(torch.where(chosen < 0, -1, number).flatten(), PAIRS, num_blocks)
+    queries = (tiles.order // n % length).int()
     block_from, block_to = layout.block_tokens
 
-    shape = tuning.shape(heads // kv_heads, dk, dv, q.dtype, rows=64)
+    shape = tuning.shape("selected_backward_kv", q, v)
     keys = min(tuning.padded(size), shape.keys)
-    warps = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
     dk_part = q.new_empty(tiles.begin.numel(), size, dk, dtype=torch.float32)
     dv_part = q.new_empty(tiles.begin.numel(), size, dv, dtype=torch.float32)
     _backward_kv[tiles.begin.numel(), triton.cdiv(size, keys)](
-        q, k, v, do, tiles.order, tiles.begin, tiles.end, tiles.block, block_from, block_to, lse, delta,
+        q, k, v, do, queries, tiles.begin, tiles.end, tiles.block, block_from, block_to, lse, delta,
         dk_part, dv_part, *strides(q), *strides(k), *strides(v),
-        length, num_keys - length, heads, kv_heads, heads // kv_heads, max_blocks, scale,
-        n, size, dk, dv, shape.dk, shape.dv, shape.tokens, shape.group, keys, **warps,
+        length, num_keys - length, heads, kv_heads, heads // kv_heads, max_blocks, scale, scale * LOG2E,
+        size, dk, dv, shape.dk, shape.dv, shape.tokens, shape.group, keys, **shape.launch,
     )  # fmt: skip
 
     gradients = []

@@ -10,16 +10,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def load_rows(base, offsets, inside, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """[rows, PADDED] of `SIZE` contiguous channels at base + offsets, 0 where not `inside`."""
+    """[rows, PADDED] of `SIZE` contiguous channels at base + offsets, 0 where not `inside` (None: all are)."""
     channel = tl.arange(0, PADDED)
     pointers = base + offsets[:, None] + channel[None, :]
-    return tl.load(pointers, mask=inside[:, None] & (channel < SIZE)[None, :], other=0.0)
+    if SIZE == PADDED:  # a mask that is always true still costs its predicates
+        mask = None if inside is None else inside[:, None]
+    else:
+        mask = (channel < SIZE)[None, :] if inside is None else inside[:, None] & (channel < SIZE)[None, :]
+    return tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -55,9 +58,9 @@ def dot(a, b, acc):
 
 
 @triton.jit
-def scores(q, k, scale):
-    """q @ k^T · scale in base 2."""
-    return tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E)
+def product(a, b):
+    """a @ b^T in float32."""
+    return tl.dot(a, tl.trans(b), input_precision="ieee")
 
 
 @triton.jit
@@ -69,27 +72,20 @@ def rows_of(first, S, G, BT: tl.constexpr, GP: tl.constexpr):
 
 
 @triton.jit
-def softmax_gradient(s, lse, dp, delta):
-    """(p, ds) from scores base 2, lse base 2 and dp = do @ v^T."""
-    p = tl.exp2(s - lse[:, None])
-    return p, p * (dp - delta[:, None])
-
-
-@triton.jit
-def online_softmax(s, v, top, total, acc):
-    """Add the scores s [rows, keys], base 2, and values v [keys, Dv] to the running softmax."""
+def online_softmax(s, v, top, total, acc, to_base_2):
+    """Add the scores s [rows, keys] and values v [keys, Dv] to the running softmax; `to_base_2` > 0 scales scores."""
     new_top = tl.maximum(top, tl.max(s, axis=1))
-    safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-    p = tl.exp2(s - safe[:, None])
-    shrink = tl.exp2(top - safe)
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top) * to_base_2
+    p = tl.exp2(s * to_base_2 - safe[:, None])
+    shrink = tl.exp2(top * to_base_2 - safe)
     total = total * shrink + tl.sum(p, axis=1)
     acc = dot(p.to(v.dtype), v, acc * shrink[:, None])
     return new_top, total, acc
 
 
 @triton.jit
-def finish(top, total, acc):
+def finish(top, total, acc, to_base_2):
     """(o, lse base e) of a running softmax; 0 and -inf for a row that saw nothing."""
     something = tl.where(total == 0.0, 1.0, total)
-    lse = tl.where(total == 0.0, float("-inf"), (top + tl.log2(something)) * LN2)
+    lse = tl.where(total == 0.0, float("-inf"), (top * to_base_2 + tl.log2(something)) * LN2)
     return acc / something[:, None], lse
