@@ -16,7 +16,7 @@ from tests.laws.cases import DTYPES, Case, Inputs, cases
 from tests.laws.parts import BRANCHES, Parts, branch_law, law
 
 STEADY = Case(
-    config=NSAConfig(l=4, d=2, l_sel=8, n_sel=4, w=13), batch=2, kv_heads=2, group=3, dk=24, dv=16, queries=64, keys=64
+    config=NSAConfig(l=4, d=2, l_sel=8, n_sel=4, w=13), kv_heads=2, group=3, dk=24, dv=16, queries=64, keys=64
 )
 """Enough numbers that the greatest of PyTorch's own errors is no accident."""
 
