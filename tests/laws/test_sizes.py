@@ -1,0 +1,138 @@
+"""The laws where a backend works in several pieces: long texts, and on a GPU the sizes of real models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nsa import NSAConfig
+from tests.laws import (
+    test_aux,
+    test_causality,
+    test_dense,
+    test_empty_rows,
+    test_independence,
+    test_lengths,
+    test_memory,
+    test_selection,
+)
+from tests.laws.cases import Case
+from tests.laws.parts import BRANCHES, Parts
+from tests.laws.test_precision import values_and_gradients_within_budget
+
+LONG = Case(
+    config=NSAConfig(l=8, d=4, l_sel=16, n_sel=6, w=150),
+    kv_heads=2,
+    group=3,
+    dk=24,
+    dv=16,
+    queries=700,
+    keys=700,
+    seed=411,
+)
+"""More tokens than any backend takes in one piece; token 411 is where the laws cut."""
+DOCUMENTS = replace(LONG, documents=(130, 0, 1, 309, 260))
+CHUNK = replace(LONG, queries=301)
+
+_CAUSALITY: list[Callable[..., None]] = [
+    test_causality.test_past_ignores_a_changed_future.check,
+    test_causality.test_past_ignores_a_future_that_is_not_finite.check,
+    test_causality.test_gradient_of_the_past_ignores_the_future.check,
+    test_causality.test_nan_gradient_of_a_row_stays_with_the_past.check,
+]
+_WHOLE: list[Callable[..., None]] = [
+    test_aux.test_keys_read_are_those_that_were_read.check,
+    test_dense.test_window_is_a_band_mask.check,
+    test_empty_rows.test_rows_before_the_first_block_are_zero.check,
+    test_empty_rows.test_rows_without_a_chosen_block_are_zero.check,
+    test_selection.test_indices_are_distinct_ascending_causal_and_padded.check,
+    test_selection.test_forced_blocks_are_in_every_row.check,
+    test_selection.test_selection_follows_equation_9.check,
+    test_selection.test_invisible_blocks_never_move_the_indices.check,
+]
+
+
+def _name(check: Callable[..., None]) -> str:
+    return check.__name__.removeprefix("test_")
+
+
+@pytest.fixture
+def in_pieces(parts: Parts) -> Parts:
+    """A backend that works in pieces, and in time: the reference takes every query alone anyway."""
+    if parts.backend == "reference" or parts.interpreted:
+        pytest.skip("the reference has no pieces; 700 tokens take minutes in Triton's interpreter")
+    return parts
+
+
+@pytest.mark.parametrize("case", [LONG, DOCUMENTS, CHUNK], ids=["plain", "packed", "chunk"])
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("check", [*_CAUSALITY, values_and_gradients_within_budget], ids=_name)
+def test_long_text(in_pieces: Parts, check: Callable[..., None], branch: str, case: Case) -> None:
+    """Causality, values and gradients over many pieces."""
+    check(in_pieces, case, branch)
+
+
+@pytest.mark.parametrize("case", [LONG, DOCUMENTS, CHUNK], ids=["plain", "packed", "chunk"])
+@pytest.mark.parametrize("check", _WHOLE, ids=_name)
+def test_long_text_as_a_whole(in_pieces: Parts, check: Callable[..., None], case: Case) -> None:
+    """Selection, empty rows and what was read."""
+    check(in_pieces, case)
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_long_text_in_two_pieces(in_pieces: Parts, branch: str) -> None:
+    """Prefill in two chunks, cut inside a block."""
+    test_lengths.agrees_with_the_whole_call(in_pieces, LONG, branch, [(0, 411), (411, 700)])
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_long_documents_are_independent(in_pieces: Parts, branch: str) -> None:
+    test_independence.test_documents_are_independent.check(in_pieces, DOCUMENTS, branch)
+
+
+def _real(kv_heads: int, heads: int, dk: int, dv: int, tokens: int) -> Case:
+    shape = Case(config=NSAConfig(), kv_heads=kv_heads, group=heads // kv_heads, dk=dk, dv=dv)
+    return replace(shape, queries=tokens, keys=tokens, seed=tokens // 2 + 37)
+
+
+REAL = {
+    "64 heads of 192/128 in 4 groups, 4096 tokens": _real(4, 64, 192, 128, 4096),
+    "32 heads of 128 in 8 groups, 4096 tokens": _real(8, 32, 128, 128, 4096),
+    "16 heads of 128 in 1 group, 8192 tokens": _real(1, 16, 128, 128, 8192),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", REAL.values(), ids=REAL.keys())
+class TestRealSize:
+    """The paper's config on the paper's shapes."""
+
+    @pytest.mark.parametrize("branch", BRANCHES)
+    def test_values_and_gradients(self, backend: str, dtype: torch.dtype, case: Case, branch: str) -> None:
+        parts = Parts(backend, torch.device("cuda"))
+        values_and_gradients_within_budget(parts, replace(case, dtype=dtype), branch, steady=True)
+
+    @pytest.mark.parametrize("check", [*_CAUSALITY, test_memory.test_repeats_bit_for_bit.check], ids=_name)
+    def test_causality_and_repeat(
+        self, backend: str, dtype: torch.dtype, case: Case, check: Callable[..., None]
+    ) -> None:
+        check(Parts(backend, torch.device("cuda")), replace(case, dtype=dtype), "all")
+
+    @pytest.mark.parametrize("check", [check for check in _WHOLE if "band_mask" not in check.__name__], ids=_name)
+    def test_selection_and_counts(
+        self, backend: str, dtype: torch.dtype, case: Case, check: Callable[..., None]
+    ) -> None:
+        check(Parts(backend, torch.device("cuda")), replace(case, dtype=dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_reference_at_a_real_size(branch: str) -> None:
+    """The reference takes one query at a time, so 1024 tokens are its real size."""
+    case = replace(_real(4, 64, 192, 128, 1024), dtype=torch.bfloat16)
+    values_and_gradients_within_budget(Parts("reference", torch.device("cuda")), case, branch, steady=True)
