@@ -48,7 +48,8 @@ def build(blocks: Tensor, size: int, num_blocks: int) -> Tiles:
     first_pair = torch.searchsorted(ordered, torch.arange(num_blocks + 1, device=blocks.device))
     tiles_of_block = (first_pair.diff() + size - 1) // size
     first_tile = pad(tiles_of_block.cumsum(0), (1, 0))
-    tile = torch.arange(blocks.numel() // size + num_blocks + 1, device=blocks.device)
+    distinct = min(num_blocks, blocks.numel())
+    tile = torch.arange(blocks.numel() // size + distinct + 1, device=blocks.device)
     block = (torch.searchsorted(first_tile, tile, right=True) - 1).clamp(max=max(num_blocks - 1, 0))
     begin = torch.minimum(first_pair[block] + (tile - first_tile[block]) * size, first_pair[-1])
     end = torch.minimum(begin + size, first_pair[block + 1])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nsa import inverted_index
+from nsa import geometry, inverted_index
 from nsa.geometry import Layout
 
 ROWS_PER_TILE = 256
@@ -58,12 +58,14 @@ def steps(block_indices: Tensor, layout: Layout, group: int) -> list[Step]:
 
 
 def _step(block_indices: Tensor, layout: Layout, group: int, first: int, last: int) -> Step:
-    chosen = block_indices[:, first:last].transpose(1, 2).flatten(0, 1).long()  # [kv rows, tokens, n]
+    reach = geometry.num_selection_blocks(layout.num_keys - layout.num_queries + last, layout.config)
+    chosen = block_indices[:, first:last, :, :reach]  # more blocks than that none of these queries has
+    chosen = chosen.transpose(1, 2).flatten(0, 1).long()  # [kv rows, tokens, n]
     (kv_rows, tokens, n), size, num_keys = chosen.shape, layout.config.l_sel, layout.num_keys
     kv_row = torch.arange(kv_rows, device=chosen.device)[:, None, None]
     number = kv_row * layout.max_blocks + layout.blocks_before[first:last, None] + chosen  # among all kv rows' blocks
 
-    width = max(ROWS_PER_TILE // group, 1)
+    width = max(min(ROWS_PER_TILE // group, tokens), 1)
     numbers = torch.where(chosen < 0, -1, number).flatten()
     tiles = inverted_index.build(numbers, width, kv_rows * layout.max_blocks)
     place = tiles.begin[:, None] + torch.arange(width, device=chosen.device)

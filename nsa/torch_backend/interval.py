@@ -34,7 +34,8 @@ class IntervalAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         batch, length, heads = q.shape[:3]
         num_kv_heads, group = k.shape[2], heads // k.shape[2]
-        rows, keys, vals = query_rows(q, num_kv_heads) * scale, key_rows(k), key_rows(v)
+        start, end = span(0, length)
+        rows, keys, vals = query_rows(q, num_kv_heads) * scale, key_rows(k[:, start:end]), key_rows(v[:, start:end])
         rows, keys, vals = mark(rows, rows), mark(keys, keys, vals), finite(vals)
         o_rows = rows.new_zeros(*rows.shape[:2], v.shape[3])
         lse_rows = rows.new_full(rows.shape[:2], -torch.inf)
@@ -44,7 +45,8 @@ class IntervalAttention(torch.autograd.Function):
                 continue
             part = slice(first * group, last * group)
             visible = seen_keys(lo, hi, first, last, k0, k1)
-            o_rows[:, part], lse_rows[:, part] = attend(rows[:, part], keys[:, k0:k1], vals[:, k0:k1], visible)
+            own = slice(k0 - start, k1 - start)
+            o_rows[:, part], lse_rows[:, part] = attend(rows[:, part], keys[:, own], vals[:, own], visible)
             read[first:last] = visible[0].sum(-1, dtype=torch.int32)
         o, lse = from_query_rows(o_rows, q.shape).to(q.dtype), from_query_rows(lse_rows[..., None], q.shape)[..., 0]
         keys_read = read[:, None].expand(batch, length, num_kv_heads)

@@ -14,8 +14,29 @@ from torch import Tensor
 
 from nsa.geometry import Layout
 from nsa.torch_backend.grouping import add_rows, batches, merge, steps, sum_over_blocks
-from nsa.torch_backend.rows import from_key_rows, from_query_rows, key_rows, query_rows
+from nsa.torch_backend.rows import compute_dtype, from_key_rows, from_query_rows, key_rows, query_rows
 from nsa.torch_backend.tile import attend, attend_backward, finite, mark
+
+MANY = 256  # (query, block) pairs from which on it pays to prepare every key once
+
+
+class _Keys:
+    """Keys, marked, and values, finite, tile by tile; those of a few queries without a pass over all T."""
+
+    def __init__(self, k: Tensor, v: Tensor, *, few: bool) -> None:
+        self.k, self.v, self.few, self.num_keys = k.transpose(1, 2), v.transpose(1, 2), few, k.shape[1]
+        if not few:
+            keys, vals = key_rows(k), key_rows(v)
+            self.k, self.v = mark(keys, keys, vals).flatten(0, 1), finite(vals).flatten(0, 1)
+
+    def tiles(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """index [tiles, l'] of the flattened keys [kv rows · T] -> ([tiles, l', Dk], [tiles, l', Dv])."""
+        if not self.few:
+            return self.k[index], self.v[index]
+        kv_row, token = index // self.num_keys, index % self.num_keys
+        place = (kv_row // self.k.shape[1], kv_row % self.k.shape[1], token)
+        keys, vals = self.k[place].to(compute_dtype(self.k)), self.v[place].to(compute_dtype(self.v))
+        return mark(keys, keys, vals), finite(vals)
 
 
 class SelectedAttention(torch.autograd.Function):
@@ -32,8 +53,8 @@ class SelectedAttention(torch.autograd.Function):
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
-        rows, keys, vals = query_rows(q, num_kv_heads) * scale, key_rows(k).flatten(0, 1), key_rows(v).flatten(0, 1)
-        rows, keys, vals = mark(rows, rows), mark(keys, keys, vals), finite(vals)
+        rows, keys = query_rows(q, num_kv_heads) * scale, _Keys(k, v, few=q.shape[1] * block_indices.shape[3] < MANY)
+        rows = mark(rows, rows)
         o_rows = rows.new_empty(*rows.shape[:2], v.shape[3])
         lse_rows = rows.new_empty(rows.shape[:2])
         read = block_indices.new_empty(rows.shape[0], q.shape[1])
@@ -43,9 +64,8 @@ class SelectedAttention(torch.autograd.Function):
             o_tiles, lse_tiles = rows.new_empty(tiles, width * group, v.shape[3]), rows.new_empty(tiles, width * group)
             read_tiles = read.new_empty(tiles, width)
             for batch in batches(tiles, width * group * layout.config.l_sel):
-                index, visible = step.keys[batch], step.visible(batch)
-                q_tiles = step.gather(rows[:, part], batch)
-                o_tiles[batch], lse_tiles[batch] = attend(q_tiles, keys[index], vals[index], visible)
+                visible, q_tiles = step.visible(batch), step.gather(rows[:, part], batch)
+                o_tiles[batch], lse_tiles[batch] = attend(q_tiles, *keys.tiles(step.keys[batch]), visible)
                 read_tiles[batch] = visible.sum(-1, dtype=read.dtype)
             o, lse = merge(o_tiles, lse_tiles, step)
             o_rows[:, part], lse_rows[:, part] = o.view_as(o_rows[:, part]), lse.view_as(lse_rows[:, part])
