@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported
 
+from tests.interpreter import reduce_by_xor_at_once
 from tests.laws.parts import Parts, why_absent
 
 _COMMON = {
@@ -27,6 +28,13 @@ settings.register_profile("nightly", max_examples=400, **_COMMON)  # type: ignor
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 torch.set_num_threads(1)  # these calls are too small to share: threads that wait for a busy core cost 50 times more
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Triton's interpreter computes in NumPy, which warns of the NaN and Inf that a GPU takes in silence."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        reduce_by_xor_at_once()
+    config.addinivalue_line("filterwarnings", r"ignore::RuntimeWarning:triton\.runtime\.interpreter")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
