@@ -43,7 +43,7 @@ class Fingerprint:
     load: float | None
     """Processes that wanted a core in the minute before the run; above 0 the CPU's figures are not its best."""
     commit: str | None
-    """git commit of the working tree; None outside a checkout."""
+    """git commit of the working tree; in a copy without git (an image), what NSA_COMMIT says; else None."""
     dirty: bool | None
     """Whether tracked or new files outside results/ differ from that commit."""
     nsa_sha256: str
@@ -70,7 +70,7 @@ def take(machine: str, device: str) -> Fingerprint:
         threads=torch.get_num_threads(),
         omp_wait_policy=os.environ.get("OMP_WAIT_POLICY"),
         load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        commit=_git("rev-parse", "HEAD"),
+        commit=_git("rev-parse", "HEAD") or os.environ.get("NSA_COMMIT"),
         dirty=_dirty(),
         nsa_sha256=sources_sha256(ROOT / "nsa"),
         benchmarks_sha256=sources_sha256(ROOT / "benchmarks"),

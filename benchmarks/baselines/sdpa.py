@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -44,11 +46,17 @@ def require(problem: Problem, name: str) -> None:
     """Run it once. Raises NotPresentError or UnsupportedError with the reasons that PyTorch gives in its warnings."""
     if problem.q.device.type == "cpu" and name in ("sdpa-cudnn", "sdpa-efficient"):
         raise NotPresentError(f"{name} exists on CUDA devices only")
+    with refusals_named(), torch.no_grad():
+        attend(problem, name)
+
+
+@contextmanager
+def refusals_named() -> Iterator[None]:
+    """Turn PyTorch's "no kernel" into UnsupportedError with the reasons that it gives in its warnings."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            with torch.no_grad():
-                attend(problem, name)
+            yield
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

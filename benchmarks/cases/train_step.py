@@ -63,7 +63,7 @@ def _check(key: Key, model: DecoderLM, tokens: Tensor, device: str) -> Callable[
         oracle = DecoderLM(dataclasses.replace(model.config, backend="reference")).to(device)
         oracle.load_state_dict(model.state_dict())
         with _precision(key.dtype, device):
-            with _kernel(key.implementation):
+            with _kernel(key.implementation), sdpa.refusals_named():
                 found = _logits_and_gradients(model, tokens)
             with _kernel("sdpa-math"):
                 eager = _logits_and_gradients(oracle, tokens)
