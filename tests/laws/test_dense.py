@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from tests.laws import oracle
-from tests.laws.budget import FORWARD, within_budget
+from tests.laws.budget import FORWARD, output_unit, within_budget
 from tests.laws.cases import Case, Inputs, cases
 from tests.laws.parts import Parts, law
 
@@ -25,7 +25,7 @@ def test_window_as_long_as_the_text_is_dense_causal_attention(parts: Parts, case
     x = case.inputs(parts.device)
     causal = oracle.window_mask(case, parts.device)
     pytorch, truth = oracle.sdpa(*x.qkv(), causal), oracle.dense(*x.qkv(torch.float64), causal)
-    within_budget("o", parts.window(case, x)[0], pytorch, truth, FORWARD)
+    within_budget("o", parts.window(case, x)[0], pytorch, truth, FORWARD, unit=output_unit(x))
 
 
 @law(cases())
@@ -36,7 +36,7 @@ def test_as_many_blocks_as_there_are_is_dense_causal_attention(parts: Parts, cas
     x = case.inputs(parts.device)
     causal = oracle.window_mask(replace(case, config=replace(case.config, w=max(case.keys, 1))), parts.device)
     pytorch, truth = oracle.sdpa(*x.qkv(), causal), oracle.dense(*x.qkv(torch.float64), causal)
-    within_budget("o", parts.selected(case, x)[0], pytorch, truth, FORWARD)
+    within_budget("o", parts.selected(case, x)[0], pytorch, truth, FORWARD, unit=output_unit(x))
 
 
 @law(cases(least_keys=1))

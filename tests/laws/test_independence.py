@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from tests.laws import oracle
-from tests.laws.budget import agree
+from tests.laws.budget import agree, output_unit
 from tests.laws.cases import Case, cases
 from tests.laws.parts import Parts, branch_law, law
 
@@ -38,7 +38,9 @@ def test_batch_is_its_rows_one_by_one(parts: Parts, case: Case, branch: str) -> 
     for i in range(2):
         row = x.with_floats(tuple(a[i : i + 1] for a in x.floats()))
         assert torch.equal(parts.select(alone, row), block_indices[i : i + 1])
-        agree(f"row {i}", parts.forward(alone, row, branch), o[i : i + 1], pytorch[i : i + 1], truth[i : i + 1])
+        here = slice(i, i + 1)
+        again = parts.forward(alone, row, branch)
+        agree(f"row {i}", again, o[here], pytorch[here], truth[here], unit=output_unit(x))
 
 
 @branch_law(PLAIN)
@@ -85,7 +87,8 @@ def test_packed_documents_are_the_documents_one_by_one(parts: Parts, case: Case,
         one = x.with_floats(tuple(a[:, start:end] for a in x.floats()))._replace(cu_seqlens=None)
         assert torch.equal(parts.select(alone, one), block_indices[:, start:end])
         here = slice(start, end)
-        agree(f"{start}:{end}", parts.forward(alone, one, branch), o[:, here], pytorch[:, here], truth[:, here])
+        again = parts.forward(alone, one, branch)
+        agree(f"{start}:{end}", again, o[:, here], pytorch[:, here], truth[:, here], unit=output_unit(x))
 
 
 @law(PACKED)

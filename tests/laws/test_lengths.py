@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from tests.laws import oracle
-from tests.laws.budget import agree
+from tests.laws.budget import agree, output_unit
 from tests.laws.cases import Case, Inputs, cases
 from tests.laws.parts import Parts, branch_law
 
@@ -30,7 +30,8 @@ def agrees_with_the_whole_call(parts: Parts, case: Case, branch: str, spans: lis
         piece, y = _piece(case, x, first, end)
         rows = slice(first, end)
         assert torch.equal(parts.select(piece, y), block_indices[:, rows]), f"blocks of {first}:{end}"
-        agree(f"rows {first}:{end}", parts.forward(piece, y, branch), o[:, rows], pytorch[:, rows], truth[:, rows])
+        again = parts.forward(piece, y, branch)
+        agree(f"rows {first}:{end}", again, o[:, rows], pytorch[:, rows], truth[:, rows], unit=output_unit(x))
 
 
 @branch_law(PLAIN)

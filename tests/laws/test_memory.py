@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.laws import oracle
-from tests.laws.budget import FORWARD, agree, within_budget
+from tests.laws.budget import FORWARD, agree, gradient_unit, output_unit, within_budget
 from tests.laws.cases import Case, Inputs, cases
 from tests.laws.parts import Parts, branch_law, law
 
@@ -94,7 +94,7 @@ def test_two_configs_in_turn(parts: Parts, case: Case, branch: str) -> None:
         x = turn.inputs(parts.device)
         block_indices = parts.select(turn, x)
         pytorch, truth = oracle.pytorch_and_truth(turn, x, branch, block_indices)
-        within_budget("o", parts.forward(turn, x, branch), pytorch, truth, FORWARD)
+        within_budget("o", parts.forward(turn, x, branch), pytorch, truth, FORWARD, unit=output_unit(x))
 
 
 @branch_law(ANY)
@@ -130,12 +130,12 @@ def test_strides_do_not_matter(parts: Parts, case: Case, branch: str) -> None:
     for strided in (_transposed, _spread):
         y = x.with_floats(tuple(strided(a) for a in x.floats()))
         assert torch.equal(parts.select(case, y), block_indices)
-        agree(strided.__name__, parts.forward(case, y, branch), o, pytorch, truth)
+        agree(strided.__name__, parts.forward(case, y, branch), o, pytorch, truth, unit=output_unit(x))
         grads = parts.gradients(case, y, branch, strided(upstream))
         own = oracle.gradients(case, x, branch, block_indices, upstream, oracle.sdpa)
         true = oracle.gradients(case, x, branch, block_indices, upstream.double(), oracle.dense)
         for a, b, p, t in zip(grads, parts.gradients(case, x, branch, upstream), own, true, strict=True):
-            agree(f"gradient, {strided.__name__}", a, b, p, t)
+            agree(f"gradient, {strided.__name__}", a, b, p, t, unit=gradient_unit(x, upstream))
 
 
 @branch_law(cases(packed=False, least_keys=1))
@@ -147,7 +147,8 @@ def test_expanded_tensors_are_read_as_they_look(parts: Parts, case: Case, branch
     case = replace(case, batch=2)
     block_indices = parts.select(case, copied)
     o = parts.forward(case, copied, branch)
-    agree("o", parts.forward(case, y, branch), o, *oracle.pytorch_and_truth(case, copied, branch, block_indices))
+    pytorch, truth = oracle.pytorch_and_truth(case, copied, branch, block_indices)
+    agree("o", parts.forward(case, y, branch), o, pytorch, truth, unit=output_unit(x))
     one = torch.ones((), device=parts.device).expand(o.shape)
     _all_equal(parts.gradients(case, copied, branch, one), parts.gradients(case, copied, branch, one.contiguous()))
 

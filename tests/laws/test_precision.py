@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from nsa import NSAConfig
 from tests.laws import oracle
-from tests.laws.budget import BACKWARD, FORWARD, greatest, within_budget
-from tests.laws.cases import DTYPES, Case, Inputs, cases
+from tests.laws.budget import BACKWARD, FORWARD, gradient_unit, greatest, output_unit, score_unit, within_budget
+from tests.laws.cases import DTYPES, Case, cases
 from tests.laws.parts import BRANCHES, Parts, branch_law, law
 
 STEADY = Case(
@@ -25,22 +23,17 @@ def values_and_gradients_within_budget(parts: Parts, case: Case, branch: str, *,
     x = case.inputs(parts.device)
     block_indices = parts.select(case, x)
     o = parts.forward(case, x, branch)
-    within_budget("o", o, *oracle.pytorch_and_truth(case, x, branch, block_indices), FORWARD, steady=steady)
+    pytorch_o, true_o = oracle.pytorch_and_truth(case, x, branch, block_indices)
+    within_budget(
+        "o", o, pytorch_o, true_o, FORWARD, unit=greatest(true_o) if steady else output_unit(x), steady=steady
+    )
     upstream = case.noise(o)
     ours = parts.gradients(case, x, branch, upstream)
     pytorch = oracle.gradients(case, x, branch, block_indices, upstream, oracle.sdpa)
     truth = oracle.gradients(case, x, branch, block_indices, upstream.double(), oracle.dense)
-    unit = None if steady else max(greatest(*truth), _greatest_term(x, upstream))
     for name, a, b, c in zip(("dq", "dk", "dv", "dgates"), ours, pytorch, truth, strict=True):
+        unit = greatest(c) if steady else gradient_unit(x, upstream)
         within_budget(name, a, b, c, BACKWARD, unit=unit, steady=steady)
-
-
-def _greatest_term(x: Inputs, upstream: Tensor) -> float:
-    """A bound on the terms do · v · k / sqrt(Dk) whose sum is the gradient of q, though the sum itself may be 0."""
-    if x.k.numel() == 0:
-        return 0.0
-    norms = [a.double().norm(dim=-1).max().item() if a.numel() else 0.0 for a in (upstream, x.v)]
-    return math.prod(norms) * greatest(x.k) * max(greatest(x.gates), 1.0) * x.k.shape[-1] ** -0.5
 
 
 @branch_law(cases(dtypes=DTYPES))
@@ -73,4 +66,4 @@ def test_lse_within_budget(parts: Parts, case: Case) -> None:
         single, truth = (
             oracle.attend(x.q.to(wide), k.to(wide), k.to(wide), mask)[1] for wide in (torch.float32, torch.float64)
         )
-        within_budget(f"lse of {name}", lse[name], single, truth, FORWARD)
+        within_budget(f"lse of {name}", lse[name], single, truth, FORWARD, unit=score_unit(x))

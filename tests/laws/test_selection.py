@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import nsa
 from nsa import NSAConfig, geometry
 from tests.laws import oracle
+from tests.laws.budget import greatest
 from tests.laws.cases import Case, cases
 from tests.laws.parts import Parts, law
 
@@ -53,8 +54,8 @@ def follows_scores(
     """Against scores counted token by token in float64; what float32 itself gets wrong is what it may get wrong."""
     chosen = oracle.chosen_blocks(case, parts.select_from(case, q, k_cmp, cu_seqlens))
     score = oracle.block_scores(case, q, k_cmp)
-    rounding = (oracle.block_scores(case, q, k_cmp, torch.float32) - score).abs().max().item()
-    rounding += torch.finfo(torch.float32).eps * score.abs().max().item()
+    rounding = greatest(oracle.block_scores(case, q, k_cmp, torch.float32) - score)
+    rounding += torch.finfo(torch.float32).eps * greatest(score)
     forced, candidate = (mask[None, :, None] for mask in oracle.forced_blocks(case, parts.device))
     worst_chosen = score.masked_fill(~chosen | forced, torch.inf).amin(-1)
     best_left = score.masked_fill(chosen | ~candidate, -torch.inf).amax(-1)
