@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported
 
-from tests.interpreter import reduce_by_xor_at_once
+from tests.interpreter import compute_in_bfloat16, reduce_by_xor_at_once
 from tests.laws.parts import Parts, why_absent
 
 _COMMON = {
@@ -34,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Triton's interpreter computes in NumPy, which warns of the NaN and Inf that a GPU takes in silence."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         reduce_by_xor_at_once()
+        compute_in_bfloat16()
     config.addinivalue_line("filterwarnings", r"ignore::RuntimeWarning:triton\.runtime\.interpreter")
 
 

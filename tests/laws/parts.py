@@ -20,7 +20,7 @@ BRANCHES = ("compressed", "selected", "window", "all")
 _PARTS = ("compress", "compressed_attention", "select_blocks", "selected_attention", "window_attention", "combine")
 _INTERPRETED_SHARE = 8
 """One in so many of the examples is tried in Triton's interpreter, which takes 0.1 to 2 s a call."""
-_INTERPRETED_ROWS = 40
+_INTERPRETED_ROWS = 24
 """The most rows (batch · groups · queries) of a call that is tried there."""
 
 
