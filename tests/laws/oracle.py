@@ -11,8 +11,12 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tests.laws.cases import Case, Inputs
+
+_AT_ONCE = 2**26
+"""Scores that may be in memory together: 0.5 GiB in float64."""
 
 
 def query_tokens(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -98,8 +102,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tenso
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """`attend`, the output alone."""
-    return attend(q, k, v, mask)[0]
+    """`attend`, the output alone; where the scores are many, one group at a time, and again in the backward."""
+    if q.shape[1] * k.shape[1] * q.shape[2] <= _AT_ONCE:
+        return attend(q, k, v, mask)[0]
+    group = q.shape[2] // k.shape[2]
+    outputs = []
+    for h, (keys, values) in enumerate(zip(k.split(1, 2), v.split(1, 2), strict=True)):
+        own_mask = mask[:, h : h + 1] if mask.dim() == 4 else mask
+        one = (q[:, :, h * group : (h + 1) * group], keys, values, own_mask)
+        outputs.append(checkpoint(lambda *args: attend(*args)[0], *one, use_reentrant=False))
+    return torch.cat(outputs, 2)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
