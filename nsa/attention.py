@@ -123,7 +123,7 @@ def selected_attention(
     config = checks.a_config(config)
     q, k = checks.queries_and_keys(q, k)
     v = checks.values(v, k)
-    layout = checks.layout(q, k.shape[1], config, cu_seqlens)
+    layout = checks.layout(q, k.shape[1], config, cu_seqlens, keys_name="the length of k")
     block_indices = _distinct(checks.block_indices(block_indices, q, k.shape[2]), layout)
     scale = checks.a_scale(scale, q.shape[-1])
     _, run = backends.choose(backend, q, v)
@@ -146,7 +146,7 @@ def window_attention(
     config = checks.a_config(config)
     q, k = checks.queries_and_keys(q, k)
     v = checks.values(v, k)
-    layout = checks.layout(q, k.shape[1], config, cu_seqlens)
+    layout = checks.layout(q, k.shape[1], config, cu_seqlens, keys_name="the length of k")
     scale = checks.a_scale(scale, q.shape[-1])
     _, run = backends.choose(backend, q, v)
     with torch.autocast(q.device.type, enabled=False):
@@ -238,7 +238,7 @@ def nsa_attention(
     k_win = checks.tensor("k[2]", k_window, k_sel.shape, like=q)
     v_win = checks.tensor("v[2]", v_window, v_sel.shape, like=q)
     gates = checks.gates(gates, q)
-    layout = checks.layout(q, k_sel.shape[1], config, cu_seqlens)
+    layout = checks.layout(q, k_sel.shape[1], config, cu_seqlens, keys_name=f"the length of {names[0]}")
     scale = checks.a_scale(scale, q.shape[-1])
     name, run = backends.choose(backend, q, v_sel)
     with torch.autocast(q.device.type, enabled=False):
@@ -275,6 +275,8 @@ def _compressed(
 
 def _distinct(block_indices: Tensor, layout: Layout) -> Tensor:
     """Ascending and distinct, everything out of range turned into -1 at the end."""
+    if block_indices.shape[-1] == 0:  # no choice at all is one invalid choice
+        return block_indices.new_full((*block_indices.shape[:3], 1), -1, dtype=torch.int32)
     last = layout.positions // layout.config.l_sel  # [S]: no block after the query's own
     inside = (block_indices >= 0) & (block_indices <= last[:, None, None])
     beyond = torch.iinfo(torch.int32).max

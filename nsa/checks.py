@@ -89,7 +89,9 @@ def block_indices(x: object, q: Tensor, num_kv_heads: int) -> Tensor:
     return x
 
 
-def layout(q: Tensor, num_keys: object, config: NSAConfig, cu_seqlens: object) -> Layout:
+def layout(
+    q: Tensor, num_keys: object, config: NSAConfig, cu_seqlens: object, *, keys_name: str = "num_keys"
+) -> Layout:
     """The layout of S queries over T keys, with the documents checked as far as needs no host sync."""
     num_queries = q.shape[1]
     if num_keys is None:
@@ -97,7 +99,7 @@ def layout(q: Tensor, num_keys: object, config: NSAConfig, cu_seqlens: object) -
     if isinstance(num_keys, bool) or not isinstance(num_keys, int):
         raise TypeError(f"num_keys must be an int; got {type(num_keys).__name__}")
     if num_keys < num_queries:
-        raise ValueError(f"num_keys must be at least the {num_queries} queries; got {num_keys}")
+        raise ValueError(f"{keys_name} must be at least the {num_queries} queries; got {num_keys}")
     if cu_seqlens is not None:
         cu_seqlens = _documents(cu_seqlens, q, num_keys)
     return Layout(num_queries, num_keys, config, q.device, cu_seqlens)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 import triton
 from torch import Tensor
@@ -23,7 +25,9 @@ def why_not(q: Tensor, v: Tensor) -> str | None:
     if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
         return f"head sizes {q.shape[-1]} and {v.shape[-1]}: at most {MAX_HEAD_DIM} is supported"
     if interpreted():
-        return None
+        has_bfloat16 = hasattr(importlib.import_module("triton.runtime.interpreter").InterpreterBuilder, "get_bf16")
+        lacks = q.dtype == torch.bfloat16 and not has_bfloat16
+        return "dtype torch.bfloat16 is not in Triton's interpreter" if lacks else None
     if q.device.type != "cuda":
         return f"device {q.device} is not an NVIDIA GPU (TRITON_INTERPRET=1 runs the kernels on a CPU, slowly)"
     capability = torch.cuda.get_device_capability(q.device)
