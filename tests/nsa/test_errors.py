@@ -45,7 +45,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"q": torch.zeros(1, S + 1, HQ, DK), "gates": torch.zeros(1, S + 1, HQ, 3)},
         ValueError,
-        "num_keys must be at least the 13 queries; got 12",
+        "the length of k must be at least the 13 queries; got 12",
     ),
     ({"k": None}, TypeError, "k must be a tensor; got NoneType"),
     ({"k": torch.zeros(2, S, HKV, DK)}, ValueError, "k must have shape [1, T, Hkv, 8]; got [2, 12, 2, 8]"),
@@ -147,7 +147,7 @@ WRONG_PARTS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
         "compressed_attention",
         lambda: nsa.compressed_attention(Q, CMP, CMP, CONFIG, S - 1),
         ValueError,
-        "num_keys must be at least the 12 queries; got 11",
+        "the length of k must be at least the 12 queries; got 11",
     ),
     (
         "compressed_attention",
@@ -207,7 +207,7 @@ WRONG_PARTS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
         "window_attention",
         lambda: nsa.window_attention(Q, K[:, 1:], V[:, 1:], CONFIG),
         ValueError,
-        "num_keys must be at least the 12 queries; got 11",
+        "the length of k must be at least the 12 queries; got 11",
     ),
     (
         "combine",
