@@ -15,7 +15,7 @@ THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
 def tests(session: nox.Session) -> None:
     """The laws and the units."""
     session.install("-c", "constraints.txt", "-e", ".[bench,dev]")
-    session.run("python", "-m", "pytest", "-n", "auto", *session.posargs)
+    session.run("python", "-m", "pytest", "-n", "auto", "-p", "no:benchmark", *session.posargs)
 
 
 @nox.session

@@ -156,8 +156,9 @@ def window_attention(
 
 def combine(outputs: Sequence[Tensor], gates: Tensor, *, backend: str = "auto") -> Tensor:
     """Eq. 5: Σ gate · branch over (compressed, selected, window); outputs [B, S, Hq, Dv], gates [B, S, Hq, 3]."""
-    if len(outputs) != 3:
-        raise ValueError(f"outputs must be 3 tensors (compressed, selected, window); got {len(outputs)}")
+    if not isinstance(outputs, Sequence) or len(outputs) != 3:
+        came = len(outputs) if isinstance(outputs, Sequence) else type(outputs).__name__
+        raise ValueError(f"outputs must be 3 tensors (compressed, selected, window); got {came}")
     first = checks.tensor("outputs[0]", outputs[0], ("B", "S", "Hq", "Dv"))
     for i in (1, 2):
         checks.tensor(f"outputs[{i}]", outputs[i], first.shape, like=first)
@@ -232,7 +233,7 @@ def nsa_attention(
         checks.branches("k", k),
         checks.branches("v", v),
     )
-    names = ("k[1]", "v[1]") if k_selected is not k_window else ("k", "v")
+    names = ("k[1]" if isinstance(k, (tuple, list)) else "k", "v[1]" if isinstance(v, (tuple, list)) else "v")
     q, k_sel = checks.queries_and_keys(q, k_selected, k_name=names[0])
     v_sel = checks.values(v_selected, k_sel, v_name=names[1], k_name=names[0])
     k_win = checks.tensor("k[2]", k_window, k_sel.shape, like=q)
@@ -270,7 +271,9 @@ def _compressed(
         raise ValueError(
             f"{name}_compressed must be given with phi={layout.config.phi!r}, whose weights the layer holds"
         )
-    return run.compress(checks.tensor(f"{name}[0]", source, like.shape, like=like), layout)
+    source = checks.tensor(f"{name}[0]", source, like.shape, like=like)
+    checks.same_dtype(q=like, **{f"{name}[0]": source})
+    return run.compress(source, layout)
 
 
 def _distinct(block_indices: Tensor, layout: Layout) -> Tensor:

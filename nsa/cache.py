@@ -97,6 +97,8 @@ class KVCache:
 
     def commit(self, num_tokens: int) -> None:
         """Make the `num_tokens` staged last part of the cache."""
+        if not 0 <= num_tokens <= self.max_tokens - self._length:
+            raise ValueError(f"num_tokens must be between 0 and {self.max_tokens - self._length}; got {num_tokens}")
         self._length += num_tokens
 
     def _compress(self, first: int, last: int) -> int:

@@ -52,6 +52,8 @@ def a_scale(scale: object, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale must be a float or None; got {type(scale).__name__}")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite; got {scale}")
     return float(scale)
 
 
@@ -81,6 +83,8 @@ def block_indices(x: object, q: Tensor, num_kv_heads: int) -> Tensor:
         raise TypeError(f"block_indices must be a tensor; got {type(x).__name__}")
     if x.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"block_indices must be int32 or int64; got {x.dtype}")
+    if x.layout != torch.strided:
+        raise ValueError(f"block_indices must be a dense (strided) tensor; got layout {x.layout}")
     if x.dim() != 4 or x.shape[:3] != (q.shape[0], q.shape[1], num_kv_heads):
         wanted = f"[{q.shape[0]}, {q.shape[1]}, {num_kv_heads}, n]"
         raise ValueError(f"block_indices must have shape {wanted}; got {list(x.shape)}")
@@ -102,7 +106,13 @@ def layout(
         raise ValueError(f"{keys_name} must be at least the {num_queries} queries; got {num_keys}")
     if cu_seqlens is not None:
         cu_seqlens = _documents(cu_seqlens, q, num_keys)
-    return Layout(num_queries, num_keys, config, q.device, cu_seqlens)
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.device.type == "cpu":
+        return Layout(num_queries, num_keys, config, q.device, cu_seqlens)
+    # Reading the documents on the host would stall the queue: bad ones become one, and `packed` makes all rows NaN.
+    good = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == num_keys) & (cu_seqlens.diff() >= 0).all()
+    one = torch.full_like(cu_seqlens, num_keys)
+    one[:1].zero_()
+    return Layout(num_queries, num_keys, config, q.device, torch.where(good, cu_seqlens, one), good)
 
 
 def _documents(cu_seqlens: object, q: Tensor, num_keys: int) -> Tensor:
@@ -118,7 +128,7 @@ def _documents(cu_seqlens: object, q: Tensor, num_keys: int) -> Tensor:
         raise ValueError(f"cu_seqlens needs one packed row, B = 1; got B = {q.shape[0]}")
     if q.shape[1] != num_keys:
         raise ValueError(f"cu_seqlens needs as many queries as keys; got {q.shape[1]} and {num_keys}")
-    if cu_seqlens.device.type == "cpu":  # reading it on a GPU would stall the queue: see `packed`
+    if cu_seqlens.device.type == "cpu":
         bounds = cu_seqlens.tolist()
         if bounds[0] != 0 or bounds[-1] != num_keys or any(b < a for a, b in pairwise(bounds)):
             raise ValueError(f"cu_seqlens must ascend from 0 to {num_keys}; got {bounds[:8]}{'…' * (len(bounds) > 8)}")
@@ -126,12 +136,8 @@ def _documents(cu_seqlens: object, q: Tensor, num_keys: int) -> Tensor:
 
 
 def packed(x: Tensor, layout: Layout) -> Tensor:
-    """Make a bad `cu_seqlens` on a GPU, which cannot be read without a host sync, end in NaN, not in a wrong number."""
-    cu_seqlens = layout.cu_seqlens
-    if cu_seqlens is None or cu_seqlens.device.type == "cpu":
-        return x
-    good = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == layout.num_keys) & (cu_seqlens.diff() >= 0).all()
-    return torch.where(good, x, torch.nan)
+    """x, or NaN where documents that could not be read on the host are not documents: never a wrong number."""
+    return x if layout.good is None else torch.where(layout.good, x, torch.nan)
 
 
 def compressed_rows(name: str, x: Tensor, layout: Layout) -> None:

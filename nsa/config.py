@@ -63,6 +63,8 @@ class NSAConfig:
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> NSAConfig:
         """Build from a mapping such as the `nsa:` part of a YAML profile; a misspelt key is an error."""
+        if not isinstance(mapping, Mapping):
+            raise TypeError(f"mapping must be a mapping; got {type(mapping).__name__}")
         known = [field.name for field in dataclasses.fields(cls)]
         for key in mapping:
             if key not in known:

@@ -195,9 +195,7 @@ class DecoderLM(nn.Module):
             came = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
             raise TypeError(f"tokens must be int64 or int32 of shape [B, S]; got {came}")
         vocab_size = self.config.vocab_size
-        known = (tokens >= 0) & (tokens < vocab_size)
-        if tokens.device.type == "cpu" and not known.all():
-            raise ValueError(f"tokens must be between 0 and {vocab_size - 1}; got {tokens[~known][0].item()}")
+        known = _known(tokens, vocab_size)
         x: Tensor = self.embedding(tokens.clamp(0, vocab_size - 1))
         return x.masked_fill(~known[..., None], torch.nan)
 
@@ -212,7 +210,18 @@ def next_token_loss(logits: Tensor, tokens: Tensor, cu_seqlens: Tensor | None = 
     logits = checks.tensor("logits", logits, (*tokens.shape, "vocab_size"))
     if tokens.shape[1] < 2:
         raise ValueError(f"tokens must have S >= 2 for a next token; got {list(tokens.shape)}")
+    vocab_size = logits.shape[2]
+    known = _known(tokens, vocab_size)
     first = checks.layout(logits, None, NSAConfig(), cu_seqlens).positions == 0  # no token comes before these
-    targets = tokens.long().masked_fill(first, IGNORED)[:, 1:]
+    targets = tokens.clamp(0, vocab_size - 1).long().masked_fill(first, IGNORED)[:, 1:]
     wide = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32))
-    return cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+    loss = cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+    return torch.where(known.all(), loss, torch.nan)
+
+
+def _known(tokens: Tensor, vocab_size: int) -> Tensor:
+    """Which tokens are in the vocabulary. ValueError for another on a CPU; a GPU is not waited for: NaN follows."""
+    known = (tokens >= 0) & (tokens < vocab_size)
+    if tokens.device.type == "cpu" and not known.all():
+        raise ValueError(f"tokens must be between 0 and {vocab_size - 1}; got {tokens[~known][0].item()}")
+    return known

@@ -61,7 +61,7 @@ def _stack(rows: list[tuple[Tensor, Tensor, Tensor]], q: Tensor, v: Tensor) -> t
     """Rows of (o, lse, visible) -> o [B,S,Hq,Dv], lse [B,S,Hq], keys read int32 [B,S,Hkv]."""
     batch, _, heads, _ = q.shape
     if not rows:
-        empty = q.new_empty(batch, 0, heads, v.shape[-1])
+        empty = q[..., :1].expand(batch, 0, heads, v.shape[-1])  # of q, so that it has a gradient
         return (
             empty,
             empty.new_empty(batch, 0, heads, dtype=torch.float32),

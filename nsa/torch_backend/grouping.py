@@ -52,6 +52,8 @@ class Step:
 
 def steps(block_indices: Tensor, layout: Layout, group: int) -> list[Step]:
     """All queries in steps; block_indices int32 [B, S, Hkv, n], distinct, -1 for none."""
+    if block_indices.numel() == 0:
+        return []
     tokens = max(MIN_TOKENS_PER_STEP, -(-layout.num_queries // MAX_STEPS))
     firsts = range(0, layout.num_queries, tokens)
     return [_step(block_indices, layout, group, first, min(first + tokens, layout.num_queries)) for first in firsts]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from nsa.torch_backend.rows import from_key_rows, from_query_rows, key_rows, query_rows
 from nsa.torch_backend.tile import attend, attend_backward, finite, mark
@@ -48,7 +49,10 @@ class IntervalAttention(torch.autograd.Function):
             own = slice(k0 - start, k1 - start)
             o_rows[:, part], lse_rows[:, part] = attend(rows[:, part], keys[:, own], vals[:, own], visible)
             read[first:last] = visible[0].sum(-1, dtype=torch.int32)
-        o, lse = from_query_rows(o_rows, q.shape).to(q.dtype), from_query_rows(lse_rows[..., None], q.shape)[..., 0]
+        o, lse = (
+            from_query_rows(o_rows, q.shape, num_kv_heads).to(q.dtype),
+            from_query_rows(lse_rows[..., None], q.shape, num_kv_heads)[..., 0],
+        )
         keys_read = read[:, None].expand(batch, length, num_kv_heads)
         ctx.save_for_backward(q, k, v, o, lse, lo, hi)
         ctx.span, ctx.chunk, ctx.scale = span, chunk, scale
@@ -56,6 +60,7 @@ class IntervalAttention(torch.autograd.Function):
         return o, lse, keys_read
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, do: Tensor, dlse: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse, lo, hi = ctx.saved_tensors
         num_kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
@@ -81,7 +86,11 @@ class IntervalAttention(torch.autograd.Function):
             )
             dk[:, k0:k1] += dk_part
             dv[:, k0:k1] += dv_part
-        gradients = from_query_rows(dq * ctx.scale, q.shape), from_key_rows(dk, k.shape), from_key_rows(dv, v.shape)
+        gradients = (
+            from_query_rows(dq * ctx.scale, q.shape, num_kv_heads),
+            from_key_rows(dk, k.shape),
+            from_key_rows(dv, v.shape),
+        )
         return *(g.to(q.dtype) for g in gradients), None, None, None, None, None
 
 

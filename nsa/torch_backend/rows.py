@@ -19,10 +19,9 @@ def query_rows(x: Tensor, num_kv_heads: int) -> Tensor:
     return x.transpose(1, 2).reshape(batch * num_kv_heads, length * group, dim).contiguous()
 
 
-def from_query_rows(rows: Tensor, shape: torch.Size) -> Tensor:
+def from_query_rows(rows: Tensor, shape: torch.Size, num_kv_heads: int) -> Tensor:
     """[B·Hkv, S·G, D] -> [B, S, Hq, D], where `shape` is [B, S, Hq, …]."""
-    batch, length, heads = shape[:3]
-    num_kv_heads, dim = rows.shape[0] // batch, rows.shape[2]
+    (batch, length, heads), dim = shape[:3], rows.shape[2]
     grid = rows.view(batch, num_kv_heads, length, heads // num_kv_heads, dim).transpose(1, 2)
     return grid.reshape(batch, length, heads, dim)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from nsa.geometry import Layout
 from nsa.torch_backend.grouping import add_rows, batches, merge, steps, sum_over_blocks
@@ -63,14 +64,19 @@ class SelectedAttention(torch.autograd.Function):
             tiles, width = step.queries.shape
             o_tiles, lse_tiles = rows.new_empty(tiles, width * group, v.shape[3]), rows.new_empty(tiles, width * group)
             read_tiles = read.new_empty(tiles, width)
-            for batch in batches(tiles, width * group * layout.config.l_sel):
+            for batch in batches(tiles, layout.config.l_sel * max(width * group, k.shape[3], v.shape[3])):
                 visible, q_tiles = step.visible(batch), step.gather(rows[:, part], batch)
                 o_tiles[batch], lse_tiles[batch] = attend(q_tiles, *keys.tiles(step.keys[batch]), visible)
                 read_tiles[batch] = visible.sum(-1, dtype=read.dtype)
             o, lse = merge(o_tiles, lse_tiles, step)
             o_rows[:, part], lse_rows[:, part] = o.view_as(o_rows[:, part]), lse.view_as(lse_rows[:, part])
-            read[:, step.first : step.last] = read_tiles.view(-1)[step.places].sum(-1).view(rows.shape[0], -1)
-        o, lse = from_query_rows(o_rows, q.shape).to(q.dtype), from_query_rows(lse_rows[..., None], q.shape)[..., 0]
+            read[:, step.first : step.last] = (
+                read_tiles.view(-1)[step.places].sum(-1).view(rows.shape[0], step.last - step.first)
+            )
+        o, lse = (
+            from_query_rows(o_rows, q.shape, num_kv_heads).to(q.dtype),
+            from_query_rows(lse_rows[..., None], q.shape, num_kv_heads)[..., 0],
+        )
         keys_read = read.view(q.shape[0], num_kv_heads, q.shape[1]).transpose(1, 2)
         ctx.save_for_backward(q, k, v, o, lse, block_indices)
         ctx.layout, ctx.scale = layout, scale
@@ -78,6 +84,7 @@ class SelectedAttention(torch.autograd.Function):
         return o, lse, keys_read
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, do: Tensor, dlse: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse, block_indices = ctx.saved_tensors
         num_kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
@@ -92,7 +99,7 @@ class SelectedAttention(torch.autograd.Function):
             part = slice(step.first * group, step.last * group)
             tiles, width = step.queries.shape
             dq_tiles = rows.new_empty(tiles, width * group, q.shape[3])
-            for batch in batches(tiles, width * group * ctx.layout.config.l_sel):
+            for batch in batches(tiles, ctx.layout.config.l_sel * max(width * group, k.shape[3], v.shape[3])):
                 index = step.keys[batch]
                 dq_tiles[batch], dk_tiles, dv_tiles = attend_backward(
                     step.gather(rows[:, part], batch),
@@ -106,5 +113,9 @@ class SelectedAttention(torch.autograd.Function):
                 add_rows(dk.view_as(keys_flat), index, dk_tiles)
                 add_rows(dv.view_as(vals_flat), index, dv_tiles)
             dq[:, part] = sum_over_blocks(dq_tiles, None, step).view_as(dq[:, part])
-        gradients = from_query_rows(dq * ctx.scale, q.shape), from_key_rows(dk, k.shape), from_key_rows(dv, v.shape)
+        gradients = (
+            from_query_rows(dq * ctx.scale, q.shape, num_kv_heads),
+            from_key_rows(dk, k.shape),
+            from_key_rows(dv, v.shape),
+        )
         return *(g.to(q.dtype) for g in gradients), None, None, None

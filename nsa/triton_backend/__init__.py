@@ -6,9 +6,9 @@ from torch import Tensor
 
 from nsa.geometry import Layout
 from nsa.torch_backend import compress
+from nsa.triton_backend import scores
 from nsa.triton_backend.gated_sum import Combine
 from nsa.triton_backend.interval import IntervalAttention
-from nsa.triton_backend.scores import select_blocks
 from nsa.triton_backend.selected import SelectedAttention
 
 __all__ = ["combine", "compress", "compressed_attention", "select_blocks", "selected_attention", "window_attention"]
@@ -30,6 +30,12 @@ def compressed_attention(
     splits = max(min(-(-layout.num_queries // TOKENS_PER_SPLIT), MAX_SPLITS), 1)
     q, scale = _positive(q, scale)
     return IntervalAttention.apply(q, k_cmp, v_cmp, *layout.compressed_interval, splits, scale)
+
+
+def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: Tensor | None = None) -> Tensor:
+    """The choice of blocks; see `nsa.select_blocks`."""
+    q, scale = _positive(q, scale)
+    return scores.select_blocks(q, k_cmp, layout, scale, lse)
 
 
 def selected_attention(

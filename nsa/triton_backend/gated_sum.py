@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from nsa.triton_backend.launch import on_device
 from nsa.triton_backend.tile import load_rows, store_rows
@@ -63,6 +64,7 @@ class Combine(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor, ...]:
         o_cmp, o_sel, o_win, gates = ctx.saved_tensors
         gradients = [torch.empty_like(x) for x in ctx.saved_tensors]

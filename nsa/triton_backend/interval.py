@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from nsa.triton_backend import tuning
 from nsa.triton_backend.launch import LOG2E, backward_rows, on_device, strides, unit_stride
@@ -202,6 +203,7 @@ class IntervalAttention(torch.autograd.Function):
         return o, lse, read
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse, lo, hi = ctx.saved_tensors
         (batch, length, heads, dk), (num_keys, kv_heads, dv) = q.shape, v.shape[1:]

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from nsa import inverted_index
 from nsa.geometry import Layout
@@ -191,6 +192,7 @@ class SelectedAttention(torch.autograd.Function):
         return o, lse, read
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse, block_indices = ctx.saved_tensors
         layout: Layout = ctx.layout

@@ -1,6 +1,6 @@
 """What the kernels share: loading rows of a tile, and what is done about non-finite values.
 
-A tile that holds keys which some of its rows may not see is `MASKED`. Only there must a product not meet what is
+Where a tile holds keys that some of its rows may not see, and only there, a product must not meet what is
 not finite, since 0 · NaN is NaN: a key whose value is not finite gets a NaN key and a zero value, so that just the
 rows that see it turn NaN, through their scores.
 """

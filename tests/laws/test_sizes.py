@@ -79,6 +79,8 @@ def test_long_text(in_pieces: Parts, check: Callable[..., None], branch: str, ca
 @pytest.mark.parametrize("check", _WHOLE, ids=_name)
 def test_long_text_as_a_whole(in_pieces: Parts, check: Callable[..., None], case: Case) -> None:
     """Selection, empty rows and what was read."""
+    if check is test_dense.test_window_is_a_band_mask.check and in_pieces.backend == "triton":
+        pytest.skip("its probe has a value channel per key, 700 of them; the kernels take 256")
     check(in_pieces, case)
 
 

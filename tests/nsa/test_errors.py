@@ -147,7 +147,7 @@ WRONG_PARTS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
         "compressed_attention",
         lambda: nsa.compressed_attention(Q, CMP, CMP, CONFIG, S - 1),
         ValueError,
-        "the length of k must be at least the 12 queries; got 11",
+        "num_keys must be at least the 12 queries; got 11",
     ),
     (
         "compressed_attention",
@@ -246,9 +246,12 @@ def test_wrong_argument_of_a_part(call: Callable[[], object], kind: type[Excepti
 
 
 @pytest.mark.gpu
-def test_bad_documents_on_a_gpu_end_in_nan() -> None:
+@pytest.mark.parametrize(
+    "bounds", [(0, 9, 3, S), (0, S, 0, S), (-1000, S), (0, -1000, S), (-(2**31), 2**31 - 1), (0, S + 1), (3, S)]
+)
+def test_bad_documents_on_a_gpu_end_in_nan(bounds: tuple[int, ...]) -> None:
     """They cannot be read without a host sync; so the rows are NaN, never a wrong number or a CUDA fault."""
-    call = _call(cu_seqlens=_bounds(0, 9, 3, S))
+    call = _call(cu_seqlens=_bounds(*bounds))
     call = {name: x.cuda() if isinstance(x, Tensor) else x for name, x in call.items()}
     for backend in ("torch", "triton"):
         assert nsa.nsa_attention(**call, backend=backend).isnan().all()
