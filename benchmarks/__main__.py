@@ -4,7 +4,8 @@
     python -m benchmarks run --quick    the same on fewer shapes with fewer samples
     python -m benchmarks report         build the page again from the records
 
-Exit code: 0 where NSA is right on every case; 1 where it is not; 2 for a wrong argument or another machine.
+Exit code: 0 where NSA is right on every case; 1 where it is not; 2 for a wrong argument or another machine; 130 where
+the run was interrupted, which keeps what it finished.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import fnmatch
 import json
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -23,6 +25,7 @@ from benchmarks.records import Key
 from nsa import backends
 
 RESULTS = fingerprint.ROOT / "results"
+INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,7 +41,8 @@ def parser() -> argparse.ArgumentParser:
         "--require",
         dest="gpu",
         choices=gpus.known_ids(),
-        help="refuse any other machine; 'cpu' measures the CPU also where there is a GPU (default: what is found)",
+        help="refuse any other machine; 'gpu' is one that is not listed, 'cpu' measures the CPU also where there is a"
+        " GPU (default: what is found)",
     )
     run.add_argument(
         "--cases",
@@ -55,15 +59,20 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def chosen(keys: Sequence[Key], patterns: Sequence[str] | None) -> list[Key]:
-    """The keys that the patterns name. Raises ValueError for a pattern that names none."""
+def chosen(keys: Sequence[Key], patterns: Sequence[str] | None, whole: Sequence[Key] = ()) -> list[Key]:
+    """The keys that the patterns name. Raises ValueError for a pattern that names none.
+
+    `whole` is the suite of which `keys` are the quick part: it tells a wrong name from a case that is not quick.
+    """
     if patterns is None:
         return [key for key in keys if key.mode in suite.DEFAULT_MODES]
     for pattern in patterns:
-        if not any(_named(key, pattern) for key in keys):
-            raise ValueError(
-                f"--cases: no case here is named {pattern!r}; modes: {', '.join(suite.MODES)}; --list prints the names"
-            )
+        if any(_named(key, pattern) for key in keys):
+            continue
+        if any(_named(key, pattern) for key in whole):
+            raise ValueError(f"--cases: {pattern!r} is not in the quick suite; leave out --quick to run it")
+        modes = ", ".join(dict.fromkeys(key.mode for key in keys))
+        raise ValueError(f"--cases: no case here is named {pattern!r}; modes: {modes}; --list prints the names")
     return [key for key in keys if any(_named(key, pattern) for pattern in patterns)]
 
 
@@ -76,13 +85,17 @@ def run(arguments: argparse.Namespace) -> int:
     machine = gpus.machine(arguments.gpu, gpus.visible_gpu())
     on_gpu = machine.device == "cuda"
     shapes = gpus.suite(machine.suite)
-    planned = suite.planned(shapes, quick=arguments.quick, backend=arguments.backend, on_gpu=on_gpu)
-    keys = chosen(planned, arguments.cases)
+    quick, whole = (
+        suite.planned(shapes, quick=part, backend=arguments.backend, on_gpu=on_gpu) for part in (True, False)
+    )
+    keys = chosen(quick if arguments.quick else whole, arguments.cases, whole)
     if arguments.list:
         print("\n".join(key.name for key in keys))
         return 0
+    for folder in (arguments.out / "runs" / machine.id, arguments.out / "report"):
+        _check_writable(folder)
     identity = fingerprint.take(machine.id, machine.device)
-    path = records.run_path(arguments.out, identity)
+    path = records.create_run(arguments.out, identity)
     print(f"{machine.title}: {len(keys)} measurements -> {path}", flush=True)
 
     def command(key: Key) -> str:
@@ -91,10 +104,13 @@ def run(arguments: argparse.Namespace) -> int:
     begin = time.perf_counter()
     done: list[records.Record] = []
     plan = runner.QUICK if arguments.quick else runner.FULL
-    for record in runner.run(keys, machine.device, plan, identity, command):
-        records.append(path, record)
-        print(console.progress(record, len(done) + 1, len(keys), time.perf_counter() - begin, done), flush=True)
-        done.append(record)
+    try:
+        for record in runner.run(keys, machine.device, plan, identity, command):
+            records.append(path, record)
+            print(console.progress(record, len(done) + 1, len(keys), time.perf_counter() - begin, done), flush=True)
+            done.append(record)
+    except KeyboardInterrupt:
+        return _interrupted(arguments.out, path, len(done), len(keys))
     page = _build_page(arguments.out)
     print("\n" + console.table(verdict.comparisons(done)))
     print(f"\nThe page: {page}")
@@ -111,6 +127,30 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
+def report(arguments: argparse.Namespace) -> int:
+    """Build the page."""
+    _check_writable(arguments.out / "report")
+    print(f"The page: {_build_page(arguments.out)}")
+    return 0
+
+
+def _interrupted(results: Path, path: Path, done: int, total: int) -> int:
+    print(f"python -m benchmarks: interrupted; {done} of {total} measurements are in {path}", file=sys.stderr)
+    if done:
+        print(f"The page: {_build_page(results)}")
+    return INTERRUPTED
+
+
+def _check_writable(folder: Path) -> None:
+    """Before hours of measuring, not after. Raises ValueError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"--out: cannot write in {folder}: {error.strerror}") from error
+
+
 def _build_page(results: Path) -> Path:
     from benchmarks.report import build  # matplotlib takes a second to import, which --help need not
 
@@ -120,15 +160,14 @@ def _build_page(results: Path) -> Path:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command."""
     arguments = parser().parse_args(argv)
-    if arguments.command == "report":
-        page = _build_page(arguments.out)
-        print(f"The page: {page}")
-        return 0
     try:
-        return run(arguments)
+        return (report if arguments.command == "report" else run)(arguments)
     except (gpus.WrongMachineError, ValueError) as error:
         print(f"python -m benchmarks: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("python -m benchmarks: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -21,7 +22,7 @@ class Fingerprint:
     """Identity of one run. None where a part cannot be known on this machine."""
 
     utc: str
-    """When the run began, ISO 8601, UTC."""
+    """When the run began, ISO 8601, UTC, with milliseconds: it tells runs apart."""
     machine: str
     """The name in gpus.toml: "h200", "cpu", "gpu" for one that is not listed."""
     device: str
@@ -51,13 +52,20 @@ class Fingerprint:
     benchmarks_sha256: str
     """Hash of benchmarks/**/*.py and gpus.toml: how it was measured."""
 
+    def __post_init__(self) -> None:
+        # both become names of files, so that a record from elsewhere must not lead out of the results
+        if not re.fullmatch(r"[a-z0-9-]+", self.machine):
+            raise ValueError(f"fingerprint.machine must be of a-z, 0-9 and '-'; got {self.machine!r}")
+        if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z", self.utc, re.ASCII):
+            raise ValueError(f"fingerprint.utc must be like 2026-01-02T03:04:05.678Z; got {self.utc!r}")
+
 
 def take(machine: str, device: str) -> Fingerprint:
     """Read the fingerprint of this process on this device type ("cuda" or "cpu")."""
     on_gpu = device == "cuda"
     cpu = _cpu_name()
     return Fingerprint(
-        utc=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        utc=datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
         machine=machine,
         device=torch.cuda.get_device_name() if on_gpu else cpu,
         driver=_driver() if on_gpu else None,

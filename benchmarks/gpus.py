@@ -62,7 +62,7 @@ def _table() -> Mapping[str, Any]:
 
 def known_ids() -> list[str]:
     """Every name that `--gpu` takes, in the table's order."""
-    return [*_table()["families"], CPU]
+    return [*_table()["families"], UNKNOWN_GPU, CPU]
 
 
 def suite(name: str) -> Mapping[str, Any]:
@@ -103,5 +103,6 @@ def machine(required: str | None, found: Found | None) -> Machine:
     here = recognise(found)
     if required is not None and here.id != required:
         seen = "no GPU that PyTorch can use" if found is None else found.name
-        raise WrongMachineError(f"this session needs an {_table()['families'][required]}; found: {seen}")
+        wanted = "a GPU that is not listed" if required == UNKNOWN_GPU else f"an {_table()['families'][required]}"
+        raise WrongMachineError(f"this session needs {wanted}; found: {seen}")
     return here

@@ -12,6 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from benchmarks import schema
 from benchmarks.fingerprint import Fingerprint
 
 SCHEMA_VERSION = 1
@@ -70,6 +71,13 @@ class Key:
     """How the inputs are drawn: "random" is standard normal, gates uniform."""
     cache: str = "warm"
     """"cold": the GPU's L2 is flushed before each sample; "warm": it is not."""
+
+    SIZES = ("batch", "num_queries", "num_keys", "heads", "kv_heads", "head_dim_k", "head_dim_v")
+
+    def __post_init__(self) -> None:
+        for name in self.SIZES:
+            if getattr(self, name) < 1:
+                raise ValueError(f"key.{name} must be at least 1; got {getattr(self, name)}")
 
     @property
     def what(self) -> str:
@@ -170,6 +178,11 @@ class Record:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{self.key.name}: {name} must be finite and above 0; got {value}")
+        # a sample can be shorter than the clock's step, and a call can need nothing beside its inputs
+        for name, values in (("samples_ms", self.samples_ms), ("peak_mem_mib", (self.peak_mem_mib,))):
+            for value in values or ():
+                if value is not None and not (math.isfinite(value) and value >= 0):
+                    raise ValueError(f"{self.key.name}: {name} must be finite and at least 0; got {value}")
 
     def to_json(self) -> str:
         """One line of JSON, without a line break."""
@@ -183,18 +196,7 @@ class Record:
             raise TypeError(f"a record must be a JSON object; got {type(data).__name__}")
         if data.get("schema_version") != SCHEMA_VERSION:
             raise ValueError(f"schema_version must be {SCHEMA_VERSION}; got {data.get('schema_version')!r}")
-        for name in ("key", "fingerprint", "outcome"):
-            if name not in data:
-                raise ValueError(f"a record must have {name!r}")
-        data["key"] = Key(**data["key"])
-        data["fingerprint"] = Fingerprint(**data["fingerprint"])
-        data["outcome"] = Outcome(data["outcome"])
-        if data.get("gate") is not None:
-            gate = data["gate"]
-            data["gate"] = Gate(**{**gate, "checks": tuple(Check(**check) for check in gate["checks"])})
-        if data.get("samples_ms") is not None:
-            data["samples_ms"] = tuple(data["samples_ms"])
-        return cls(**data)
+        return schema.build(cls, data, "record")
 
 
 @dataclass(frozen=True)
@@ -207,8 +209,22 @@ class Damaged:
     why: str
 
 
-def run_path(results: Path, fingerprint: Fingerprint) -> Path:
-    """results/runs/<machine>/<utc>-<commit>.jsonl"""
+def create_run(results: Path, fingerprint: Fingerprint) -> Path:
+    """A new, empty file results/runs/<machine>/<utc>-<commit>.jsonl; -2, -3, ... where another run has the name."""
+    first = _run_path(results, fingerprint)
+    first.parent.mkdir(parents=True, exist_ok=True)
+    path, number = first, 1
+    while True:
+        try:
+            path.touch(exist_ok=False)  # atomic: two processes cannot both make it
+        except FileExistsError:
+            number += 1
+            path = first.with_name(f"{first.stem}-{number}.jsonl")
+        else:
+            return path
+
+
+def _run_path(results: Path, fingerprint: Fingerprint) -> Path:
     utc = fingerprint.utc.replace("-", "").replace(":", "")
     commit = (fingerprint.commit or "nocommit")[:10]
     return results / "runs" / fingerprint.machine / f"{utc}-{commit}.jsonl"
@@ -216,7 +232,6 @@ def run_path(results: Path, fingerprint: Fingerprint) -> Path:
 
 def append(path: Path, record: Record) -> None:
     """Add one line, in one write, on the disk when this returns: a killed run keeps what it finished."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     line = (record.to_json() + "\n").encode()
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -236,7 +251,7 @@ def read(paths: Iterable[Path]) -> tuple[list[Record], list[Damaged]]:
                 continue
             try:
                 records.append(Record.from_json(line.decode()))
-            except (ValueError, TypeError, KeyError) as error:  # UnicodeDecodeError, JSONDecodeError are ValueErrors
+            except (ValueError, TypeError, RecursionError) as error:  # JSON and Unicode errors are ValueErrors
                 damaged.append(Damaged(path, number, f"{type(error).__name__}: {error}"))
     return records, damaged
 

@@ -28,7 +28,10 @@ def speed_up(nsa: Record, baseline: Record) -> float | None:
 
 
 def comparisons(records: Iterable[Record]) -> list[Comparison]:
-    """The newest run of each case on each machine, in the order in which they were measured."""
+    """The newest run of each case on each machine that has NSA and a baseline, in the order in which cases first ran.
+
+    NSA measured alone counts where no run has both, and where it ended otherwise: no newer failure stays hidden.
+    """
     newest: dict[tuple[str, str, str], Comparison] = {}
     dense: dict[tuple[str, str, str], list[Record]] = {}
     for record in sorted(records, key=lambda record: record.fingerprint.utc):
@@ -37,7 +40,10 @@ def comparisons(records: Iterable[Record]) -> list[Comparison]:
             dense.setdefault(run, []).append(record)
             continue
         case = (record.fingerprint.machine, record.key.case, record.key.backend_asked or "")
-        newest[case] = Comparison(record, tuple(dense.get(run, ())))
+        baselines = tuple(dense.get(run, ()))
+        earlier = newest.get(case)
+        if baselines or not (earlier and earlier.baselines and earlier.nsa.outcome is record.outcome):
+            newest[case] = Comparison(record, baselines)
     return list(newest.values())
 
 

@@ -33,8 +33,9 @@ def render(compared: Sequence[Comparison], damaged: Sequence[Damaged], pictures:
         body.append("<p>No run is recorded yet: <code>nox -s bench</code> measures this machine.</p>")
     else:
         body.append(
-            "<p>The newest run of each case on each machine. A figure stands here only where the output met the float64"
-            " oracle in the same process; a ratio names its baseline and is taken within one run.</p>"
+            "<p>The newest run with a baseline of each case on each machine. A figure stands here only where the"
+            " output met the float64 oracle in the same process; a ratio names its baseline and is taken within one"
+            " run.</p>"
         )
     for machine in machines:
         here = [comparison for comparison in compared if comparison.nsa.fingerprint.machine == machine]

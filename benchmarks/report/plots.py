@@ -19,6 +19,8 @@ from benchmarks.cases import NSA
 from benchmarks.records import Record
 from benchmarks.verdict import Comparison
 
+matplotlib.rcParams["text.parse_math"] = False  # what a record calls itself is shown as it stands, "$" and all
+
 # Okabe and Ito's colours, told apart in any colour vision; markers and dashes tell the lines apart in print.
 STYLES: dict[str, dict[str, Any]] = {
     NSA: {"color": "#0072B2", "marker": "o", "linestyle": "-", "linewidth": 2.6},

@@ -45,13 +45,20 @@ def test_refuses_another_machine_saying_what_it_found() -> None:
         gpus.machine("3090", None)
 
 
+def test_a_gpu_that_is_not_listed_can_be_asked_for() -> None:
+    assert "gpu" in gpus.known_ids()
+    assert gpus.machine("gpu", Found("NVIDIA L4", (8, 9))).title == "NVIDIA L4"
+    with pytest.raises(WrongMachineError, match=r"needs a GPU that is not listed; found: NVIDIA H200$"):
+        gpus.machine("gpu", Found("NVIDIA H200", (9, 0)))
+
+
 def test_the_cpu_is_there_beside_a_gpu() -> None:
     assert gpus.machine("cpu", Found("NVIDIA H200", (9, 0))).device == "cpu"
 
 
 def test_every_id_is_a_family_and_every_suite_can_be_planned() -> None:
     machines = [gpus.recognise(Found(name, capability)) for name, capability, *_ in NAMES] + [gpus.recognise(None)]
-    assert {machine.id for machine in machines} == {*gpus.known_ids(), "gpu"}
+    assert {machine.id for machine in machines} == set(gpus.known_ids())
     for name in {machine.suite for machine in machines}:
         for quick in (True, False):
             keys = planned(gpus.suite(name), quick=quick, backend="auto", on_gpu=name != "cpu")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from benchmarks import gpus, records
+from benchmarks import gpus, records, runner
 from benchmarks.__main__ import chosen, main
 from benchmarks.cases import attention
 from benchmarks.gpus import Found
-from tests.benchmarks.synthetic import key
+from tests.benchmarks.synthetic import key, passed
 
 
 def run(*arguments: str) -> int:
@@ -58,6 +59,58 @@ def test_refuses_another_machine(
 def test_a_case_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--gpu", "cpu", "--cases", "decode,prefil") == 2
     assert "--cases: no case here is named 'prefil'; modes: prefill-forward, " in capsys.readouterr().err
+
+
+def test_the_command_of_a_gpu_that_is_not_listed_is_valid(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus, "visible_gpu", lambda: Found("NVIDIA L4", (8, 9)))
+    assert run("--gpu", "gpu", "--list") == 0
+    assert capsys.readouterr().out
+
+
+def test_a_case_that_is_not_quick_is_told_from_a_wrong_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--gpu", "cpu", "--quick", "--cases", "memory") == 2
+    said = capsys.readouterr().err
+    assert said == ("python -m benchmarks: --cases: 'memory' is not in the quick suite; leave out --quick to run it\n")
+    assert run("--gpu", "cpu", "--quick", "--cases", "prefil") == 2
+    assert "memory" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["run", "--gpu", "cpu"], ["report"]], ids=lambda command: command[0])
+@pytest.mark.parametrize("blocked", ["results", "results/report"])
+def test_refuses_an_out_that_cannot_be_written_before_measuring(
+    command: list[str],
+    blocked: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner, "run", lambda *_: pytest.fail("measured"))
+    file = tmp_path / blocked
+    file.parent.mkdir(exist_ok=True)
+    file.touch()
+    assert main([*command, "--out", str(tmp_path / "results")]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"python -m benchmarks: --out: cannot write in {file}")
+
+
+@pytest.mark.parametrize("done", [0, 1])
+def test_an_interrupted_run_keeps_what_it_finished(
+    done: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> Iterator[records.Record]:
+        yield from [passed(key())] * done
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run", interrupted)
+    assert run("--quick", "--gpu", "cpu", "--out", str(tmp_path)) == 130
+    (said,) = capsys.readouterr().err.splitlines()
+    (path,) = (tmp_path / "runs" / "cpu").iterdir()
+    assert f"interrupted; {done} of " in said
+    assert said.endswith(str(path))
+    assert records.read([path]) == ([passed(key())] * done, [])
+    assert (tmp_path / "report" / "index.html").is_file() == bool(done)
 
 
 def test_an_unknown_machine_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import records
+from benchmarks import fingerprint, records
 from benchmarks.records import Check, Gate, Outcome, Record
 from tests.benchmarks.synthetic import FINGERPRINT, GREEN, failed, key, passed
 
@@ -20,14 +23,24 @@ from tests.benchmarks.synthetic import FINGERPRINT, GREEN, failed, key, passed
     ids=["passed", "failed"],
 )
 def test_reads_back_what_was_written(tmp_path: Path, record: Record) -> None:
-    path = records.run_path(tmp_path, FINGERPRINT)
+    path = records.create_run(tmp_path, FINGERPRINT)
     records.append(path, record)
     records.append(path, record)
     assert records.read_runs(tmp_path) == ([record, record], [])
 
 
 def test_run_path_names_machine_time_and_commit(tmp_path: Path) -> None:
-    assert records.run_path(tmp_path, FINGERPRINT) == tmp_path / "runs/cpu/20260102T030405Z-0123456789.jsonl"
+    assert records.create_run(tmp_path, FINGERPRINT) == tmp_path / "runs/cpu/20260102T030405Z-0123456789.jsonl"
+
+
+def test_runs_of_one_second_have_files_of_their_own(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        paths = list(pool.map(lambda _: records.create_run(tmp_path, FINGERPRINT), range(24)))
+    assert len(set(paths)) == len(list((tmp_path / "runs" / "cpu").iterdir())) == 24
+
+
+def test_a_run_is_told_apart_within_its_second() -> None:
+    assert re.fullmatch(r".*:\d\d\.\d{3}Z", fingerprint.take("cpu", "cpu").utc)
 
 
 @pytest.mark.parametrize("outcome", [outcome for outcome in Outcome if outcome is not Outcome.PASSED])
@@ -72,6 +85,70 @@ def test_damaged_lines_are_named_and_the_rest_is_read(tmp_path: Path) -> None:
     assert [(line.path, line.line) for line in damaged] == [(path, number) for number in (2, 3, 4, 5, 6)]
     assert "schema_version must be 1; got 99" in damaged[2].why
     assert "must be None with outcome INCORRECT" in damaged[3].why
+
+
+EDITS = [
+    ("peak_mem_mib", "12", "record.peak_mem_mib must be float; got '12'"),
+    ("peak_mem_mib", float("nan"), "record.peak_mem_mib must be finite"),
+    ("peak_mem_mib", -1, "peak_mem_mib must be finite and at least 0"),
+    ("latency_ms", 10**400, "record.latency_ms must be float"),
+    ("samples_ms", [1.0, -1.0], "samples_ms must be finite and at least 0"),
+    ("samples_ms", [float("inf")], "record.samples_ms[0] must be finite"),
+    ("samples_ms", "1.0", "record.samples_ms must be"),
+    ("outcome", [], "Outcome"),
+    ("reason", "\ud800", "surrogates not allowed"),
+    ("command", None, "record.command must be str; got None"),
+    ("colour", "red", "record has no field 'colour'"),
+    ("fingerprint.utc", None, "record.fingerprint.utc must be str; got None"),
+    ("fingerprint.utc", "yesterday", "fingerprint.utc must be like"),
+    ("fingerprint.machine", "a/b", "fingerprint.machine must be of a-z"),
+    ("fingerprint.machine", "$\\frac{$", "fingerprint.machine must be of a-z"),
+    ("fingerprint.machine", "../../../x", "fingerprint.machine must be of a-z"),
+    ("fingerprint.machine", "cpu\n", "fingerprint.machine must be of a-z"),
+    ("fingerprint", [], "record.fingerprint must be a JSON object"),
+    ("gate.path", 5, "record.gate.path must be str; got 5"),
+    ("gate.checks", [None], "record.gate.checks[0] must be a JSON object"),
+    ("key.backend_asked", {}, "record.key.backend_asked must be str; got {}"),
+    ("key.num_keys", 0, "key.num_keys must be at least 1; got 0"),
+    ("key.num_keys", -64, "key.num_keys must be at least 1; got -64"),
+    ("key.num_keys", 2**64, "record.key.num_keys must fit in 64 bits"),
+    ("key.batch", True, "record.key.batch must be int; got True"),
+    ("key.config", 3, "record.key.config must be"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "why"), EDITS, ids=[f"{field}={value!r:.12}" for field, value, _ in EDITS])
+def test_an_edited_line_is_named(tmp_path: Path, field: str, value: Any, why: str) -> None:
+    good = passed(key())
+    data = json.loads(good.to_json())
+    *parents, last = field.split(".")
+    functools.reduce(lambda part, name: part[name], parents, data)[last] = value
+    path = records.create_run(tmp_path, FINGERPRINT)
+    path.write_text("\n".join([json.dumps(data), good.to_json()]), encoding="utf-8")
+    found, (damaged,) = records.read_runs(tmp_path)
+    assert found == [good]
+    assert (damaged.path, damaged.line) == (path, 1)
+    assert why in damaged.why
+
+
+def test_a_field_that_is_missing_is_named(tmp_path: Path) -> None:
+    data = json.loads(passed(key()).to_json())
+    del data["gate"]["path"]
+    with pytest.raises(ValueError, match=r"record\.gate must have 'path'"):
+        Record.from_json(json.dumps(data))
+
+
+def test_a_line_that_is_too_deep_is_named(tmp_path: Path) -> None:
+    records.create_run(tmp_path, FINGERPRINT).write_text("[" * 100_000, encoding="utf-8")
+    found, (damaged,) = records.read_runs(tmp_path)
+    assert (found, damaged.line) == ([], 1)
+    assert damaged.why.startswith("RecursionError")
+
+
+@pytest.mark.parametrize("number", [{"samples_ms": (1.0, float("nan"))}, {"peak_mem_mib": -1.0}], ids=str)
+def test_no_impossible_number_is_recorded(number: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be finite and at least 0"):
+        Record(key(), Outcome.PASSED, None, FINGERPRINT, "command", GREEN, latency_ms=1.0, **number)
 
 
 def test_name_holds_what_tells_cases_apart() -> None:

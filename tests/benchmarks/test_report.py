@@ -30,8 +30,9 @@ class Page(HTMLParser):
 
 
 def write(results: Path, *found: Record) -> None:
+    path = records.create_run(results, found[0].fingerprint)
     for record in found:
-        records.append(records.run_path(results, record.fingerprint), record)
+        records.append(path, record)
 
 
 def test_an_empty_folder_gives_a_page_that_says_so(tmp_path: Path) -> None:
@@ -48,6 +49,27 @@ def test_pictures_lie_beside_the_page(tmp_path: Path) -> None:
     assert links == ["cpu-prefill-forward.png", "cpu-prefill-forward.svg"]
     assert (index.parent / links[0]).read_bytes().startswith(PNG_MAGIC)
     assert "<svg" in (index.parent / links[1]).read_text(encoding="utf-8")
+
+
+def test_no_name_is_read_as_a_formula(tmp_path: Path) -> None:
+    for length in (64, 128):
+        write(tmp_path, passed(key(implementation="$\\frac{$", length=length)), passed(key(length=length)))
+    index = build(tmp_path)
+    assert (index.parent / "cpu-prefill-forward.svg").is_file()
+    assert "$\\frac{$" in Page(index).text
+
+
+def test_a_foreign_machine_name_writes_nothing_elsewhere(tmp_path: Path) -> None:
+    results = tmp_path / "a" / "results"
+    for length in (64, 128):
+        write(results, passed(key(length=length)))
+    for path in (results / "runs" / "cpu").iterdir():
+        path.write_text(path.read_text(encoding="utf-8").replace('"machine":"cpu"', '"machine":"../../x"'))
+    text = Page(build(results)).text
+    assert "fingerprint.machine must be of a-z" in text
+    assert {path.name for path in (results / "report").iterdir()} == {"index.html"}
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["results"]
 
 
 def test_one_length_is_a_row_and_no_picture(tmp_path: Path) -> None:

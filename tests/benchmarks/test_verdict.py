@@ -34,6 +34,22 @@ def test_the_newest_run_counts_and_runs_do_not_mix() -> None:
     assert found["h200"].baselines == ()
 
 
+def test_measuring_nsa_again_keeps_the_run_that_has_the_baseline() -> None:
+    dense = key(implementation="sdpa-flash")
+    both = [passed(dense, 30.0, EARLY), passed(key(), 10.0, EARLY)]
+    (found,) = verdict.comparisons([*both, passed(key(), 9.0, LATE)])
+    assert (found.nsa, found.baselines) == (both[1], (both[0],))
+    (found,) = verdict.comparisons([passed(key(), 9.0, EARLY), passed(key(), 8.0, LATE)])
+    assert found.nsa.latency_ms == 8.0
+
+
+def test_a_newer_failure_of_nsa_alone_is_not_hidden() -> None:
+    early = [passed(key(implementation="sdpa-flash"), 30.0, EARLY), passed(key(), 10.0, EARLY)]
+    wrong = failed(key(), Outcome.INCORRECT, "wrong")
+    (found,) = verdict.comparisons([*early, wrong])
+    assert (found.nsa, found.baselines) == (wrong, ())
+
+
 def test_only_our_own_faults_fail_a_run() -> None:
     wrong = failed(key(), Outcome.INCORRECT, "wrong")
     others = [

@@ -1,0 +1,70 @@
+"""A dataclass from parsed JSON, every value held to its field's type: a file may be torn, edited or foreign."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import reprlib
+import types
+from collections.abc import Mapping
+from enum import Enum
+from functools import cache
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+_LARGEST_INT = 2**63 - 1
+
+
+def build(kind: type[T], data: Any, name: str) -> T:
+    """A dataclass of this kind. Raises TypeError or ValueError naming the field ("record.key.batch")."""
+    if not isinstance(data, dict):
+        raise TypeError(f"{name} must be a JSON object; got {reprlib.repr(data)}")
+    hints = _hints(kind)  # type: ignore[arg-type]
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if unknown := [key for key in data if key not in fields]:
+        raise ValueError(f"{name} has no field {reprlib.repr(unknown[0])}")
+    for field in fields.values():
+        if field.name not in data and field.default is dataclasses.MISSING:
+            raise ValueError(f"{name} must have {field.name!r}")
+    return kind(**{key: _value(hints[key], value, f"{name}.{key}") for key, value in data.items()})
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _value(kind: Any, value: Any, name: str) -> Any:
+    origin = get_origin(kind)
+    if origin in (Union, types.UnionType):  # every union here is "X | None"
+        return None if value is None else _value(get_args(kind)[0], value, name)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_value(get_args(kind)[0], item, f"{name}[{i}]") for i, item in enumerate(value))
+    if origin is Mapping and isinstance(value, dict):
+        return value
+    if isinstance(kind, type):
+        if dataclasses.is_dataclass(kind):
+            return build(kind, value, name)
+        if issubclass(kind, Enum):
+            return kind(value)
+        return _scalar(kind, value, name)
+    raise _wrong(kind, value, name)
+
+
+def _scalar(kind: type, value: Any, name: str) -> Any:
+    if kind is float and type(value) is int and abs(value) <= _LARGEST_INT:
+        value = float(value)
+    if type(value) is not kind:  # not isinstance: True is an int
+        raise _wrong(kind, value, name)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} must be finite; got {value}")
+    if isinstance(value, int) and abs(value) > _LARGEST_INT:
+        raise ValueError(f"{name} must fit in 64 bits; got {reprlib.repr(value)}")
+    if isinstance(value, str):
+        value.encode()  # JSON can spell half a surrogate pair, which no page can hold: UnicodeEncodeError
+    return value
+
+
+def _wrong(kind: Any, value: Any, name: str) -> TypeError:
+    wanted = kind.__name__ if isinstance(kind, type) else str(kind)
+    return TypeError(f"{name} must be {wanted}; got {reprlib.repr(value)}")
