@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -90,6 +92,18 @@ def test_growth(growth_law: Callable[[Parts, str], None], branch: str) -> None:
     growth_law(Parts("torch", torch.device("cpu")), branch)
 
 
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """CUDA raises on a synchronisation; PyTorch warns that this mode does not yet know all of them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("branch", BRANCHES)
@@ -100,11 +114,8 @@ def test_gpu_is_never_waited_for(backend: str, branch: str) -> None:
         x = case.inputs(parts.device)
         upstream = torch.ones(1, case.queries, case.group, case.dv, device=parts.device)
         parts.gradients(case, x, branch, upstream)  # compiles, which may wait
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with _no_waiting():
             parts.gradients(case, x, branch, upstream)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
