@@ -12,6 +12,9 @@ import triton
 from torch import Tensor
 
 MIN_DOT = 16  # tensor cores take no smaller side
+# With 16 value channels and more key channels Triton 3.6 makes Hopper read past the end of shared memory
+# (compute-sanitizer: "Invalid __shared__ read" in the product of probabilities and values), so heads take 32.
+MIN_HEAD = 32
 NARROW = 512  # bytes of q and o, or of k and v, per row that the table is made for: bfloat16, head sizes of 128
 
 
@@ -74,6 +77,11 @@ def padded(size: int) -> int:
     return max(triton.next_power_of_2(size), MIN_DOT)
 
 
+def padded_head(size: int) -> int:
+    """A power of two that holds the channels of a head."""
+    return max(triton.next_power_of_2(size), MIN_HEAD)
+
+
 def table(device: torch.device) -> dict[str, Tuned]:
     """The table of a GPU; SMALL in the interpreter."""
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
@@ -88,8 +96,8 @@ def shape(kernel: str, q: Tensor, v: Tensor) -> Shape:
 def fit(tuned: Tuned, group: int, dk: int, dv: int, dtype: torch.dtype) -> Shape:
     """Tuned tiles, made smaller as far as head sizes and dtype make rows wider than the table assumes."""
     padded_group = triton.next_power_of_2(group)
-    excess = max(triton.next_power_of_2((padded(dk) + padded(dv)) * dtype.itemsize) // NARROW, 1)
+    excess = max(triton.next_power_of_2((padded_head(dk) + padded_head(dv)) * dtype.itemsize) // NARROW, 1)
     rows, keys = max(tuned.rows // excess, MIN_DOT), max(tuned.keys // excess, MIN_DOT)
     tokens = max(rows // padded_group, 1, MIN_DOT // padded_group)
-    num_warps = tuned.num_warps if excess == 1 else 4
-    return Shape(tokens, padded_group, keys, padded(dk), padded(dv), num_warps, tuned.num_stages if excess == 1 else 2)
+    num_warps, num_stages = (tuned.num_warps, tuned.num_stages) if excess == 1 else (4, 2)
+    return Shape(tokens, padded_group, keys, padded_head(dk), padded_head(dv), num_warps, num_stages)
