@@ -7,9 +7,6 @@ import nox
 nox.options.sessions = ["tests"]
 nox.options.default_venv_backend = "virtualenv"
 
-# Spinning while one thread waits for another costs NSA 13 times its time on two cores once another process wants one.
-THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
-
 
 @nox.session
 def tests(session: nox.Session) -> None:
@@ -37,49 +34,49 @@ def types(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure this machine: a known GPU, an unknown one, or the CPU."""
     session.install("-c", "constraints.txt", "-e", ".[bench]")
-    session.run("python", "-m", "benchmarks", "run", *session.posargs, env=THREADS)
+    session.run("python", "-m", "benchmarks", "run", *session.posargs)
 
 
 @nox.session(name="bench-a100")
 def bench_a100(session: nox.Session) -> None:
     """Measure an NVIDIA A100; refuse any other machine."""
     session.install("-c", "constraints.txt", "-e", ".[bench]")
-    session.run("python", "-m", "benchmarks", "run", "--require", "a100", *session.posargs, env=THREADS)
+    session.run("python", "-m", "benchmarks", "run", "--require", "a100", *session.posargs)
 
 
 @nox.session(name="bench-3090")
 def bench_3090(session: nox.Session) -> None:
     """Measure an RTX 3090; refuse any other machine."""
     session.install("-c", "constraints.txt", "-e", ".[bench]")
-    session.run("python", "-m", "benchmarks", "run", "--require", "3090", *session.posargs, env=THREADS)
+    session.run("python", "-m", "benchmarks", "run", "--require", "3090", *session.posargs)
 
 
 @nox.session(name="bench-4090")
 def bench_4090(session: nox.Session) -> None:
     """Measure an RTX 4090; refuse any other machine."""
     session.install("-c", "constraints.txt", "-e", ".[bench]")
-    session.run("python", "-m", "benchmarks", "run", "--require", "4090", *session.posargs, env=THREADS)
+    session.run("python", "-m", "benchmarks", "run", "--require", "4090", *session.posargs)
 
 
 @nox.session(name="bench-h100")
 def bench_h100(session: nox.Session) -> None:
     """Measure an NVIDIA H100; refuse any other machine."""
     session.install("-c", "constraints.txt", "-e", ".[bench]")
-    session.run("python", "-m", "benchmarks", "run", "--require", "h100", *session.posargs, env=THREADS)
+    session.run("python", "-m", "benchmarks", "run", "--require", "h100", *session.posargs)
 
 
 @nox.session(name="bench-h200")
 def bench_h200(session: nox.Session) -> None:
     """Measure an NVIDIA H200; refuse any other machine."""
     session.install("-c", "constraints.txt", "-e", ".[bench]")
-    session.run("python", "-m", "benchmarks", "run", "--require", "h200", *session.posargs, env=THREADS)
+    session.run("python", "-m", "benchmarks", "run", "--require", "h200", *session.posargs)
 
 
 @nox.session(name="bench-cpu")
 def bench_cpu(session: nox.Session) -> None:
     """Measure the CPU, also where there is a GPU."""
     session.install("-c", "constraints.txt", "-e", ".[bench]")
-    session.run("python", "-m", "benchmarks", "run", "--require", "cpu", *session.posargs, env=THREADS)
+    session.run("python", "-m", "benchmarks", "run", "--require", "cpu", *session.posargs)
 
 
 @nox.session

@@ -13,8 +13,8 @@ from nsa.torch_backend.selected import SelectedAttention
 
 __all__ = ["combine", "compress", "compressed_attention", "select_blocks", "selected_attention", "window_attention"]
 
-COMPRESSED_CHUNK = 256
-WINDOW_CHUNK = 128
+COMPRESSED_CHUNK = 512
+WINDOW_CHUNK = 256
 
 
 def compress(x: Tensor, layout: Layout) -> Tensor:

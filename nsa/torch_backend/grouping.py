@@ -14,11 +14,10 @@ from nsa import geometry, inverted_index
 from nsa.geometry import Layout
 
 ROWS_PER_TILE = 256
-MIN_TOKENS_PER_STEP = 2048
+MIN_TOKENS_PER_STEP = 4096
 MAX_STEPS = 8
-BATCH_ELEMENTS = (
-    2**22
-)  # of a temporary; larger ones are mapped afresh at each allocation, which costs more than the work
+# Elements of a temporary: larger ones are mapped afresh at each allocation, which costs more than the work.
+BATCH_ELEMENTS = 2**22
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class IntervalAttention(torch.autograd.Function):
             part = slice(first * group, last * group)
             visible = seen_keys(lo, hi, first, last, k0, k1)
             own = slice(k0 - start, k1 - start)
-            o_rows[:, part], lse_rows[:, part] = attend(rows[:, part], keys[:, own], vals[:, own], visible)
+            lse_rows[:, part] = attend(rows[:, part], keys[:, own], vals[:, own], visible, o_rows[:, part])
             read[first:last] = visible[0].sum(-1, dtype=torch.int32)
         o, lse = (
             from_query_rows(o_rows, q.shape, num_kv_heads).to(q.dtype),
@@ -75,7 +75,7 @@ class IntervalAttention(torch.autograd.Function):
                 continue
             part = slice(first * group, last * group)
             visible = seen_keys(lo, hi, first, last, k0, k1)
-            dq[:, part], dk_part, dv_part = attend_backward(
+            dk_part, dv_part = attend_backward(
                 rows[:, part],
                 keys[:, k0:k1],
                 vals[:, k0:k1],
@@ -83,6 +83,7 @@ class IntervalAttention(torch.autograd.Function):
                 lse_rows[:, part],
                 delta_rows[:, part],
                 visible,
+                dq[:, part],
             )
             dk[:, k0:k1] += dk_part
             dv[:, k0:k1] += dv_part

@@ -12,7 +12,7 @@ from nsa.geometry import Layout
 from nsa.torch_backend.interval import chunks, seen_keys
 from nsa.torch_backend.rows import key_rows, query_rows
 
-CHUNK = 256
+CHUNK = 512
 _LAST = 2**31 - 1  # above any block index
 
 

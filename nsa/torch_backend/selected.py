@@ -66,7 +66,7 @@ class SelectedAttention(torch.autograd.Function):
             read_tiles = read.new_empty(tiles, width)
             for batch in batches(tiles, layout.config.l_sel * max(width * group, k.shape[3], v.shape[3])):
                 visible, q_tiles = step.visible(batch), step.gather(rows[:, part], batch)
-                o_tiles[batch], lse_tiles[batch] = attend(q_tiles, *keys.tiles(step.keys[batch]), visible)
+                lse_tiles[batch] = attend(q_tiles, *keys.tiles(step.keys[batch]), visible, o_tiles[batch])
                 read_tiles[batch] = visible.sum(-1, dtype=read.dtype)
             o, lse = merge(o_tiles, lse_tiles, step)
             o_rows[:, part], lse_rows[:, part] = o.view_as(o_rows[:, part]), lse.view_as(lse_rows[:, part])
@@ -101,7 +101,7 @@ class SelectedAttention(torch.autograd.Function):
             dq_tiles = rows.new_empty(tiles, width * group, q.shape[3])
             for batch in batches(tiles, ctx.layout.config.l_sel * max(width * group, k.shape[3], v.shape[3])):
                 index = step.keys[batch]
-                dq_tiles[batch], dk_tiles, dv_tiles = attend_backward(
+                dk_tiles, dv_tiles = attend_backward(
                     step.gather(rows[:, part], batch),
                     keys_flat[index],
                     vals_flat[index],
@@ -109,6 +109,7 @@ class SelectedAttention(torch.autograd.Function):
                     step.gather(lse_rows[:, part], batch)[..., 0],
                     step.gather(delta_rows[:, part], batch)[..., 0],
                     step.visible(batch),
+                    dq_tiles[batch],
                 )
                 add_rows(dk.view_as(keys_flat), index, dk_tiles)
                 add_rows(dv.view_as(vals_flat), index, dv_tiles)

@@ -32,25 +32,30 @@ def _hide(s: Tensor, visible: Tensor, value: float) -> Tensor:
     return s
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """(o [N, C·G, Dv], lse [N, C·G]); q and k marked, v finite. A row that sees nothing gives 0 and -inf."""
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, o: Tensor) -> Tensor:
+    """lse [N, C·G], and o [N, C·G, Dv] written in place; q and k marked, v finite.
+
+    A row that sees nothing gives 0 and -inf.
+    """
     s = _hide(q @ k.mT, visible, -torch.inf)
     top = s.amax(-1, keepdim=True)
     top.masked_fill_(top == -torch.inf, 0)
     p = s.sub_(top).exp_()
     total = p.sum(-1, keepdim=True)
-    o = (p @ v).div_(total.masked_fill(total == 0, 1))
-    return o, (total.log() + top).squeeze(-1)
+    torch.bmm(p, v, out=o).div_(total.masked_fill(total == 0, 1))
+    return (total.log() + top).squeeze(-1)
 
 
 def attend_backward(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, visible: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of `attend`; operands finite, lse NaN where anything that a row sees, or its do, was not.
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, visible: Tensor, dq: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(dk, dv) of `attend`, and dq [N, C·G, Dk] written in place.
 
+    Operands are finite; lse is NaN where anything that a row sees, or its do, was not.
     delta [N, C·G] is rowsum(do · o) minus the gradient of lse.
     """
     p = _hide((q @ k.mT).sub_(lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp_(), visible, 0)
     dv = p.mT @ do
     ds = _hide((do @ v.mT).sub_(delta[..., None]).mul_(p), visible, 0)
-    return ds @ k, ds.mT @ q, dv
+    torch.bmm(ds, k, out=dq)
+    return ds.mT @ q, dv
