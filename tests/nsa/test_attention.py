@@ -1,0 +1,57 @@
+"""Edges of a call that no law draws: no batch rows, a scale of 0 or less, second gradients, unknown tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import nsa
+from nsa.model import next_token_loss
+
+CONFIG = nsa.NSAConfig(l=4, d=2, l_sel=8, n_sel=4, w=6)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_no_batch_rows_give_none(backend: str) -> None:
+    q, k = torch.randn(0, 12, 4, 8, requires_grad=True), torch.randn(0, 12, 2, 8)
+    o = nsa.nsa_attention(q, k, k, torch.rand(0, 12, 4, 3), CONFIG, backend=backend)
+    o.sum().backward()
+    assert o.shape == (0, 12, 4, 8)
+    assert q.grad is not None
+
+
+@pytest.mark.parametrize("scale", [-0.35, 0.0])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_scale_may_be_negative_or_zero(backend: str, scale: float) -> None:
+    pytest.importorskip("triton")
+    generator = torch.Generator().manual_seed(0)
+    q, k = (3 * torch.randn(1, 40, heads, 8, generator=generator) for heads in (4, 2))
+    k_cmp = nsa.compress(k, CONFIG)
+    found, wanted = (nsa.select_blocks(q, k_cmp, CONFIG, scale=scale, backend=b) for b in (backend, "reference"))
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("part", [nsa.window_attention, nsa.nsa_attention], ids=lambda part: part.__name__)
+def test_second_gradients_are_refused(part: object) -> None:
+    q, k = torch.randn(1, 12, 4, 8, requires_grad=True), torch.randn(1, 12, 2, 8)
+    if part is nsa.window_attention:
+        o = nsa.window_attention(q, k, k, CONFIG, backend="torch")[0]
+    else:
+        o = nsa.nsa_attention(q, k, k, torch.rand(1, 12, 4, 3), CONFIG, backend="torch")
+    (first,) = torch.autograd.grad(o.pow(2).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+def test_loss_names_an_unknown_token() -> None:
+    with pytest.raises(ValueError, match="tokens must be between 0 and 9; got 12"):
+        next_token_loss(torch.randn(1, 3, 10), torch.tensor([[1, 12, 3]]))
+
+
+def test_cache_commits_only_what_fits() -> None:
+    layer = nsa.NativeSparseAttention(16, 2, 1, 8, 8, CONFIG)
+    cache = nsa.KVCache(layer, batch_size=1, max_tokens=5)
+    for tokens in (6, -1):
+        with pytest.raises(ValueError, match="num_tokens must be between 0 and 5"):
+            cache.commit(tokens)
+    assert len(cache) == 0
