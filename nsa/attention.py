@@ -14,9 +14,11 @@ from torch import Tensor
 
 from nsa import backends, checks
 from nsa.config import NSAConfig
+from nsa.decode import Decoded, Rows, decoder
 from nsa.geometry import Layout
 
 Branches = Tensor | Sequence[Tensor | None]
+BRANCHES = ("compressed", "selected", "window")
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,21 @@ class Aux:
     """Keys that each branch read, counted where they were read: int64 totals over batch, tokens and kv heads."""
     backend: str
     """The backend that ran."""
+
+    def bytes_read(self, k: Tensor, v: Tensor) -> Mapping[str, Tensor]:
+        """Bytes of the keys and values read by each branch, int64; k and v are any with their head sizes and dtype.
+
+        A key that several queries read counts once for each.
+        """
+        pair = k.shape[-1] * k.itemsize + v.shape[-1] * v.itemsize
+        return {branch: read * pair for branch, read in self.keys_read.items()}
+
+    @classmethod
+    def of(cls, decoded: Decoded, backend: str) -> Aux:
+        """Of a step that was one call."""
+        lse = dict(zip(BRANCHES, decoded.lse.unbind(), strict=True))
+        read = {name: x.sum(dtype=torch.int64) for name, x in zip(BRANCHES, decoded.keys_read, strict=True)}
+        return cls(decoded.block_indices, lse, read, backend)
 
 
 def compress(x: Tensor, config: NSAConfig, *, cu_seqlens: Tensor | None = None, backend: str = "auto") -> Tensor:
@@ -247,6 +264,13 @@ def nsa_attention(
         k_cmp = _compressed("k", k_source, k_compressed, k_sel, layout, run)
         v_cmp = _compressed("v", v_source, v_compressed, v_sel, layout, run)
         checks.same_dtype(q=q, k_compressed=k_cmp, v_compressed=v_cmp, **{"k[2]": k_win, "v[2]": v_win})
+        if layout.num_queries < layout.num_keys and (
+            step := decoder(name, q, k_sel, v_sel, k_win, v_win, k_cmp, v_cmp, gates)
+        ):
+            lengths = torch.full((q.shape[0],), layout.num_keys, dtype=torch.int32, device=q.device)
+            rows = Rows(k_cmp, v_cmp), Rows(k_sel, v_sel), Rows(k_win, v_win)
+            decoded = step(q, *rows, lengths, gates, config, scale)
+            return (decoded.o, Aux.of(decoded, name)) if return_aux else decoded.o
         o_cmp, lse_cmp, read_cmp = run.compressed_attention(q, k_cmp, v_cmp, layout, scale)
         with torch.no_grad():
             block_indices = run.select_blocks(q, k_cmp, layout, scale, lse_cmp)
@@ -255,9 +279,8 @@ def nsa_attention(
         o = run.combine((o_cmp, o_sel, o_win), gates)
     if not return_aux:
         return o
-    branch = ("compressed", "selected", "window")
-    lse = dict(zip(branch, (lse_cmp.detach(), lse_sel.detach(), lse_win.detach()), strict=True))
-    read = dict(zip(branch, (x.sum(dtype=torch.int64) for x in (read_cmp, read_sel, read_win)), strict=True))
+    lse = dict(zip(BRANCHES, (lse_cmp.detach(), lse_sel.detach(), lse_win.detach()), strict=True))
+    read = dict(zip(BRANCHES, (x.sum(dtype=torch.int64) for x in (read_cmp, read_sel, read_win)), strict=True))
     return o, Aux(block_indices, lse, read, name)
 
 

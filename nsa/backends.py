@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +10,6 @@ from torch import Tensor
 from nsa.geometry import Layout
 
 NAMES = ("auto", "reference", "torch", "triton")
-_MODULES = {"reference": "nsa.reference", "torch": "nsa.torch_backend", "triton": "nsa.triton_backend"}
 
 
 class Backend(Protocol):
@@ -37,17 +35,26 @@ class Backend(Protocol):
 
 
 def load(name: str) -> Backend:
-    """The module that implements the parts under this name."""
-    return cast(Backend, importlib.import_module(_MODULES[name]))
+    """The module that implements the parts under this name, imported by a statement, which torch.compile can trace."""
+    module: Backend
+    if name == "triton":
+        from nsa import triton_backend as module
+    elif name == "torch":
+        from nsa import torch_backend as module
+    elif name == "reference":
+        from nsa import reference as module
+    else:
+        raise KeyError(name)
+    return module
 
 
 def why_not_triton(q: Tensor, v: Tensor) -> str | None:
     """Why the triton backend cannot serve these tensors, or None if it can."""
     try:
-        support = importlib.import_module("nsa.triton_backend.support")
+        from nsa.triton_backend import support
     except ImportError as error:
         return f"Triton cannot be imported ({error})"
-    return cast("str | None", support.why_not(q, v))
+    return support.why_not(q, v)
 
 
 def choose(asked: str, q: Tensor, v: Tensor) -> tuple[str, Backend]:

@@ -19,11 +19,11 @@ def tensor(name: str, x: object, shape: Sequence[int | str], *, like: Tensor | N
     """Check one floating tensor: `shape` holds sizes, or letters where any size will do."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
-    wanted = "[" + ", ".join(str(size) for size in shape) + "]"
     fits = x.dim() == len(shape) and all(
         isinstance(size, str) or size == came for size, came in zip(shape, x.shape, strict=True)
     )
     if not fits:
+        wanted = "[" + ", ".join(str(size) for size in shape) + "]"
         raise ValueError(f"{name} must have shape {wanted}; got {list(x.shape)}")
     if x.dtype not in FLOATS:
         raise TypeError(f"{name} must be float32, bfloat16, float16 or float64; got {x.dtype}")
@@ -106,9 +106,9 @@ def layout(
         raise ValueError(f"{keys_name} must be at least the {num_queries} queries; got {num_keys}")
     if cu_seqlens is not None:
         cu_seqlens = _documents(cu_seqlens, q, num_keys)
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.device.type == "cpu":
+    if not isinstance(cu_seqlens, Tensor) or _readable(cu_seqlens):
         return Layout(num_queries, num_keys, config, q.device, cu_seqlens)
-    # Reading the documents on the host would stall the queue: bad ones become one, and `packed` makes all rows NaN.
+    # Bad documents become one, and `packed` makes all rows NaN.
     good = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == num_keys) & (cu_seqlens.diff() >= 0).all()
     one = torch.full_like(cu_seqlens, num_keys)
     one[:1].zero_()
@@ -128,11 +128,16 @@ def _documents(cu_seqlens: object, q: Tensor, num_keys: int) -> Tensor:
         raise ValueError(f"cu_seqlens needs one packed row, B = 1; got B = {q.shape[0]}")
     if q.shape[1] != num_keys:
         raise ValueError(f"cu_seqlens needs as many queries as keys; got {q.shape[1]} and {num_keys}")
-    if cu_seqlens.device.type == "cpu":
+    if _readable(cu_seqlens):
         bounds = cu_seqlens.tolist()
         if bounds[0] != 0 or bounds[-1] != num_keys or any(b < a for a, b in pairwise(bounds)):
             raise ValueError(f"cu_seqlens must ascend from 0 to {num_keys}; got {bounds[:8]}{'…' * (len(bounds) > 8)}")
     return cu_seqlens
+
+
+def _readable(cu_seqlens: Tensor) -> bool:
+    """Whether the host may read the documents: that would stall a GPU's queue, and torch.compile has no values yet."""
+    return cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def packed(x: Tensor, layout: Layout) -> Tensor:

@@ -5,9 +5,9 @@ Positions `t` count from 0 inside a document. The functions take Python ints or 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from nsa.config import NSAConfig
 
 IntOrTensor = TypeVar("IntOrTensor", int, Tensor)
+Value = TypeVar("Value")
 
 
 def _at_least_zero(x: IntOrTensor) -> IntOrTensor:
@@ -62,6 +63,25 @@ def is_forced(j: Any, current: Any, config: NSAConfig) -> Any:
     return ((j < config.init_blocks) & (j <= current)) | local
 
 
+class computed_once(Generic[Value]):  # noqa: N801 - used as `property` is
+    """functools.cached_property without its lock, through which torch.compile cannot see before Python 3.12."""
+
+    def __init__(self, compute: Callable[[Any], Value]) -> None:
+        self.compute = compute
+        self.__doc__ = compute.__doc__
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> computed_once[Value]: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> Value: ...
+    def __get__(self, instance: object, owner: type) -> Value | computed_once[Value]:
+        if instance is None:
+            return self
+        value = self.compute(instance)
+        object.__setattr__(instance, self.compute.__name__, value)  # which is found before this descriptor from now on
+        return value
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where the queries of one call stand, and which keys each of them may see.
@@ -79,6 +99,12 @@ class Layout:
     good: Tensor | None = None
     """bool []: whether the documents given ascend from 0 to T, if that is not known; if not, `cu_seqlens` is one."""
 
+    def knowing(self, **computed: object) -> Layout:
+        """This layout, with what was computed of it already: its properties by name."""
+        for name, value in computed.items():
+            object.__setattr__(self, name, value)
+        return self
+
     @property
     def num_slots(self) -> int:
         """Rows of the compressed keys and values."""
@@ -93,38 +119,38 @@ class Layout:
             return num_selection_blocks(self.num_keys, self.config)
         return self.num_keys // self.config.l_sel + self.cu_seqlens.numel() - 1
 
-    @cached_property
+    @computed_once
     def tokens(self) -> Tensor:
         """int64 [S]: each query's index among the keys."""
         return torch.arange(self.num_keys - self.num_queries, self.num_keys, device=self.device)
 
-    @cached_property
+    @computed_once
     def _documents(self) -> Tensor:
         """int64 [S]: each query's document."""
         assert self.cu_seqlens is not None
         found = torch.searchsorted(self.cu_seqlens, self.tokens, right=True) - 1
         return found.clamp(0, self.cu_seqlens.numel() - 2)
 
-    @cached_property
+    @computed_once
     def starts(self) -> Tensor:
         """int64 [S]: the key index of the first token of each query's document."""
         if self.cu_seqlens is None:
             return torch.zeros_like(self.tokens)
         return self.cu_seqlens.long()[self._documents]
 
-    @cached_property
+    @computed_once
     def positions(self) -> Tensor:
         """int64 [S]: `t`, each query's position inside its document."""
         return self.tokens - self.starts
 
-    @cached_property
+    @computed_once
     def _cu_blocks(self) -> Tensor:
         """int64 [N+1]: the first slot of each document's compressed blocks."""
         assert self.cu_seqlens is not None
         blocks = num_compressed_blocks(self.cu_seqlens.long().diff(), self.config)
         return torch.nn.functional.pad(blocks.cumsum(0), (1, 0))
 
-    @cached_property
+    @computed_once
     def slot_tokens(self) -> tuple[Tensor, Tensor]:
         """(int64 [slots], bool [slots]): the first token of the block in each slot, and whether there is one."""
         slots = torch.arange(self.num_slots, device=self.device)
@@ -135,21 +161,21 @@ class Layout:
         used = slots < self._cu_blocks[-1]
         return torch.where(used, first, 0), used
 
-    @cached_property
+    @computed_once
     def _cu_selection_blocks(self) -> Tensor:
         """int64 [N+1]: how many selection blocks stand before each document's."""
         assert self.cu_seqlens is not None
         blocks = num_selection_blocks(self.cu_seqlens.long().diff(), self.config)
         return torch.nn.functional.pad(blocks.cumsum(0), (1, 0))
 
-    @cached_property
+    @computed_once
     def blocks_before(self) -> Tensor:
         """int64 [S]: selection blocks of earlier documents; plus j, it numbers block j among all documents'."""
         if self.cu_seqlens is None:
             return torch.zeros_like(self.tokens)
         return self._cu_selection_blocks[self._documents]
 
-    @cached_property
+    @computed_once
     def block_tokens(self) -> tuple[Tensor, Tensor]:
         """(int64 [max_blocks], int64 [max_blocks]): first token of each selection block, and the first behind it."""
         number = torch.arange(self.max_blocks, device=self.device)
@@ -163,14 +189,14 @@ class Layout:
         used = number < self._cu_selection_blocks[-1]
         return torch.where(used, first, 0), torch.where(used, end, 0)
 
-    @cached_property
+    @computed_once
     def compressed_interval(self) -> tuple[Tensor, Tensor]:
         """(int32 [S], int32 [S]): each query sees the compressed slots lo <= slot < hi; both ascend."""
         lo = torch.zeros_like(self.tokens) if self.cu_seqlens is None else self._cu_blocks[self._documents]
         hi = lo + num_visible_compressed(self.positions, self.config)
         return lo.int(), hi.int()
 
-    @cached_property
+    @computed_once
     def window_interval(self) -> tuple[Tensor, Tensor]:
         """(int32 [S], int32 [S]): each query sees the tokens lo <= s < hi, at most w of them; both ascend."""
         lo = torch.maximum(self.tokens - self.config.w + 1, self.starts)

@@ -57,11 +57,12 @@ def _heads_first(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32)).transpose(1, 2)  # [B, H, T, D]
 
 
-def _stack(rows: list[tuple[Tensor, Tensor, Tensor]], q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _stack(rows: list[tuple[Tensor, Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of (o, lse, visible) -> o [B,S,Hq,Dv], lse [B,S,Hq], keys read int32 [B,S,Hkv]."""
     batch, _, heads, _ = q.shape
     if not rows:
-        empty = q[..., :1].expand(batch, 0, heads, v.shape[-1])  # of q, so that it has a gradient
+        # of all three, so that each has a gradient: 0
+        empty = (q.sum() + k.sum() + v.sum()).to(q.dtype).expand(batch, 0, heads, v.shape[-1])
         return (
             empty,
             empty.new_empty(batch, 0, heads, dtype=torch.float32),
@@ -95,7 +96,7 @@ def compressed_attention(
         visible = torch.ones(k[:, :, blocks].shape[:3], dtype=torch.bool, device=q.device)
         o, lse, _ = _attend(_grouped(q, i, k.shape[1]), k[:, :, blocks], v[:, :, blocks], visible, scale)
         rows.append((o, lse, visible.sum(-1, keepdim=True)))
-    return _stack(rows, q, v_cmp)
+    return _stack(rows, q, k_cmp, v_cmp)
 
 
 def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: Tensor | None = None) -> Tensor:
@@ -129,7 +130,7 @@ def selected_attention(
         seen = slice(start, start + t + 1)
         o, lse, _ = _attend(_grouped(q, i, num_kv_heads), k[:, :, seen], v_heads[:, :, seen], visible, scale)
         rows.append((o, lse, visible.sum(-1, keepdim=True)))
-    return _stack(rows, q, v)
+    return _stack(rows, q, k, v)
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,7 +141,7 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: flo
         visible = torch.ones(k[:, :, seen].shape[:3], dtype=torch.bool, device=q.device)
         o, lse, _ = _attend(_grouped(q, i, k.shape[1]), k[:, :, seen], v_heads[:, :, seen], visible, scale)
         rows.append((o, lse, visible.sum(-1, keepdim=True)))
-    return _stack(rows, q, v)
+    return _stack(rows, q, k, v)
 
 
 def combine(outputs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:

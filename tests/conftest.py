@@ -1,7 +1,8 @@
 """What every test shares: the device, the backends, and how many examples Hypothesis draws.
 
 Environment (read here only): HYPOTHESIS_PROFILE is `ci` (the default: the same few examples each time) or
-`nightly` (many, new ones each time). Without a GPU the Triton kernels run in Triton's interpreter.
+`nightly` (many, new ones each time, and the tests that take minutes). Without a GPU the Triton kernels run in Triton's
+interpreter.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported
 
-from tests.interpreter import compute_in_bfloat16, reduce_by_xor_at_once
+from nsa.triton_interpreter import compute_in_bfloat16
 from tests.laws.parts import Parts, why_absent
 
 _COMMON = {
@@ -25,7 +26,11 @@ _COMMON = {
 }
 settings.register_profile("ci", max_examples=24, derandomize=True, **_COMMON)  # type: ignore[arg-type]
 settings.register_profile("nightly", max_examples=400, **_COMMON)  # type: ignore[arg-type]
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+_PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
+settings.load_profile(_PROFILE)
+
+_MOST_GPU_WORKERS = 14
+_GIB_PER_WORKER = 8
 
 torch.set_num_threads(1)  # these calls are too small to share: threads that wait for a busy core cost 50 times more
 
@@ -33,17 +38,24 @@ torch.set_num_threads(1)  # these calls are too small to share: threads that wai
 def pytest_configure(config: pytest.Config) -> None:
     """Triton's interpreter computes in NumPy, which warns of the NaN and Inf that a GPU takes in silence."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        reduce_by_xor_at_once()
         compute_in_bfloat16()
     config.addinivalue_line("filterwarnings", r"ignore::RuntimeWarning:triton\.runtime\.interpreter")
 
 
+def pytest_xdist_auto_num_workers() -> int | None:
+    """`-n auto` on a GPU: as many as it holds, each with a CUDA context and its tensors; elsewhere one per core."""
+    if not torch.cuda.is_available():
+        return None
+    gib = torch.cuda.get_device_properties(0).total_memory / 2**30
+    return max(1, min(os.cpu_count() or 1, _MOST_GPU_WORKERS, int(gib // _GIB_PER_WORKER)))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; torch.cuda finds none"))
+        if item.get_closest_marker("nightly") and _PROFILE != "nightly":
+            item.add_marker(pytest.mark.skip(reason="takes minutes; HYPOTHESIS_PROFILE=nightly runs it"))
 
 
 @pytest.fixture(scope="session")

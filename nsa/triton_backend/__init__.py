@@ -2,40 +2,58 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from nsa.config import NSAConfig
+from nsa.decode import Decoded, Rows
 from nsa.geometry import Layout
 from nsa.torch_backend import compress
-from nsa.triton_backend import scores
-from nsa.triton_backend.gated_sum import Combine
-from nsa.triton_backend.interval import IntervalAttention
-from nsa.triton_backend.selected import SelectedAttention
+from nsa.triton_backend import decode, functions, operators, scores
 
-__all__ = ["combine", "compress", "compressed_attention", "select_blocks", "selected_attention", "window_attention"]
+__all__ = [
+    "combine",
+    "compress",
+    "compressed_attention",
+    "decode_attention",
+    "select_blocks",
+    "selected_attention",
+    "window_attention",
+]
 
-# A compressed block is seen by all later queries: several programs share them, or the GPU would stand idle.
-TOKENS_PER_SPLIT = 2048
+# A compressed block is seen by all later queries, which several programs share in the backward pass. Each of these has
+# partial sums of its own for all compressed keys, which must not grow with S².
 MAX_SPLITS = 16
 
 
 def _positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
     """The same scores with a positive scale, which the kernels' running maximum needs."""
-    return (q, scale) if scale > 0 else (q * (-1.0 if scale < 0 else 0.0), -scale if scale < 0 else 1.0)
+    if abs(scale) < torch.finfo(torch.float32).tiny:  # 0 to the kernels
+        return q * 0.0, 1.0
+    return (q, scale) if scale > 0 else (-q, -scale)
+
+
+def _interval_attention(
+    q: Tensor, k: Tensor, v: Tensor, bounds: tuple[Tensor, Tensor], first_key: int, max_splits: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    attend = operators.interval_attention if torch.compiler.is_compiling() else functions.IntervalAttention.apply
+    o, lse, read, _ = attend(q, k, v, *bounds, first_key, max_splits, scale)
+    return o, lse, read
 
 
 def compressed_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, layout: Layout, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The compressed branch; see `nsa.compressed_attention`."""
-    splits = max(min(-(-layout.num_queries // TOKENS_PER_SPLIT), MAX_SPLITS), 1)
     q, scale = _positive(q, scale)
-    return IntervalAttention.apply(q, k_cmp, v_cmp, *layout.compressed_interval, splits, scale)
+    return _interval_attention(q, k_cmp, v_cmp, layout.compressed_interval, 0, MAX_SPLITS, scale)
 
 
 def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: Tensor | None = None) -> Tensor:
     """The choice of blocks; see `nsa.select_blocks`."""
     q, scale = _positive(q, scale)
-    return scores.select_blocks(q, k_cmp, layout, scale, lse)
+    select = operators.select_blocks if torch.compiler.is_compiling() else scores.select_blocks
+    return select(q, k_cmp, layout, scale, lse)
 
 
 def selected_attention(
@@ -43,15 +61,33 @@ def selected_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The selected branch on distinct block indices; see `nsa.selected_attention`."""
     q, scale = _positive(q, scale)
-    return SelectedAttention.apply(q, k, v, block_indices, layout, scale)
+    attend = operators.selected_attention if torch.compiler.is_compiling() else functions.SelectedAttention.apply
+    return attend(q, k, v, block_indices, layout, scale)
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """The window branch; see `nsa.window_attention`."""
     q, scale = _positive(q, scale)
-    return IntervalAttention.apply(q, k, v, *layout.window_interval, 1, scale)
+    first_key, _ = layout.window_span(0, layout.num_queries)
+    return _interval_attention(q, k, v, layout.window_interval, first_key, 1, scale)
 
 
 def combine(outputs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
     """Eq. 5: Σ gate · branch, added in float32; see `nsa.combine`."""
-    return Combine.apply(*outputs, gates)
+    add = operators.combine if torch.compiler.is_compiling() else functions.GatedSum.apply
+    return add(*outputs, gates)
+
+
+def decode_attention(
+    q: Tensor,
+    compressed: Rows,
+    selected: Rows,
+    window: Rows,
+    lengths: Tensor,
+    gates: Tensor,
+    config: NSAConfig,
+    scale: float,
+) -> Decoded:
+    """All of it for a few queries; see `nsa.triton_backend.decode`."""
+    q, scale = _positive(q, scale)
+    return decode.attend(q, compressed, selected, window, lengths, gates, config, scale)

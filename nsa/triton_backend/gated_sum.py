@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from nsa.triton_backend.launch import on_device
-from nsa.triton_backend.tile import load_rows, store_rows
+from nsa.triton_backend.launch import ROWS, on_device
+from nsa.triton_backend.tile import kernel, load_rows, store_rows
 from nsa.triton_backend.tuning import padded
 
-ROWS = 32  # (token, head) pairs per program
 
-
-@triton.jit
+@kernel
 def _forward(O_CMP, O_SEL, O_WIN, GATES, OUT, num_rows, DV: tl.constexpr, DVP: tl.constexpr, BR: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     real = row < num_rows
@@ -29,7 +24,7 @@ def _forward(O_CMP, O_SEL, O_WIN, GATES, OUT, num_rows, DV: tl.constexpr, DVP: t
     store_rows(OUT, row * DV, real, acc, DV, DVP)
 
 
-@triton.jit
+@kernel
 def _backward(
     O_CMP, O_SEL, O_WIN, GATES, DO, D_CMP, D_SEL, D_WIN, D_GATES, num_rows,
     DV: tl.constexpr, DVP: tl.constexpr, BR: tl.constexpr,
@@ -47,31 +42,27 @@ def _backward(
         tl.store(D_GATES + row * 3 + branch, d_gate.to(D_GATES.dtype.element_ty), mask=real)
 
 
-class Combine(torch.autograd.Function):
+def forward(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor) -> Tensor:
     """o [B, S, Hq, Dv] from three outputs of that shape and gates [B, S, Hq, 3]."""
+    o_cmp, o_sel, o_win, gates = (x.contiguous() for x in (o_cmp, o_sel, o_win, gates))
+    out = torch.empty_like(o_cmp)
+    num_rows, dv = gates.numel() // 3, out.shape[-1]
+    if num_rows:
+        with on_device(out):
+            _forward[triton.cdiv(num_rows, ROWS),](o_cmp, o_sel, o_win, gates, out, num_rows, dv, padded(dv), ROWS)
+    return out
 
-    @staticmethod
-    def forward(ctx: Any, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor) -> Tensor:
-        o_cmp, o_sel, o_win, gates = (x.contiguous() for x in (o_cmp, o_sel, o_win, gates))
-        out = torch.empty_like(o_cmp)
-        num_rows, dv = gates.numel() // 3, out.shape[-1]
-        if num_rows:
-            with on_device(out):
-                _forward[triton.cdiv(num_rows, ROWS),](
-                    o_cmp, o_sel, o_win, gates, out, num_rows, dv, padded(dv), ROWS
-                )  # fmt: skip
-        ctx.save_for_backward(o_cmp, o_sel, o_win, gates)
-        return out
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, ...]:
-        o_cmp, o_sel, o_win, gates = ctx.saved_tensors
-        gradients = [torch.empty_like(x) for x in ctx.saved_tensors]
-        num_rows, dv = gates.numel() // 3, do.shape[-1]
-        if num_rows:
-            with on_device(do):
-                _backward[triton.cdiv(num_rows, ROWS),](
-                    o_cmp, o_sel, o_win, gates, do.contiguous(), *gradients, num_rows, dv, padded(dv), ROWS
-                )  # fmt: skip
-        return tuple(gradients)
+def backward(
+    do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of the outputs and of the gates."""
+    given = [x.contiguous() for x in (o_cmp, o_sel, o_win, gates)]
+    d_cmp, d_sel, d_win, d_gates = gradients = [torch.empty_like(x) for x in given]
+    num_rows, dv = gates.numel() // 3, do.shape[-1]
+    if num_rows:
+        with on_device(do):
+            _backward[triton.cdiv(num_rows, ROWS),](
+                *given, do.contiguous(), *gradients, num_rows, dv, padded(dv), ROWS
+            )  # fmt: skip
+    return d_cmp, d_sel, d_win, d_gates

@@ -7,27 +7,35 @@ three stretches: keys (queries) that only some rows see, those that all see and 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nsa.triton_backend import tuning
-from nsa.triton_backend.launch import LOG2E, backward_rows, on_device, strides, unit_stride
+from nsa.triton_backend.launch import (
+    ENOUGH_PROGRAMS,
+    LOG2E,
+    backward_rows,
+    good_keys,
+    on_device,
+    strides,
+    unit_stride,
+)
 from nsa.triton_backend.tile import (
     dot,
     finish,
-    finite,
+    kernel,
     load_rows,
-    mark,
     online_softmax,
     product,
     rows_of,
+    spoilt,
     store_rows,
 )
+
+KEYS_PER_PROGRAM = 64  # roughly
+MIN_TOKENS_PER_SPLIT = 256
 
 
 @triton.jit
@@ -39,28 +47,43 @@ def _stretches(first, last, all_from, all_to, STEP: tl.constexpr):
 
 
 @triton.jit
-def _keys(k_base, k_s, v_base, v_s, first, end, DK: tl.constexpr, DKP: tl.constexpr,
-          DV: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """(key index, k, v) of the keys first <= key < first + BN, 0 from `end` on (None: all are before it)."""
-    key = (first + tl.arange(0, BN)).to(tl.int64)
-    inside = None if end is None else key < end
-    k = load_rows(k_base, key * k_s, inside, DK, DKP)
-    return key, k, load_rows(v_base, key * v_s, inside, DV, DVP)
+def _good(good_base, HKV, first, end, BN: tl.constexpr):
+    """Whether each of the keys first <= key < first + BN is finite and before `end`."""
+    key = first + tl.arange(0, BN)
+    return tl.load(good_base + key.to(tl.int64) * HKV, mask=key < end, other=0) != 0
 
 
 @triton.jit
+def _keys(k_base, k_s, v_base, v_s, first, loaded, DK: tl.constexpr, DKP: tl.constexpr,
+          DV: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """(k, v) of the keys first <= key < first + BN, 0 where not `loaded` (None: all are)."""
+    place, at = tl.arange(0, BN), tl.cast(first, tl.int64)
+    k = load_rows(k_base + at * k_s, place * k_s, loaded, DK, DKP)
+    return k, load_rows(v_base + at * v_s, place * v_s, loaded, DV, DVP)
+
+
+@triton.jit
+def _visible(first, lo, hi, BN: tl.constexpr):
+    """[rows, keys]: which of the keys first <= key < first + BN each row sees."""
+    key = first + tl.arange(0, BN)[None, :]
+    return (key >= lo[:, None]) & (key < hi[:, None])
+
+
+@kernel
 def _forward(
-    Q, K, V, LO, HI, O, LSE, READ, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, S, HQ, HKV, G, to_base_2,
+    Q, K, V, GOOD, LO, HI, O, LSE, READ, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
+    S, T, HQ, HKV, G, to_base_2,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
     BT: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    first_token, h, b = tl.program_id(0) * BT, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    # the last queries see the most keys, so they start first
+    first_token = (tl.num_programs(0) - 1 - tl.program_id(0)) * BT
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     last_token = tl.minimum(first_token + BT, S) - 1
     token, g, real = rows_of(first_token, S, G, BT, GP)
     lo, hi = tl.load(LO + token, mask=real, other=0), tl.load(HI + token, mask=real, other=0)
     q = load_rows(Q + b * q_b, token * q_s + (h * G + g) * q_h, real, DK, DKP)
-    q = mark(q, q)
-    k_base, v_base = K + b * k_b + h * k_h, V + b * v_b + h * v_h
+    k_base, v_base, good_base = K + b * k_b + h * k_h, V + b * v_b + h * v_h, GOOD + b * T * HKV + h
     first, end = tl.load(LO + first_token), tl.load(HI + last_token)
     some, most = _stretches(first, end, tl.load(LO + last_token), tl.load(HI + first_token), BN)
 
@@ -70,32 +93,36 @@ def _forward(
     for stretch in tl.static_range(3):
         if stretch == 1:
             for at in range(some, most, BN):
-                _, k, v = _keys(k_base, k_s, v_base, v_s, at, None, DK, DKP, DV, DVP, BN)
+                k, v = _keys(k_base, k_s, v_base, v_s, at, None, DK, DKP, DV, DVP, BN)
                 top, total, acc = online_softmax(product(q, k), v, top, total, acc, to_base_2)
                 read += BN
         else:
             begin = first if stretch == 0 else most
             stop = tl.minimum(some, end) if stretch == 0 else end
             for at in range(begin, stop, BN):
-                key, k, v = _keys(k_base, k_s, v_base, v_s, at, end, DK, DKP, DV, DVP, BN)
-                visible = (key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None])
-                s = tl.where(visible, product(q, mark(mark(k, v), k)), float("-inf"))
-                top, total, acc = online_softmax(s, finite(v), top, total, acc, to_base_2)
-                read += tl.sum(visible.to(tl.int32), axis=1)
-    o, lse = finish(top, total, acc, to_base_2)
+                good, visible = _good(good_base, HKV, at, end, BN), _visible(at, lo, hi, BN)
+                k, v = _keys(k_base, k_s, v_base, v_s, at, good, DK, DKP, DV, DVP, BN)
+                s = tl.where(good[None, :], product(q, k), float("nan"))
+                s = tl.where(visible, s, float("-inf"))
+                top, total, acc = online_softmax(s, v, top, total, acc, to_base_2)
+                read += tl.maximum(tl.minimum(hi, at + BN) - tl.maximum(lo, at), 0)
+    o, lse = finish(top, total, acc, to_base_2, spoilt(q) & (hi > lo))
     row = (b * S + token) * HQ + h * G + g
     store_rows(O, row * DV, real, o, DV, DVP)
     tl.store(LSE + row, lse, mask=real)
     tl.store(READ + (b * S + token) * HKV + h, read, mask=real & (g == 0))
 
 
-@triton.jit
+@kernel
 def _backward_q(
-    Q, K, V, DO, LO, HI, LSE, DELTA, DQ, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, S, HQ, G, scale, to_base_2,
+    Q, K, V, GOOD, DO, LO, HI, LSE, DELTA, DQ, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
+    S, T, HQ, HKV, G, scale, to_base_2,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
-    BT: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
+    BT: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr, STRETCHES: tl.constexpr,
 ):  # fmt: skip
-    first_token, h, b = tl.program_id(0) * BT, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    # the last queries see the most keys, so they start first
+    first_token = (tl.num_programs(0) - 1 - tl.program_id(0)) * BT
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     last_token = tl.minimum(first_token + BT, S) - 1
     token, g, real = rows_of(first_token, S, G, BT, GP)
     lo, hi = tl.load(LO + token, mask=real, other=0), tl.load(HI + token, mask=real, other=0)
@@ -103,45 +130,48 @@ def _backward_q(
     q = load_rows(Q + b * q_b, token * q_s + (h * G + g) * q_h, real, DK, DKP)
     do = load_rows(DO, row * DV, real, DV, DVP)
     lse, delta = tl.load(LSE + row, mask=real, other=0.0), tl.load(DELTA + row, mask=real, other=0.0)
-    k_base, v_base = K + b * k_b + h * k_h, V + b * v_b + h * v_h
+    k_base, v_base, good_base = K + b * k_b + h * k_h, V + b * v_b + h * v_h, GOOD + b * T * HKV + h
     first, end = tl.load(LO + first_token), tl.load(HI + last_token)
     some, most = _stretches(first, end, tl.load(LO + last_token), tl.load(HI + first_token), BN)
 
     dq = tl.zeros([BT * GP, DKP], tl.float32)
-    for stretch in tl.static_range(3):
+    for stretch in tl.static_range(STRETCHES):
         if stretch == 1:
             for at in range(some, most, BN):
-                _, k, v = _keys(k_base, k_s, v_base, v_s, at, None, DK, DKP, DV, DVP, BN)
+                k, v = _keys(k_base, k_s, v_base, v_s, at, None, DK, DKP, DV, DVP, BN)
                 p = tl.exp2(product(q, k) * to_base_2 - lse[:, None])
                 ds = p * (product(do, v) - delta[:, None])
                 dq = dot(ds.to(k.dtype), k, dq)
         else:
             begin = first if stretch == 0 else most
-            stop = tl.minimum(some, end) if stretch == 0 else end
+            stop = tl.minimum(some, end) if stretch + 1 < STRETCHES else end
             for at in range(begin, stop, BN):
-                key, k, v = _keys(k_base, k_s, v_base, v_s, at, end, DK, DKP, DV, DVP, BN)
-                k, v = finite(k), finite(v)
+                good, visible = _good(good_base, HKV, at, end, BN), _visible(at, lo, hi, BN)
+                k, v = _keys(k_base, k_s, v_base, v_s, at, good, DK, DKP, DV, DVP, BN)
                 p = tl.exp2(product(q, k) * to_base_2 - lse[:, None])
                 ds = p * (product(do, v) - delta[:, None])
-                visible = (key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None])
                 dq = dot(tl.where(visible, ds, 0.0).to(k.dtype), k, dq)
     store_rows(DQ, row * DK, real, dq * scale, DK, DKP)
 
 
-@triton.jit
+@kernel
 def _backward_kv(
     Q, K, V, DO, LO, HI, LSE, DELTA, SEEN_FROM, SEEN_TO, DK_OUT, DV_OUT,
-    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, S, T, HQ, HKV, G, scale, to_base_2, SPLITS: tl.constexpr,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, S, num_keys, HQ, HKV, G, scale, to_base_2, parts,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
     BT: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    first_key, h, b = tl.program_id(0) // SPLITS * BN, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    last_key = tl.minimum(first_key + BN, T) - 1
-    key, k, v = _keys(K + b * k_b + h * k_h, k_s, V + b * v_b + h * v_h, v_s, first_key, T, DK, DKP, DV, DVP, BN)
-    k, v = finite(k), finite(v)
+    # `num_keys` and `parts` are no LENGTHS: not to know that they are multiples of 16, or 1, costs 100 bytes more of
+    # spilled registers (192/128 on Hopper)
+    first_key, h, b = tl.program_id(0) // parts * BN, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    last_key = tl.minimum(first_key + BN, num_keys) - 1
+    key = first_key + tl.arange(0, BN)
+    k, v = _keys(
+        K + b * k_b + h * k_h, k_s, V + b * v_b + h * v_h, v_s, first_key, key < num_keys, DK, DKP, DV, DVP, BN
+    )
     first, end = tl.load(SEEN_FROM + first_key), tl.load(SEEN_TO + last_key)
-    share = tl.cdiv(end - first, BT * SPLITS) * BT
-    first += tl.program_id(0) % SPLITS * share
+    share = tl.cdiv(end - first, BT * parts) * BT
+    first += tl.program_id(0) % parts * share
     end = tl.minimum(end, first + share)
     some, most = _stretches(first, end, tl.load(SEEN_FROM + last_key), tl.load(SEEN_TO + first_key), BT)
 
@@ -152,11 +182,10 @@ def _backward_kv(
         for at in range(begin, stop, BT):
             token, g, real = rows_of(at, S, G, BT, GP)
             row = (b * S + token) * HQ + h * G + g
-            q = load_rows(Q + b * q_b, token * q_s + (h * G + g) * q_h, real, DK, DKP)
-            do = load_rows(DO, row * DV, real, DV, DVP)
             lse, delta = tl.load(LSE + row, mask=real, other=0.0), tl.load(DELTA + row, mask=real, other=0.0)
-            if stretch != 1:
-                q, do = finite(q), finite(do)
+            loaded = real if stretch == 1 else real & (lse == lse)
+            q = load_rows(Q + b * q_b, token * q_s + (h * G + g) * q_h, loaded, DK, DKP)
+            do = load_rows(DO, row * DV, loaded, DV, DVP)
             p = tl.exp2(product(k, q) * to_base_2 - lse[None, :])  # [keys, rows]
             ds = p * (product(v, do) - delta[None, :])
             if stretch != 1:
@@ -165,71 +194,76 @@ def _backward_kv(
                 p, ds = tl.where(visible, p, 0.0), tl.where(visible, ds, 0.0)
             dv = dot(p.to(do.dtype), do, dv)
             dk = dot(ds.to(q.dtype), q, dk)
-    out = ((tl.program_id(0) % SPLITS * tl.num_programs(2) + b) * T + key) * HKV + h
-    store_rows(DK_OUT, out * DK, key < T, dk * scale, DK, DKP)
-    store_rows(DV_OUT, out * DV, key < T, dv, DV, DVP)
+    out = ((tl.program_id(0) % parts * tl.num_programs(2) + b) * num_keys + key.to(tl.int64)) * HKV + h
+    store_rows(DK_OUT, out * DK, key < num_keys, dk * scale, DK, DKP)
+    store_rows(DV_OUT, out * DV, key < num_keys, dv, DV, DVP)
 
 
-class IntervalAttention(torch.autograd.Function):
-    """(o, lse, keys read) of query i over the keys lo[i] <= key < hi[i]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,  # [B, S, Hq, Dk]
-        k: Tensor,  # [B, T, Hkv, Dk]
-        v: Tensor,  # [B, T, Hkv, Dv]
-        lo: Tensor,  # int32 [S], ascending
-        hi: Tensor,  # int32 [S], ascending
-        splits: int,  # programs that share the queries of one tile of keys in the backward pass
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-        (batch, length, heads, dk), (kv_heads, dv) = q.shape, v.shape[2:]
-        o, lse = q.new_empty(batch, length, heads, dv), q.new_empty(batch, length, heads, dtype=torch.float32)
-        read = q.new_empty(batch, length, kv_heads, dtype=torch.int32)
-        shape = tuning.shape("interval_forward", q, v)
-        if o.numel():
-            with on_device(q):
-                _forward[triton.cdiv(length, shape.tokens), kv_heads, batch](
-                    q, k, v, lo, hi, o, lse, read, *strides(q), *strides(k), *strides(v),
-                    length, heads, kv_heads, heads // kv_heads, scale * LOG2E,
-                    *shape.sizes(dk, dv), **shape.launch,
-                )  # fmt: skip
-        ctx.save_for_backward(q, k, v, o, lse, lo, hi)
-        ctx.splits, ctx.scale = splits, scale
-        ctx.mark_non_differentiable(read)
-        ctx.set_materialize_grads(False)
-        return o, lse, read
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        q, k, v, o, lse, lo, hi = ctx.saved_tensors
-        (batch, length, heads, dk), (num_keys, kv_heads, dv) = q.shape, v.shape[1:]
-        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        do = torch.zeros_like(o) if do is None else do.contiguous()
-        lse, delta = backward_rows(do, o, lse, dlse)
-        key = torch.arange(num_keys, dtype=torch.int32, device=q.device)
-        seen_from = torch.searchsorted(hi, key, right=True, out_int32=True)
-        seen_to = torch.searchsorted(lo, key, right=True, out_int32=True)
-        steps = (*strides(q), *strides(k), *strides(v))
+def forward(
+    q: Tensor,  # [B, S, Hq, Dk]
+    k: Tensor,  # [B, T, Hkv, Dk]
+    v: Tensor,  # [B, T, Hkv, Dv]
+    lo: Tensor,  # int32 [S], ascending
+    hi: Tensor,  # int32 [S], ascending
+    first_key: int,  # none of the intervals begins before it
+    max_splits: int,  # programs that may share the queries of one tile of keys in the backward pass
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(o, lse, keys read, which keys are finite) of query i over the keys lo[i] <= key < hi[i]."""
+    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+    (batch, length, heads, dk), (kv_heads, dv) = q.shape, v.shape[2:]
+    o, lse = q.new_empty(batch, length, heads, dv), q.new_empty(batch, length, heads, dtype=torch.float32)
+    read = q.new_empty(batch, length, kv_heads, dtype=torch.int32)
+    good = good_keys(k, v, first_key)
+    shape = tuning.shape("interval_forward", q, v)
+    if o.numel():
         with on_device(q):
-            shape = tuning.shape("interval_backward_q", q, v)
-            if dq.numel():
-                _backward_q[triton.cdiv(length, shape.tokens), kv_heads, batch](
-                    q, k, v, do, lo, hi, lse, delta, dq, *steps,
-                    length, heads, heads // kv_heads, ctx.scale, ctx.scale * LOG2E,
-                    *shape.sizes(dk, dv), **shape.launch,
-                )  # fmt: skip
-            shape = tuning.shape("interval_backward_kv", q, v)
-            splits, dtype = ctx.splits, q.dtype if ctx.splits == 1 else torch.float32
-            dk_parts = k.new_empty(splits, *k.shape, dtype=dtype)
-            dv_parts = v.new_empty(splits, *v.shape, dtype=dtype)
-            if dk_parts.numel():
-                _backward_kv[triton.cdiv(num_keys, shape.keys) * splits, kv_heads, batch](
-                    q, k, v, do, lo, hi, lse, delta, seen_from, seen_to, dk_parts, dv_parts, *steps,
-                    length, num_keys, heads, kv_heads, heads // kv_heads, ctx.scale, ctx.scale * LOG2E, splits,
-                    *shape.sizes(dk, dv), **shape.launch,
-                )  # fmt: skip
-        return dq, *(parts.sum(0).to(q.dtype) for parts in (dk_parts, dv_parts)), None, None, None, None
+            _forward[triton.cdiv(length, shape.tokens), kv_heads, batch](
+                q, k, v, good, lo, hi, o, lse, read, *strides(q), *strides(k), *strides(v),
+                length, k.shape[1], heads, kv_heads, heads // kv_heads, scale * LOG2E,
+                *shape.sizes(dk, dv), **shape.launch,
+            )  # fmt: skip
+    return o, lse, read, good
+
+
+def backward(
+    do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, good: Tensor, o: Tensor, lse: Tensor,
+    lo: Tensor, hi: Tensor, max_splits: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv), from what `forward` was given and gave; None is a gradient of 0."""
+    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+    (batch, length, heads, dk), (num_keys, kv_heads, dv) = q.shape, v.shape[1:]
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    do = torch.zeros_like(o) if do is None else do.contiguous()
+    lse, delta = backward_rows(do, o, lse, dlse)
+    key = torch.arange(num_keys, dtype=torch.int32, device=q.device)
+    seen_from = torch.searchsorted(hi, key, right=True, out_int32=True)
+    seen_to = torch.searchsorted(lo, key, right=True, out_int32=True)
+    steps = (*strides(q), *strides(k), *strides(v))
+    with on_device(q):
+        shape = tuning.shape("interval_backward_q", q, v)
+        if dq.numel():
+            _backward_q[triton.cdiv(length, shape.tokens), kv_heads, batch](
+                q, k, v, good, do, lo, hi, lse, delta, dq, *steps,
+                length, num_keys, heads, kv_heads, heads // kv_heads, scale, scale * LOG2E,
+                *shape.sizes(dk, dv), shape.stretches, **shape.launch,
+            )  # fmt: skip
+        shape = tuning.shape("interval_backward_kv", q, v)
+        splits = _splits(k, length, max_splits)
+        dtype = q.dtype if splits == 1 else torch.float32
+        dk_parts = k.new_empty(splits, *k.shape, dtype=dtype)
+        dv_parts = v.new_empty(splits, *v.shape, dtype=dtype)
+        if dk_parts.numel():
+            _backward_kv[triton.cdiv(num_keys, shape.keys) * splits, kv_heads, batch](
+                q, k, v, do, lo, hi, lse, delta, seen_from, seen_to, dk_parts, dv_parts, *steps,
+                length, num_keys, heads, kv_heads, heads // kv_heads, scale, scale * LOG2E, splits,
+                *shape.sizes(dk, dv), **shape.launch,
+            )  # fmt: skip
+    of_k, of_v = (parts[0] if splits == 1 else parts.sum(0).to(q.dtype) for parts in (dk_parts, dv_parts))
+    return dq, of_k, of_v
+
+
+def _splits(k: Tensor, num_queries: int, most: int) -> int:
+    """How many programs share the queries of one tile of keys: as many as keep the GPU busy."""
+    tiles = triton.cdiv(k.shape[1], KEYS_PER_PROGRAM) * k.shape[2] * k.shape[0]
+    return max(min(triton.cdiv(ENOUGH_PROGRAMS, max(tiles, 1)), num_queries // MIN_TOKENS_PER_SPLIT, most), 1)

@@ -9,21 +9,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.triton_backend.tile import is_finite, load_rows
+from nsa.triton_backend.tile import kernel, load_rows, spoilt
 from nsa.triton_backend.tuning import padded
 
 LOG2E = 1.4426950408889634
 ROWS = 32  # (token, head) pairs per program
+KEYS = 64  # keys per program
+ENOUGH_PROGRAMS = 1024  # below this, several programs share what one could do, or the GPU would stand idle
+
+
+MAX_TILE = tl.constexpr(256)  # tokens
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """x with its channels side by side, copied only where they are not."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    """x [B, S, H, D], copied where channels are not side by side or offsets in a tile would not fit in 32 bits."""
+    near = min(x.shape[1], MAX_TILE.value) * x.stride(1) + x.shape[2] * x.stride(2) < 2**31
+    return x if near and (x.stride(-1) == 1 or x.shape[-1] == 1) else x.contiguous()
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:
-    """Of batch, token and head of [B, S, H, D]."""
-    return x.stride(0), x.stride(1), x.stride(2)
+    """Of batch, token and head of [B, S, H, D]; 0, which is always aligned, where there is only one."""
+    batch, token, head = (0 if x.shape[i] == 1 else x.stride(i) for i in range(3))
+    return batch, token, head
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
@@ -31,16 +38,15 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
-@triton.jit
+@kernel
 def _backward_rows(DO, O, LSE, DLSE, LSE_2, DELTA, num_rows, DV: tl.constexpr, DVP: tl.constexpr, BR: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     real = row < num_rows
     do = load_rows(DO, row * DV, real, DV, DVP).to(tl.float32)
     o = load_rows(O, row * DV, real, DV, DVP).to(tl.float32)
-    bad = tl.max((~is_finite(do)).to(tl.int32), axis=1) > 0
     lse = tl.load(LSE + row, mask=real, other=0.0)
     lse = tl.where(lse == float("-inf"), 0.0, lse * 1.4426950408889634)
-    tl.store(LSE_2 + row, tl.where(bad, float("nan"), lse), mask=real)
+    tl.store(LSE_2 + row, tl.where(spoilt(do), float("nan"), lse), mask=real)
     delta = tl.sum(do * o, axis=1)
     if DLSE is not None:
         delta -= tl.load(DLSE + row, mask=real, other=0.0)
@@ -61,3 +67,27 @@ def backward_rows(do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> tu
         with on_device(o):
             _backward_rows[grid](do, o, lse, dlse, lse_2, delta, num_rows, dv, padded(dv), ROWS)
     return lse_2, delta
+
+
+@kernel
+def _good_keys(
+    K, V, GOOD, k_b, k_s, k_h, v_b, v_s, v_h, first, T, HKV,
+    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    key = first + tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    k = load_rows(K + b * k_b + h * k_h, key * k_s, key < T, DK, DKP)
+    v = load_rows(V + b * v_b + h * v_h, key * v_s, key < T, DV, DVP)
+    tl.store(GOOD + (b * T + key) * HKV + h, ~(spoilt(k) | spoilt(v)), mask=key < T)
+
+
+def good_keys(k: Tensor, v: Tensor, first: int = 0) -> Tensor:
+    """bool [B, T, Hkv]: whether the key and the value are finite; not written before the key `first`."""
+    good = torch.empty(v.shape[:3], dtype=torch.bool, device=v.device)
+    (batch, num_keys, kv_heads, dv), dk = v.shape, k.shape[3]
+    if v.numel() and num_keys > first:
+        with on_device(v):
+            _good_keys[triton.cdiv(num_keys - first, KEYS), kv_heads, batch](
+                k, v, good, *strides(k), *strides(v), first, num_keys, kv_heads, dk, dv, padded(dk), padded(dv), KEYS
+            )
+    return good

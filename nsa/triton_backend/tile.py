@@ -1,8 +1,9 @@
 """What the kernels share: loading rows of a tile, and what is done about non-finite values.
 
-Where a tile holds keys that some of its rows may not see, and only there, a product must not meet what is
-not finite, since 0 · NaN is NaN: a key whose value is not finite gets a NaN key and a zero value, so that just the
-rows that see it turn NaN, through their scores.
+Where a tile holds keys that some of its rows may not see, and only there, a product must not meet what is not finite,
+since 0 · NaN is NaN. There such keys and rows are not loaded, and so 0; the rows that see such a key turn NaN through
+their scores, and the keys that such a row sees through its lse. To ask each tile for what is not finite would cost six
+times what its products do: keys are asked once (`launch.good_keys`), and rows have an lse that is NaN.
 """
 
 from __future__ import annotations
@@ -11,13 +12,30 @@ import triton
 import triton.language as tl
 
 LN2 = tl.constexpr(0.6931471805599453)
+LENGTHS = (
+    "S", "T", "SLOTS", "ahead", "cells", "count", "first", "first_cell", "first_query", "max_blocks", "num_rows",
+    "rows", "slots", "splits",
+)  # fmt: skip
+"""Arguments of kernels that change from call to call with the lengths."""
+
+
+def kernel(function):
+    """`triton.jit`, compiled once for all lengths.
+
+    Triton compiles a kernel anew where a number becomes 1, or turns from a multiple of 16 into none. Of strides and
+    pointers it must know that, or no load is as wide as it could be; a length tells it nothing that it could use.
+    """
+    return triton.jit(function, do_not_specialize=LENGTHS)
 
 
 @triton.jit
 def load_rows(base, offsets, inside, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """[rows, PADDED] of `SIZE` contiguous channels at base + offsets, 0 where not `inside` (None: all are)."""
+    """[rows, PADDED] of `SIZE` contiguous channels at base + offsets, 0 where not `inside` (None: all are).
+
+    In a loop, what changes belongs into `base`: the sums of 32-bit offsets are then computed once.
+    """
     channel = tl.arange(0, PADDED)
-    pointers = base + offsets[:, None] + channel[None, :]
+    pointers = base + (offsets[:, None] + channel[None, :])
     if SIZE == PADDED:  # a mask that is always true still costs its predicates
         mask = None if inside is None else inside[:, None]
     else:
@@ -39,16 +57,9 @@ def is_finite(x):
 
 
 @triton.jit
-def finite(x):
-    """x with 0 in place of every NaN and infinity."""
-    return tl.where(is_finite(x), x, 0.0)
-
-
-@triton.jit
-def mark(x, cause):
-    """x with NaN in every row in which `cause` is not finite."""
-    bad = tl.max((~is_finite(cause)).to(tl.int32), axis=1) > 0
-    return tl.where(bad[:, None], float("nan"), x)
+def spoilt(x):
+    """Whether there is anything in a row that is not finite, of each row."""
+    return tl.max((~is_finite(x)).to(tl.int32), axis=1) > 0
 
 
 @triton.jit
@@ -84,8 +95,13 @@ def online_softmax(s, v, top, total, acc, to_base_2):
 
 
 @triton.jit
-def finish(top, total, acc, to_base_2):
-    """(o, lse base e) of a running softmax; 0 and -inf for a row that saw nothing."""
+def finish(top, total, acc, to_base_2, spoilt_rows):
+    """(o, lse base e) of a running softmax; 0 and -inf for a row that saw nothing, NaN for `spoilt_rows`.
+
+    These are the rows whose query is not finite and which saw a key. They are set right here, and not through
+    their query, because Hopper multiplies straight from shared memory only what was loaded and left alone.
+    """
     something = tl.where(total == 0.0, 1.0, total)
     lse = tl.where(total == 0.0, float("-inf"), (top * to_base_2 + tl.log2(something)) * LN2)
-    return acc / something[:, None], lse
+    o = acc * (1.0 / something)[:, None]
+    return tl.where(spoilt_rows[:, None], float("nan"), o), tl.where(spoilt_rows, float("nan"), lse)

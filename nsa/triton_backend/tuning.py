@@ -1,20 +1,29 @@
 """Block shapes, chosen from the shapes of a call alone: no autotuning in anybody's first step.
 
-How the figures were found, and what else was tried: docs/kernels.md.
+One table per architecture stands in `tables/`, and says how it was found; `python -m benchmarks tune` writes one.
+What else was tried: docs/kernels.md.
 """
 
 from __future__ import annotations
 
+import functools
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import triton
 from torch import Tensor
 
 MIN_DOT = 16  # tensor cores take no smaller side
-# With 16 value channels and more key channels Triton 3.6 makes Hopper read past the end of shared memory
-# (compute-sanitizer: "Invalid __shared__ read" in the product of probabilities and values), so heads take 32.
-MIN_HEAD = 32
+# The optimiser of ptxas 12.8, which Triton 3.6 brings, breaks a kernel on Hopper whose values have fewer channels than
+# its keys, and fewer than 64: wrong sums, then "Out-of-range shared or local address" (compute-sanitizer). The same PTX
+# is right without its optimiser, and from the ptxas of CUDA 13. So values are padded as far as keys are, up to 64.
+ENOUGH_VALUES = 64
+SHARED_MEMORY_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+"""By compute capability: what one program may have (CUDA programming guide, "technical specifications")."""
+LEAST_SHARED_KIB = 99  # of any architecture
 NARROW = 512  # bytes of q and o, or of k and v, per row that the table is made for: bfloat16, head sizes of 128
 
 
@@ -28,22 +37,33 @@ class Tuned:
     """Keys per step of the loop, or per program that loops over queries."""
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
+    """Registers per thread, so that more programs fit on an SM; None leaves it to the compiler."""
 
 
-# Fits the 99 KiB of shared memory of an RTX 3090.
-SMALL = {
-    "interval_forward": Tuned(64, 64, 4, 2),
-    "interval_backward_q": Tuned(64, 64, 4, 2),
-    "interval_backward_kv": Tuned(64, 64, 4, 2),
-    "select": Tuned(64, 16, 4, 2),
-    "selected_forward": Tuned(16, 64, 2, 2),
-    "selected_backward_q": Tuned(16, 64, 2, 2),
-    "selected_backward_kv": Tuned(64, 64, 4, 2),
-}
-# Measured on an H200 at 32k tokens, 64/4 heads of 128.
-HOPPER = SMALL | {"interval_forward": Tuned(64, 64, 4, 3), "interval_backward_kv": Tuned(64, 128, 8, 3)}
-TABLES = {9: HOPPER}
-"""By the major number of the compute capability; SMALL for any other."""
+@dataclass(frozen=True)
+class Table:
+    """The launches of one architecture."""
+
+    how: str
+    """How it was found."""
+    narrow: Mapping[str, Tuned]
+    """Of every kernel, for up to NARROW bytes per row."""
+    wide: Mapping[str, Tuned]
+    """For up to twice as many, where that is not half of `narrow`."""
+
+
+TABLES = Path(__file__).parent / "tables"
+ANYWHERE = 86  # which has the least shared memory
+
+
+@functools.cache
+def table(architecture: int) -> Table:
+    """The table of a compute capability (80, 86, ...), or one that fits every GPU where it has none of its own."""
+    path = TABLES / f"sm{architecture}.json"
+    found = json.loads((path if path.exists() else TABLES / f"sm{ANYWHERE}.json").read_text(encoding="utf-8"))
+    narrow, wide = ({name: Tuned(**launch) for name, launch in found[width].items()} for width in ("narrow", "wide"))
+    return Table(found["how"], narrow, wide)
 
 
 @dataclass(frozen=True)
@@ -61,6 +81,9 @@ class Shape:
     """Dv, likewise."""
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
+    stretches: int = 3
+    """Loops of `interval._backward_q`: 3, or 1 where the rows, which each needs in shared memory, are too wide."""
 
     def sizes(self, dk: int, dv: int) -> tuple[int, ...]:
         """The constants DK, DV, DKP, DVP, BT, GP, BN of a kernel."""
@@ -69,7 +92,8 @@ class Shape:
     @property
     def launch(self) -> dict[str, int]:
         """Keywords of the launch."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        registers = {} if self.max_registers is None else {"maxnreg": self.max_registers}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **registers}
 
 
 def padded(size: int) -> int:
@@ -77,27 +101,44 @@ def padded(size: int) -> int:
     return max(triton.next_power_of_2(size), MIN_DOT)
 
 
-def padded_head(size: int) -> int:
-    """A power of two that holds the channels of a head."""
-    return max(triton.next_power_of_2(size), MIN_HEAD)
+def padded_channels(dk: int, dv: int) -> tuple[int, int]:
+    """Channels of keys and of values in a tile."""
+    return padded(dk), max(padded(dv), min(padded(dk), ENOUGH_VALUES))
 
 
-def table(device: torch.device) -> dict[str, Tuned]:
-    """The table of a GPU; SMALL in the interpreter."""
-    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
-    return TABLES.get(major, SMALL)
+def times_narrow(dk: int, dv: int, dtype: torch.dtype) -> int:
+    """How many times NARROW bytes a row takes, a power of two: 1 is `Table.narrow`, 2 `Table.wide`."""
+    return max(triton.next_power_of_2(sum(padded_channels(dk, dv)) * dtype.itemsize) // NARROW, 1)
+
+
+def architecture(device: torch.device) -> int:
+    """A GPU's compute capability, as in 86; 0 in the interpreter."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def shape(kernel: str, q: Tensor, v: Tensor) -> Shape:
     """The tiles of a kernel for these queries [B, S, Hq, Dk] and values [B, T, Hkv, Dv]."""
-    return fit(table(q.device)[kernel], q.shape[2] // v.shape[2], q.shape[3], v.shape[3], q.dtype)
+    return fit(kernel, architecture(q.device), q.shape[2] // v.shape[2], q.shape[3], v.shape[3], q.dtype)
 
 
-def fit(tuned: Tuned, group: int, dk: int, dv: int, dtype: torch.dtype) -> Shape:
-    """Tuned tiles, made smaller as far as head sizes and dtype make rows wider than the table assumes."""
-    padded_group = triton.next_power_of_2(group)
-    excess = max(triton.next_power_of_2((padded_head(dk) + padded_head(dv)) * dtype.itemsize) // NARROW, 1)
+def fit(kernel: str, capability: int, group: int, dk: int, dv: int, dtype: torch.dtype) -> Shape:
+    """Tuned tiles, made smaller as far as head sizes and dtype make rows wider than the tables assume."""
+    padded_group, (padded_k, padded_v) = triton.next_power_of_2(group), padded_channels(dk, dv)
+    excess = times_narrow(dk, dv, dtype)
+    tables = table(capability)
+    if excess == 2 and kernel in tables.wide:
+        tuned, excess = tables.wide[kernel], 1
+    else:
+        tuned = tables.narrow[kernel]
     rows, keys = max(tuned.rows // excess, MIN_DOT), max(tuned.keys // excess, MIN_DOT)
     tokens = max(rows // padded_group, 1, MIN_DOT // padded_group)
-    num_warps, num_stages = (tuned.num_warps, tuned.num_stages) if excess == 1 else (4, 2)
-    return Shape(tokens, padded_group, keys, padded_head(dk), padded_head(dv), num_warps, num_stages)
+    launch = (tuned.num_warps, tuned.num_stages, tuned.max_registers) if excess == 1 else (4, 2, None)
+    if (more := tokens * padded_group // rows) > 1:  # a group is never cut, so that keys make up for its rows
+        keys, launch = max(keys // more, MIN_DOT), (4, 1, None)
+    # where products do not take them from shared memory, q and do stand there for masked and for other loops apart
+    twice_kib = 2 * tokens * padded_group * (padded_k + padded_v) * dtype.itemsize / 1024
+    stretches = 1 if twice_kib > 2 / 3 * SHARED_MEMORY_KIB.get(capability, LEAST_SHARED_KIB) else 3
+    return Shape(tokens, padded_group, keys, padded_k, padded_v, *launch, stretches)

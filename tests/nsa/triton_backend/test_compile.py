@@ -1,26 +1,67 @@
-"""Every kernel compiles for the GPUs people run it on, and fits their shared memory, shown without a GPU."""
+"""Every kernel compiles for the GPUs people run it on, fits their shared memory and registers, shown without a GPU.
+
+A few pairs of architecture and heads each time, all of them with HYPOTHESIS_PROFILE=nightly (a quarter of an hour).
+"""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
-SHARED_MEMORY_KIB = {86: 99, 90: 227}  # per block: RTX 3090 (an A100 has 163), H100
+from nsa.triton_backend.tuning import SHARED_MEMORY_KIB
+from tests.nsa.triton_backend.processes import answer
+
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)
+HEADS = [(16, 128, 128), (16, 192, 128), (16, 256, 256), (4, 128, 128), (64, 128, 128), (64, 192, 128), (64, 256, 256)]
+EACH_TIME = [(86, (64, 192, 128)), (90, (16, 128, 128))]
+UNMEASURED_ON_HOPPER = [(64, 192, 128), (16, 256, 256), (64, 256, 256)]
+"""Its table for wide rows was made for 16 heads of 192/128."""
+FEW_BYTES = 64
+"""Per thread: 16 of 255 registers, which fit where no loop needs them."""
+SPILLS = {
+    "interval._forward": 360,
+    "interval._backward_q": 200,
+    "interval._backward_kv": 360,
+    "selected._forward": 360,
+    "selected._backward_q": 200,
+    "selected._backward_kv": 360,
+    "top_n._top_n": 224,
+}
+"""Per thread. On Hopper the tables were measured, and tiles that spill this much were faster than smaller ones; heads
+of 256 spill everywhere; of the choice it is one version, for 64 blocks."""
 
 
-@pytest.mark.parametrize("architecture", [86, 90])
-def test_every_kernel_compiles_and_fits_in_shared_memory(architecture: int) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.nsa.triton_backend.compile_kernels", str(architecture)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    shared_bytes = json.loads(done.stdout.splitlines()[-1])
-    assert len(shared_bytes) == 11
-    too_large = {k: b for k, b in shared_bytes.items() if b > SHARED_MEMORY_KIB[architecture] * 1024}
-    assert not too_large, f"bytes of shared memory over {SHARED_MEMORY_KIB[architecture]} KiB: {too_large}"
+def too_much(needs: dict[str, dict[str, int]], architecture: int, *, spills: dict[str, int]) -> dict[str, Any]:
+    """What does not fit, by kernel."""
+    shared_bytes = SHARED_MEMORY_KIB[architecture] * 1024
+    return {
+        name: need
+        for name, need in needs.items()
+        if need["shared_bytes"] > shared_bytes or need["spilled_bytes"] > spills.get(name.split()[0], FEW_BYTES)
+    }
+
+
+def marks(architecture: int, heads: tuple[int, int, int]) -> list[pytest.MarkDecorator]:
+    """When a pair is tried."""
+    found = [] if (architecture, heads) in EACH_TIME else [pytest.mark.nightly]
+    if architecture == 90 and heads in UNMEASURED_ON_HOPPER:
+        found += [pytest.mark.xfail(strict=True, reason="dk and dv spill up to 2,424 bytes; tiles for it await a GPU")]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("architecture", "heads"), [pytest.param(a, h, marks=marks(a, h)) for a in ARCHITECTURES for h in HEADS]
+)
+def test_every_kernel_compiles_and_fits(architecture: int, heads: tuple[int, int, int]) -> None:
+    needs = answer("compile_kernels", architecture, *heads)
+    assert len({name.split()[0] for name in needs}) in (13, 14)  # by query, or by block and merged
+    assert not too_much(needs, architecture, spills=SPILLS)
+
+
+def test_what_does_not_fit_is_found() -> None:
+    needs = {"a 1": {"shared_bytes": 100 * 1024, "spilled_bytes": 0}, "b 1": {"shared_bytes": 0, "spilled_bytes": 65}}
+    assert list(too_much(needs, 86, spills={})) == ["a 1", "b 1"]
+    assert list(too_much(needs, 80, spills={"b": 65})) == []

@@ -1,0 +1,144 @@
+"""What kernels need of a GPU, without one: a call's launches are recorded, not run, and compiled for any architecture.
+
+Triton's launcher and cache are the real ones; only the driver, the compiler and the launch are stand-ins. So the sizes,
+types, constants and the alignment of arguments are those of a real launch. For a process without Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+import nsa
+from nsa.triton_backend import support, top_n, tuning
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+_devices = itertools.count(start=-1, step=-1)  # no GPU has such a number: what is recorded never meets what runs
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What one kernel takes of a multiprocessor."""
+
+    shared_bytes: int
+    registers: int
+    """Per thread."""
+    spilled_bytes: int
+    """Per thread: registers that had to go through memory."""
+    num_warps: int
+
+    @property
+    def warps_per_sm(self) -> int:
+        """Warps that registers allow at a time, of 65,536 registers given out in units of 256 per warp."""
+        per_warp = -(-max(self.registers, 1) * 32 // 256) * 256
+        return 65536 // per_warp // self.num_warps * self.num_warps
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel that a call had to compile."""
+
+    name: str
+    """File and function: "interval._forward"."""
+    architecture: int
+    source: ASTSource
+    options: dict[str, Any]
+
+    def needs(self) -> Needs:
+        """Compile it."""
+        target = GPUTarget("cuda", self.architecture, 32)
+        compiled = triton.compile(self.source, target=target, options=self.options)
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            command = [str(CUOBJDUMP), "-res-usage", file.name]
+            said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK):(\d+)", said)}
+        shared: int = compiled.metadata.shared
+        return Needs(shared, found["REG"], found["STACK"], self.options["num_warps"])
+
+
+class _Driver:
+    """The driver of a GPU that is not there."""
+
+    def __init__(self, architecture: int) -> None:
+        self.target, self.device = GPUTarget("cuda", architecture, 32), next(_devices)
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+
+@contextmanager
+def recorded(architecture: int) -> Iterator[list[Launch]]:
+    """The kernels that calls of the Triton backend on CPU tensors would compile for compute capability 86, 90, ..."""
+    launches: list[Launch] = []
+
+    def do_compile(
+        self: Any, key: str, signature: Any, device: int, constants: Any, options: Any, attributes: Any, _: bool
+    ) -> mock.Mock:
+        name = f"{self.fn.__module__.rsplit('.', 1)[-1]}.{self.fn.__name__}"
+        source = ASTSource(self, signature, constants, attributes)
+        launches.append(Launch(name, architecture, source, vars(options)))
+        self.device_caches[device][0][key] = stand_in = mock.Mock()
+        return stand_in
+
+    run = JITFunction.run
+
+    def launch(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        if self is top_n._top_n:  # a choice that PyTorch can turn around, in place of what was in memory
+            arguments[self.arg_names.index("OUT")].zero_()
+        return run(self, *arguments, **keywords)
+
+    with (
+        mock.patch.object(triton.runtime.driver, "_active", _Driver(architecture)),
+        mock.patch.object(JITFunction, "_do_compile", do_compile),
+        mock.patch.object(JITFunction, "run", launch),
+        mock.patch.object(support, "_why_not_here", return_value=None),
+        mock.patch.object(tuning, "architecture", return_value=architecture),
+    ):
+        yield launches
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of a model."""
+
+    group: int
+    dk: int
+    dv: int
+    kv_heads: int = 2
+    dtype: torch.dtype = torch.bfloat16
+
+
+def call(heads: Heads, queries: int, keys: int, *, backward: bool = True) -> None:
+    """One call of `nsa_attention` on zeros, to be recorded."""
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.zeros(1, *shape, dtype=heads.dtype).requires_grad_(backward)
+
+    num_heads = heads.group * heads.kv_heads
+    q, gates = draw(queries, num_heads, heads.dk), draw(queries, num_heads, 3)
+    k, v = draw(keys, heads.kv_heads, heads.dk), draw(keys, heads.kv_heads, heads.dv)
+    o = nsa.nsa_attention(q, k, v, gates, nsa.NSAConfig(), backend="triton")
+    if backward:
+        torch.autograd.grad(o, (q, k, v, gates), torch.zeros_like(o))

@@ -1,0 +1,167 @@
+"""Decode: 1 to 8 queries per sequence over many keys, in four launches that read each key once.
+
+1. `decode_compressed.py`: the compressed branch in shares, and its scores; 2. `decode_choice.py`: the blocks;
+3. `decode_near.py`: selected blocks and window in shares; 4. `decode_merge.py`: shares to branches, branches to o.
+Lengths are read from the device and grids follow from capacities, so that a CUDA graph serves every length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa import geometry
+from nsa.config import NSAConfig
+from nsa.decode import Decoded, Rows
+from nsa.triton_backend import decode_choice, decode_compressed, decode_merge, decode_near
+from nsa.triton_backend.launch import LOG2E, on_device, strides, unit_stride
+from nsa.triton_backend.top_n import ELEMENTS_PER_WARP
+from nsa.triton_backend.tuning import ENOUGH_VALUES, MIN_DOT, NARROW, padded
+
+ENOUGH_PROGRAMS = 1056  # eight on each SM of an H200; unmeasured
+MAX_SHARES = 64  # of one row's compressed blocks: what the last launch holds in registers
+MAX_ROWS = 32  # tokens × heads of a group per program, as far as a group is not larger
+KEYS = 64  # per step of a loop, where a row of keys and values is at most NARROW bytes
+SCRATCH = 2**27  # scores of one step that exist at a time
+SLOTS = 64  # scores of a row are padded to a multiple of this, so that lengths do not make kernels anew
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the kernels cut a call's work. Not tuned: these figures have seen no GPU."""
+
+    tokens: int
+    """Queries per program of the first launch, a power of two."""
+    group: int
+    """Heads of a group per tile, padded."""
+    keys: int
+    """Keys per step."""
+    dk: int
+    dv: int
+    """Head sizes, padded to powers of two."""
+
+    @property
+    def launch(self) -> dict[str, int]:
+        """Keywords of the launches that multiply."""
+        return {"num_warps": 4 if self.tokens * self.group <= MAX_ROWS else 8, "num_stages": 2}
+
+
+def tiles(num_queries: int, group: int, dk: int, dv: int, dtype: torch.dtype) -> Tiles:
+    """Tiles that fit the 99 KiB of shared memory of an RTX 3090."""
+    padded_k = padded(dk)
+    padded_v = max(padded(dv), min(padded_k, ENOUGH_VALUES))
+    excess = max(triton.next_power_of_2((padded_k + padded_v) * dtype.itemsize) // NARROW, 1)
+    heads = triton.next_power_of_2(group)
+    heads_in_tile = max(heads, MIN_DOT) if num_queries == 1 else heads
+    tokens = max(min(triton.next_power_of_2(num_queries), MAX_ROWS // heads_in_tile), MIN_DOT // heads_in_tile, 1)
+    wide = max(tokens * heads_in_tile // MAX_ROWS, 1)
+    return Tiles(tokens, heads_in_tile, max(KEYS // (excess * wide), MIN_DOT), padded_k, padded_v)
+
+
+def attend(
+    q: Tensor,
+    compressed: Rows,
+    selected: Rows,
+    window: Rows,
+    lengths: Tensor,
+    gates: Tensor,
+    config: NSAConfig,
+    scale: float,
+) -> Decoded:
+    """Attention of q [B, S, Hq, Dk], the last of `lengths` int32 [B] tokens, S <= 8; gates [B, S, Hq, 3]; scale > 0."""
+    if q.shape[0] > 1 and q.shape[0] * q.shape[1] * q.shape[2] * compressed.capacity > SCRATCH:
+        return _by_halves(q, (compressed, selected, window), lengths, gates, config, scale)
+    q, compressed, selected, window = unit_stride(q), *map(_unit_stride, (compressed, selected, window))
+    (batch, length, heads, dk), (kv_heads, dv) = q.shape, selected.v.shape[2:]
+    group, to_base_2 = heads // kv_heads, scale * LOG2E
+    shape = tiles(length, group, dk, dv, q.dtype)
+    by_head, by_group = (batch, length, heads), (batch, length, kv_heads)
+    out, lse = q.new_empty(*by_head, dv), q.new_empty(3, *by_head, dtype=torch.float32)
+    blocks = q.new_empty(*by_group, config.n_sel, dtype=torch.int32)
+
+    shares = _shares(batch * kv_heads, triton.cdiv(compressed.capacity, shape.keys), MAX_SHARES)
+    slots = max(triton.cdiv(compressed.capacity, SLOTS), 1) * SLOTS
+    scores = q.new_empty(*by_head, slots, dtype=torch.float32)
+    o_cmp, lse_cmp, read_cmp = _parts(q, by_head, by_group, shares, dv)
+
+    tiles_of_choice = config.n_sel * triton.cdiv(config.l_sel, shape.keys)
+    near_selected = _shares(batch * kv_heads * length, tiles_of_choice, tiles_of_choice)
+    tiles_of_window = triton.cdiv(config.w, shape.keys)
+    near_window = max(near_selected * tiles_of_window // tiles_of_choice, 1)
+    near = near_selected + near_window
+    o_near, lse_near, read_near = _parts(q, by_head, by_group, near, dv)
+    decoded = Decoded(out, blocks, lse, (read_cmp, read_near[..., :near_selected], read_near[..., near_selected:]))
+    if out.numel() == 0:
+        return decoded
+
+    sizes = (dk, dv, shape.dk, shape.dv)
+    with on_device(q):
+        decode_compressed._partial[triton.cdiv(length, shape.tokens) * shares, kv_heads, batch](
+            q, compressed.k, compressed.v, compressed.table, lengths, scores, o_cmp, lse_cmp, read_cmp, *strides(q),
+            *compressed.strides, length, heads, kv_heads, group, slots, shares, to_base_2,
+            config.l, config.d, compressed.page_size, length == 1,
+            *sizes, shape.tokens, shape.group, shape.keys, **shape.launch,
+        )  # fmt: skip
+        most_blocks = max(geometry.num_selection_blocks(selected.capacity, config), config.n_sel)
+        columns = triton.next_power_of_2(most_blocks)
+        decode_choice._choose[length, kv_heads, batch](
+            scores, lse_cmp, lengths, blocks, length, heads, kv_heads, group, slots, shares,
+            config.l, config.d, config.l_sel, geometry.overlap_offsets(config).start,
+            tuple(geometry.overlap_weights(config)), config.init_blocks, config.local_blocks, config.n_sel,
+            triton.next_power_of_2(config.n_sel), columns, min(decode_choice.HEADS, triton.next_power_of_2(group)),
+            triton.next_power_of_2(shares),
+            num_warps=min(max(columns * decode_choice.HEADS // ELEMENTS_PER_WARP, 2), 16),
+        )  # fmt: skip
+        decode_near._partial[length * near, kv_heads, batch](
+            q, selected.k, selected.v, selected.table, window.k, window.v, window.table, blocks, lengths,
+            o_near, lse_near, read_near, *strides(q), *selected.strides, *window.strides,
+            length, heads, kv_heads, group, to_base_2,
+            config.l_sel, config.n_sel, config.w, selected.page_size, window.page_size, near_selected, near_window,
+            *sizes, max(shape.group, MIN_DOT), shape.keys, **shape.launch,
+        )  # fmt: skip
+        rows = batch * length * heads
+        decode_merge._merge[rows,](
+            o_cmp, lse_cmp, o_near, lse_near, gates, out, lse, *gates.stride(), length, heads, rows, shares,
+            near_selected, near_window, *(triton.next_power_of_2(n) for n in (shares, near_selected, near_window)),
+            dv, shape.dv,
+        )  # fmt: skip
+    return decoded
+
+
+def _by_halves(
+    q: Tensor, branches: tuple[Rows, Rows, Rows], lengths: Tensor, gates: Tensor, config: NSAConfig, scale: float
+) -> Decoded:
+    """The same for one half of the sequences after the other: their scores would take too much memory together."""
+    parts = []
+    for own in (slice(0, q.shape[0] // 2), slice(q.shape[0] // 2, None)):
+        compressed, selected, window = (rows.of(own) for rows in branches)
+        parts.append(attend(q[own], compressed, selected, window, lengths[own], gates[own], config, scale))
+    read = [torch.cat([x.sum(-1, keepdim=True, dtype=torch.int32) for x in shares]) for shares in
+            zip(*(part.keys_read for part in parts), strict=True)]  # fmt: skip
+    return Decoded(
+        torch.cat([part.o for part in parts]),
+        torch.cat([part.block_indices for part in parts]),
+        torch.cat([part.lse for part in parts], 1),
+        (read[0], read[1], read[2]),
+    )
+
+
+def _unit_stride(rows: Rows) -> Rows:
+    """Rows whose channels are side by side; pages are always."""
+    return rows if rows.table is not None else Rows(unit_stride(rows.k), unit_stride(rows.v))
+
+
+def _shares(programs: int, at_most: int, limit: int) -> int:
+    """Among how many programs each of `programs` pieces of work is shared."""
+    return max(min(triton.cdiv(ENOUGH_PROGRAMS, max(programs, 1)), at_most, limit), 1)
+
+
+def _parts(
+    q: Tensor, by_head: tuple[int, ...], by_group: tuple[int, ...], shares: int, dv: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the outputs, the lse and the counts of shares."""
+    o, lse = q.new_empty(*by_head, shares, dv, dtype=torch.float32), q.new_empty(*by_head, shares, dtype=torch.float32)
+    return o, lse, q.new_empty(*by_group, shares, dtype=torch.int32)

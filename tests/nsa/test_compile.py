@@ -1,0 +1,153 @@
+"""`torch.compile` around a call and around the layer: one graph, and the numbers of the eager call."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import nsa
+from nsa import backends
+
+CONFIG = nsa.NSAConfig(l=8, d=4, l_sel=16, n_sel=4, w=13)
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo itself
+OPERATORS = {"interval_attention": 2, "select_blocks": 1, "selected_attention": 1, "gated_sum": 1}  # the window too
+
+
+@pytest.fixture(autouse=True)
+def fresh_graphs() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(params=["torch", "triton"])
+def fast_backend(request: pytest.FixtureRequest, device: torch.device) -> str:
+    probe = torch.zeros(1, 1, 1, 16, device=device)
+    if request.param == "triton" and (reason := backends.why_not_triton(probe, probe)):
+        pytest.skip(reason)
+    name: str = request.param
+    return name
+
+
+def draw(device: torch.device, queries: int, keys: int) -> list[Tensor]:
+    """q, k, v and gates that want gradients: 2 groups of 2 heads, 16 and 8 channels."""
+    generator = torch.Generator().manual_seed(queries)
+    shapes = (1, queries, 4, 16), (1, keys, 2, 16), (1, keys, 2, 8), (1, queries, 4, 3)
+    return [torch.randn(shape, generator=generator).to(device).requires_grad_() for shape in shapes]
+
+
+def outcome(call: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    o = call(*inputs)
+    weights = torch.linspace(-1.0, 1.0, o.numel(), device=o.device).view(o.shape)
+    return [o, *torch.autograd.grad((o * weights).sum(), inputs)]
+
+
+def agree(call: Callable[..., Tensor], inputs: list[Tensor], **compiling: Any) -> None:
+    """The compiled call gives the eager call's bits: what is fused around the parts are integers and copies."""
+    compiled = torch.compile(call, fullgraph=True, **({"backend": "aot_eager"} | compiling))
+    for found, wanted in zip(outcome(compiled, inputs), outcome(call, inputs), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(24, 24), (7, 40)])
+def test_a_compiled_call_gives_the_bits_of_an_eager_one(
+    device: torch.device, fast_backend: str, queries: int, keys: int
+) -> None:
+    agree(
+        lambda q, k, v, gates: nsa.nsa_attention(q, k, v, gates, CONFIG, backend=fast_backend),
+        draw(device, queries, keys),
+    )
+
+
+def test_documents_and_a_negative_scale_are_compiled_too(device: torch.device, fast_backend: str) -> None:
+    documents = torch.tensor([0, 1, 17, 17, 24], dtype=torch.int32, device=device)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+        return nsa.nsa_attention(q, k, v, gates, CONFIG, cu_seqlens=documents, scale=-0.3, backend=fast_backend)
+
+    agree(call, draw(device, 24, 24))
+
+
+def test_what_a_call_did_is_known_from_a_graph(device: torch.device, fast_backend: str) -> None:
+    inputs = draw(device, 24, 24)
+
+    def call(*given: Tensor) -> tuple[Tensor, nsa.Aux]:
+        return nsa.nsa_attention(*given, CONFIG, backend=fast_backend, return_aux=True)
+
+    _, found = torch.compile(call, fullgraph=True, backend="aot_eager")(*inputs)
+    _, wanted = call(*inputs)
+    assert found.backend == wanted.backend == fast_backend
+    assert torch.equal(found.block_indices, wanted.block_indices)
+    for branch, lse in wanted.lse.items():
+        assert torch.equal(found.lse[branch], lse)
+        assert torch.equal(found.keys_read[branch], wanted.keys_read[branch])
+
+
+def test_the_layer_is_one_graph(device: torch.device, fast_backend: str) -> None:
+    torch.manual_seed(0)
+    layer = nsa.NativeSparseAttention(24, 4, 2, 16, 8, CONFIG, backend=fast_backend, device=device)
+    x = torch.randn(1, 24, 24, device=device)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    gradients = []
+    for call in (compiled, layer):
+        layer.zero_grad()
+        call(x).square().sum().backward()
+        gradients.append([parameter.grad for parameter in layer.parameters()])
+    for found, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.fixture
+def kernels(device: torch.device) -> Callable[..., Tensor]:
+    """A call of the Triton kernels, where they can run."""
+    probe = torch.zeros(1, 1, 1, 16, device=device)
+    if reason := backends.why_not_triton(probe, probe):
+        pytest.skip(reason)
+    return lambda *given: nsa.nsa_attention(*given, CONFIG, backend="triton")
+
+
+def test_two_lengths_make_one_graph_for_all_lengths(device: torch.device, kernels: Callable[..., Tensor]) -> None:
+    graphs = []
+
+    def counted(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(kernels, fullgraph=True, backend=counted)
+    for length in (20, 27, 23):
+        inputs = [x.detach() for x in draw(device, length, length)]
+        found = compiled(*inputs)
+    assert torch.equal(found, kernels(*inputs))
+    assert len(graphs) == 2  # the first length's own, then one for any
+
+
+def test_a_graph_holds_each_part_as_one_operator(device: torch.device, kernels: Callable[..., Tensor]) -> None:
+    held: Counter[str] = Counter()
+
+    def counted(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        held.update(str(node.target).split(".")[1] for node in graph.graph.nodes if str(node.target).startswith("nsa."))
+        return graph.forward
+
+    torch.compile(kernels, fullgraph=True, backend=counted)(*draw(device, 24, 24))
+    assert held == OPERATORS
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_second_gradient_is_refused(device: torch.device, fast_backend: str, compiled: bool) -> None:
+    inputs = draw(device, 20, 20)
+
+    def call(*given: Tensor) -> Tensor:
+        return nsa.nsa_attention(*given, CONFIG, backend=fast_backend)
+
+    def second() -> None:
+        o = (torch.compile(call, backend="aot_eager") if compiled else call)(*inputs)
+        (first,) = torch.autograd.grad(o.square().sum(), inputs[:1], create_graph=True)
+        first.sum().backward()
+
+    with pytest.raises(RuntimeError, match=r"once_differentiable|double backward"):
+        second()

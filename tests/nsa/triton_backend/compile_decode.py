@@ -1,0 +1,81 @@
+"""Compile the decode kernels for one architecture, on a machine without a GPU, and print what each needs as JSON.
+
+Run as a process of its own, without Triton's interpreter, with the architecture, S, G, Dk, Dv, and the page size (0 for
+none): `python -m tests.nsa.triton_backend.compile_decode 86 1 16 128 128 64`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from nsa import NSAConfig, geometry
+from nsa.triton_backend import decode, decode_choice, decode_compressed, decode_merge, decode_near
+
+CONTEXT = 131072
+SHARES, SELECTED_SHARES, WINDOW_SHARES = 32, 16, 8
+FLOAT32 = {"SCORES", "O_PART", "LSE_PART", "O_CMP", "LSE_CMP", "O_NEAR", "LSE_NEAR", "LSE"}
+INT32 = {"TABLE", "WINDOW_TABLE", "LENGTHS", "READ", "BLOCKS"}
+
+
+def argument_type(kernel: Any, name: str, paged: bool) -> str:
+    """Triton's name of an argument's type; pointers are upper case."""
+    if name == "to_base_2":
+        return "fp32"
+    if name.endswith("TABLE") and not paged:
+        return "constexpr"
+    if not name.isupper() or name in ("S", "G", "HQ", "HKV"):
+        return "i32"
+    if name in INT32 or (kernel is decode_choice._choose and name == "OUT"):
+        return "*i32"
+    return "*fp32" if name in FLOAT32 else "*bf16"
+
+
+def kernels(queries: int, group: int, dk: int, dv: int, page: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
+    """Every kernel with the constants and options that its launch gives it."""
+    config, shape = NSAConfig(), decode.tiles(queries, group, dk, dv, torch.bfloat16)
+    sizes = {"DK": dk, "DV": dv, "DKP": shape.dk, "DVP": shape.dv, "BN": shape.keys}
+    compressed = {"SIZE": config.l, "STRIDE": config.d, "PAGE": page, "ALONE": queries == 1}
+    choice = {"SIZE": config.l, "STRIDE": config.d, "SEL": config.l_sel, "N": config.n_sel, "NP": config.n_sel}
+    choice |= {"FIRST_OFFSET": geometry.overlap_offsets(config).start, "INIT": config.init_blocks}
+    near = {"SEL": config.l_sel, "N": config.n_sel, "W": config.w, "PAGE": page, "WINDOW_PAGE": page}
+    near |= {"SELECTED_SPLITS": SELECTED_SHARES, "WINDOW_SPLITS": WINDOW_SHARES}
+    choice |= {"WEIGHTS": tuple(geometry.overlap_weights(config)), "LOCAL": config.local_blocks, "SPLITS": SHARES}
+    choice |= {"BLOCKS": triton.next_power_of_2(geometry.num_selection_blocks(CONTEXT, config))}
+    choice |= {"HEADS": min(decode_choice.HEADS, triton.next_power_of_2(group))}
+    merge = {"SELECTED_SPLITS": SELECTED_SHARES, "WINDOW_SPLITS": WINDOW_SHARES, "CMP": SHARES, "SEL": SELECTED_SHARES}
+    return [
+        (decode_compressed._partial, sizes | compressed | {"BT": shape.tokens, "GP": shape.group}, shape.launch),
+        (decode_choice._choose, choice, {"num_warps": 16}),
+        (decode_near._partial, sizes | near | {"GP": max(shape.group, 16)}, shape.launch),
+        (decode_merge._merge, merge | {"WIN": WINDOW_SHARES, "DV": dv, "DVP": shape.dv}, {"num_warps": 4}),
+    ]
+
+
+def main() -> None:
+    architecture, queries, group, dk, dv, page = map(int, sys.argv[1:])
+    target, needs = GPUTarget("cuda", architecture, 32), {}
+    for kernel, constants, options in kernels(queries, group, dk, dv, page):
+        given = {name: constants[name] for name in kernel.arg_names if name in constants}
+        if not page:
+            given |= {name: None for name in kernel.arg_names if name.endswith("TABLE")}
+        types = {n: "constexpr" if n in given else argument_type(kernel, n, page > 0) for n in kernel.arg_names}
+        place = {name: kernel.arg_names.index(name) for name in kernel.arg_names}
+        # as in a real launch: aligned pointers and strides, without which no loop is pipelined through shared memory
+        aligned = {(place[n],): [["tt.divisibility", 16]] for n, t in types.items() if t[0] == "*" or n[-2:-1] == "_"}
+        indexed = {(place[name],): value for name, value in given.items()}
+        source = ASTSource(fn=kernel, signature=types, constexprs=indexed, attrs=aligned)
+        compiled = triton.compile(source, target=target, options=options)
+        name = f"{kernel.__module__.rsplit('.', 1)[-1]}.{kernel.__name__}"
+        needs[name] = {"shared_bytes": compiled.metadata.shared, "loads_ahead": "cp.async" in compiled.asm["ptx"]}
+    print(json.dumps(needs))
+
+
+if __name__ == "__main__":
+    main()

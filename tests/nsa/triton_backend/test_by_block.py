@@ -1,0 +1,133 @@
+"""The selected forward that loops over blocks of keys, which real sizes take and small ones only when told to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import nsa
+
+pytest.importorskip("triton")
+
+from nsa.triton_backend import by_block, selected
+
+CONFIG = nsa.NSAConfig(l=4, d=2, l_sel=8, n_sel=4, w=13)
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks, and several tiles of one block, in a short text."""
+    monkeypatch.setattr(by_block, "MIN_QUERIES", 1)
+    monkeypatch.setattr(by_block, "CHUNK", 24)
+    monkeypatch.setattr(by_block, "PAIRS", 8)
+    monkeypatch.setattr(by_block, "INDEXED", 48)
+
+
+def draw(device: torch.device, queries: int, keys: int, heads: int, kv_heads: int, dv: int) -> Inputs:
+    generator = torch.Generator().manual_seed(queries)
+    q, k, v = (
+        torch.randn(1, *size, generator=generator).to(device).requires_grad_()
+        for size in ((queries, heads, 16), (keys, kv_heads, 16), (keys, kv_heads, dv))
+    )
+    with torch.no_grad():
+        k_cmp = nsa.compress(k, CONFIG)
+        blocks = nsa.select_blocks(q, k_cmp, CONFIG, num_keys=keys, backend="reference")
+    return q, k, v, blocks
+
+
+def run(backend: str, inputs: Inputs, cu_seqlens: torch.Tensor | None = None) -> list[torch.Tensor]:
+    q, k, v, blocks = inputs
+    o, lse = nsa.selected_attention(q, k, v, blocks, CONFIG, cu_seqlens=cu_seqlens, backend=backend)
+    return [o, lse, *torch.autograd.grad(o.nan_to_num().sum(), (q, k, v))]
+
+
+def agree(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "heads", "kv_heads", "dv"), [(70, 70, 4, 2, 24), (33, 90, 3, 1, 16), (1, 40, 2, 2, 16)]
+)
+def test_it_agrees_with_the_oracle(
+    device: torch.device, queries: int, keys: int, heads: int, kv_heads: int, dv: int
+) -> None:
+    inputs = draw(device, queries, keys, heads, kv_heads, dv)
+    agree(run("triton", inputs), run("reference", inputs))
+
+
+@pytest.mark.parametrize("size", [12, 16, 32])
+def test_blocks_as_wide_as_a_tile_and_others_agree_with_the_oracle(device: torch.device, size: int) -> None:
+    q, k, v, _ = draw(device, 100, 100, 3, 1, 16)
+    config = nsa.NSAConfig(l=4, d=2, l_sel=size, n_sel=3, w=13)
+    blocks = nsa.select_blocks(q, nsa.compress(k, config), config, backend="reference")
+    outputs = [nsa.selected_attention(q, k, v, blocks, config, backend=b) for b in ("triton", "reference")]
+    for one, other in zip(*outputs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-5)
+
+
+def test_scratch_bounds_a_chunk(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    monkeypatch.setattr(by_block, "SCRATCH", 7 * 4 * 4 * 24)  # seven queries of 4 heads, 4 blocks, 24 channels
+    inputs = draw(device, 70, 70, 4, 2, 24)
+    agree(run("triton", inputs), run("reference", inputs))
+
+
+def test_no_sequences_give_nothing(device: torch.device) -> None:
+    q, k = torch.randn(0, 9, 2, 16, device=device), torch.randn(0, 9, 1, 16, device=device)
+    blocks = torch.zeros(0, 9, 1, 2, dtype=torch.int32, device=device)
+    assert nsa.selected_attention(q, k, k, blocks, CONFIG, backend="triton")[0].shape == (0, 9, 2, 16)
+
+
+def test_documents_stay_apart(device: torch.device) -> None:
+    q, k, v, _ = draw(device, 80, 80, 4, 1, 16)
+    documents = torch.tensor([0, 17, 50, 80], dtype=torch.int32, device=device)
+    whole = nsa.NSAConfig(l=4, d=2, l_sel=8, n_sel=8, w=13)  # every block of the longest document
+    blocks = torch.arange(8, dtype=torch.int32, device=device).expand(1, 80, 1, 8)
+    outputs = [
+        nsa.selected_attention(q, k, v, blocks, whole, cu_seqlens=documents, backend=b)[0]
+        for b in ("triton", "reference")
+    ]
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("spoil", ["q", "k", "v"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(
+    device: torch.device, spoil: str, value: float
+) -> None:
+    inputs = draw(device, 40, 40, 2, 1, 16)
+    with torch.no_grad():
+        inputs["qkv".index(spoil)][0, 21, 0, 3] = value
+    found, true = (~run(backend, inputs)[0].isfinite().all(-1) for backend in ("triton", "reference"))
+    t = torch.arange(40, device=device)[:, None]
+    sees = (t == 21) if spoil == "q" else (inputs[3] == 21 // CONFIG.l_sel).any(-1)[0] & (t >= 21)
+    assert true.any()
+    assert not (true & ~found).any()
+    assert not (found & ~sees).any()  # a score of -inf counts as nothing for the oracle, and spoils a row here
+
+
+def test_one_block_of_all_queries_is_shared_by_tiles(device: torch.device) -> None:
+    q, k, v, _ = draw(device, 40, 40, 2, 1, 16)
+    inputs = q, k, v, torch.zeros(1, 40, 1, 1, dtype=torch.int32, device=device)
+    agree(run("triton", inputs), run("reference", inputs))
+
+
+@pytest.mark.parametrize(("heads", "longest", "taken"), [(8, 128, True), (16, 128, False), (8, 512, False)])
+def test_it_serves_small_groups_and_blocks(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, heads: int, longest: int, taken: bool
+) -> None:
+    calls: list[str] = []
+    real: Callable[..., None] = by_block.forward
+
+    def noted(*arguments: object) -> None:
+        calls.append("by_block")
+        real(*arguments)
+
+    monkeypatch.setattr(selected.by_block, "forward", noted)
+    config = nsa.NSAConfig(l=4, d=2, l_sel=longest, n_sel=3, w=13)
+    q, k = torch.randn(1, 4, heads, 16, device=device), torch.randn(1, 4, 1, 16, device=device)
+    nsa.selected_attention(q, k, k, torch.zeros(1, 4, 1, 1, dtype=torch.int32, device=device), config, backend="triton")
+    assert bool(calls) is taken

@@ -1,0 +1,37 @@
+"""A length that is no multiple of 16, or 1, compiles nothing anew: shown by Triton's own cache, without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.nsa.triton_backend.processes import answer
+
+PREFILL = ["4096/4096", "4095/4095", "3080/3080"]
+DECODE = ["1/4093", "1/4094", "1/4096", "2/4080", "16/4093"]
+BACKWARD_OF_KEYS = 4
+"""Of the window and of compressed keys, each with a multiple of 16 and without: these know their length."""
+
+
+@pytest.mark.parametrize("group", [16, 4])
+def test_lengths_come_and_go_without_a_compilation(group: int) -> None:
+    found = answer("count_compilations", 90, group, 128, 128, *PREFILL, *DECODE)
+    assert len(found) >= 13
+    assert 2 <= found.pop("interval._backward_kv") <= BACKWARD_OF_KEYS
+    assert found.pop("top_n._top_n") == 2  # up to 32 and up to 64 blocks
+    assert found.pop("decode_compressed._partial") == 2  # one query alone, and several
+    assert found.pop("decode_merge._merge") <= 2  # more queries make fewer shares
+    assert set(found.values()) == {1}
+
+
+def test_decoding_compiles_the_choice_anew_only_where_the_number_of_blocks_doubles() -> None:
+    found = answer("count_compilations", 90, 16, 128, 128, *(f"1/{keys}" for keys in range(1000, 4100, 101)))
+    assert found.pop("decode_choice._choose") == 3  # up to 16, 32 and 64 blocks
+    assert found.pop("decode_merge._merge") == 3  # as many shares of the compressed blocks as there are then
+    assert set(found.values()) == {1}
+
+
+def test_the_count_sees_a_length_that_a_kernel_knows() -> None:
+    found = answer("count_compilations", 90, 16, 128, 128, "fault", "16/4093", "16/4096", "17/4080")
+    assert found["selected._forward"] > 1

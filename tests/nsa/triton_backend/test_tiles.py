@@ -1,0 +1,48 @@
+"""Tiles are cut by head size and architecture: whatever the table says, the numbers are the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import nsa
+
+pytest.importorskip("triton")
+
+from nsa.triton_backend import tuning
+from nsa.triton_backend.tuning import Table, Tuned
+
+CONFIG = nsa.NSAConfig(l=8, d=4, l_sel=32, n_sel=3, w=21)
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(16, 16), (64, 64)])
+def test_tiles_smaller_and_larger_than_a_block_agree_with_the_oracle(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, rows: int, keys: int
+) -> None:
+    cut = Table("", dict.fromkeys(tuning.table(86).narrow, Tuned(rows, keys, 4, 1)), {})
+    monkeypatch.setattr(tuning, "table", lambda _: cut)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 130, heads, 16, generator=generator).to(device).requires_grad_() for heads in (4, 2, 2))
+    gates = torch.rand(1, 130, 4, 3, generator=generator).to(device)
+    found, wanted = (
+        (o := nsa.nsa_attention(q, k, v, gates, CONFIG, backend=backend), *torch.autograd.grad(o.sum(), (q, k, v)))
+        for backend in ("triton", "reference")
+    )
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_that_are_too_wide_for_three_loops_take_one(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    wide = tuning.fit("interval_backward_q", 86, 64, 192, 128, torch.bfloat16)
+    assert (wide.stretches, tuning.fit("interval_backward_q", 90, 64, 192, 128, torch.bfloat16).stretches) == (1, 3)
+    monkeypatch.setattr(tuning, "LEAST_SHARED_KIB", 0)
+    monkeypatch.setattr(tuning, "SHARED_MEMORY_KIB", {})
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 50, heads, 16, generator=generator).to(device).requires_grad_() for heads in (4, 2, 2))
+    one, other = (
+        torch.autograd.grad(nsa.window_attention(q, k, v, CONFIG, backend=backend)[0].sin().sum(), (q, k, v))
+        for backend in ("triton", "reference")
+    )
+    assert tuning.shape("interval_backward_q", q, v).stretches == 1
+    for found, wanted in zip(one, other, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

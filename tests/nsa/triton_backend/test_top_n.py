@@ -1,0 +1,54 @@
+"""The choice of the n best blocks, against a sort of the same scores."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import nsa
+from nsa.geometry import Layout
+
+pytest.importorskip("triton")
+
+from nsa.triton_backend import top_n
+
+
+def wanted(scores: torch.Tensor, current: int, config: nsa.NSAConfig) -> list[int]:
+    """n best of the blocks 0 ... current by (forced, score, lower index), ascending, padded with -1."""
+
+    def forced(block: int) -> bool:
+        return block < config.init_blocks or block > current - config.local_blocks
+
+    order = sorted(range(current + 1), key=lambda j: (not forced(j), -float(scores[j].nan_to_num(0.0)), j))
+    chosen = sorted(order[: config.n_sel])
+    return chosen + [-1] * (config.n_sel - len(chosen))
+
+
+@pytest.mark.parametrize("n", [1, 3, 5, 16])
+@pytest.mark.parametrize("kind", ["random", "equal", "few values", "zeros", "nan", "tiny and huge"])
+def test_choice_is_that_of_a_sort(device: torch.device, n: int, kind: str) -> None:
+    config = nsa.NSAConfig(
+        l=8, d=8, l_sel=8, n_sel=n, init_blocks=1 if n > 2 else 0, local_blocks=2 if n > 2 else 1, w=8
+    )
+    length = 8 * 21 + 3
+    generator = torch.Generator().manual_seed(n)
+    p = torch.rand(1, length, 2, 21, generator=generator)  # l = d = l': a block's score is one probability
+    if kind == "equal":
+        p[:] = 0.25
+    elif kind == "few values":
+        p = (p * 3).round() / 3
+    elif kind == "zeros":
+        p[:] = 0.0
+    elif kind == "nan":
+        p[..., 5] = float("nan")
+    elif kind == "tiny and huge":
+        p = torch.exp(200 * (p - 0.5)).clamp(1e-44, 1e38)
+    layout = Layout(length, length, config, device)
+    out = torch.empty(1, length, 2, n, dtype=torch.int32, device=device)
+    top_n.choose(p.to(device), layout, 0, length, out)
+    found = out.cpu()
+    for t in range(0, length, 7):
+        visible = (t + 1) // 8  # blocks that have ended; the current one scores 0
+        for h in range(2):
+            scores = torch.cat([p[0, t, h, :visible], torch.zeros(22 - visible)])
+            assert found[0, t, h].tolist() == wanted(scores, t // 8, config), (t, h)
