@@ -14,6 +14,8 @@ from nsa.attention import (
 from nsa.cache import KVCache
 from nsa.config import NSAConfig
 from nsa.layer import NativeSparseAttention
+from nsa.paged_cache import PagedCache
+from nsa.paging import OutOfPagesError
 
 __version__ = "0.1.0"
 
@@ -22,6 +24,8 @@ __all__ = [
     "KVCache",
     "NSAConfig",
     "NativeSparseAttention",
+    "OutOfPagesError",
+    "PagedCache",
     "combine",
     "compress",
     "compressed_attention",

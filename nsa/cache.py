@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from nsa.attention import nsa_attention
 from nsa.config import NSAConfig
 from nsa.geometry import num_compressed_blocks
 from nsa.layer import Branched, NativeSparseAttention, a_size, per_branch
@@ -63,22 +64,31 @@ class KVCache:
 
     def admit(self, layer: NativeSparseAttention, x: Tensor) -> None:
         """Raise, with nothing written, unless the tokens x [B, S, dim] of this layer can be appended."""
-        if layer is not self.layer:
-            raise ValueError("cache was made for another layer; each layer needs its own")
+        refuse_unfit(layer, x, own=self.layer, held=self._k)
         if x.shape[0] != self.batch_size:
             raise ValueError(f"x must have the cache's batch_size, {self.batch_size} rows; got {x.shape[0]}")
         if self._length + x.shape[1] > self.max_tokens:
             raise ValueError(
                 f"cache has room for max_tokens={self.max_tokens}; it holds {self._length} and {x.shape[1]} more came"
             )
-        if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in layer.parameters())):
-            raise ValueError("cache is for inference; call the layer under torch.no_grad() or torch.inference_mode()")
-        wanted, device = layer.projected_dtype, layer.q.weight.device
-        if self._k.dtype != wanted or self._k.device != device:
-            raise TypeError(
-                f"cache must hold the keys that the layer makes here, {wanted} on {device}; it was made for "
-                f"{self._k.dtype} on {self._k.device}"
-            )
+
+    def positions(self, num_tokens: int) -> Tensor:
+        """int64 [S]: where the next tokens stand."""
+        return torch.arange(self._length, self._length + num_tokens, device=self._k.device)
+
+    def attend(self, q: Tensor, k: Branched, v: Branched, gates: Tensor) -> Tensor:
+        """Store the new keys and values; attention of q [B, S, Hq, Dk] over all of them: o [B, S, Hq, Dv]."""
+        keys, values, k_compressed, v_compressed = self.stage(k, v)
+        return nsa_attention(
+            q,
+            (None, *keys[1:]),
+            (None, *values[1:]),
+            gates,
+            self.layer.config,
+            k_compressed=k_compressed,
+            v_compressed=v_compressed,
+            backend=self.layer.backend,
+        )
 
     def stage(self, k: Branched, v: Branched) -> tuple[Branched, Branched, Tensor, Tensor]:
         """Store S new tokens beyond the end and compress the blocks they complete.
@@ -110,6 +120,20 @@ class KVCache:
             self._k_compressed[:, done:blocks] = self.layer.compress_k(self._k[0][:, source])
             self._v_compressed[:, done:blocks] = self.layer.compress_v(self._v[0][:, source])
         return blocks
+
+
+def refuse_unfit(layer: NativeSparseAttention, x: Tensor, *, own: NativeSparseAttention, held: Tensor) -> None:
+    """Raise unless a cache of `own`, which holds such keys, can take the tokens x that came to `layer`."""
+    if layer is not own:
+        raise ValueError("cache was made for another layer; each layer needs its own")
+    if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in layer.parameters())):
+        raise ValueError("cache is for inference; call the layer under torch.no_grad() or torch.inference_mode()")
+    wanted, device = layer.projected_dtype, layer.q.weight.device
+    if held.dtype != wanted or held.device != device:
+        raise TypeError(
+            f"cache must hold the keys that the layer makes here, {wanted} on {device}; it was made for "
+            f"{held.dtype} on {held.device}"
+        )
 
 
 def _shapes(layer: object, batch_size: object, max_tokens: object) -> dict[str, tuple[int, ...]]:

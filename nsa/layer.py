@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from nsa import backends, checks
-from nsa.attention import nsa_attention
+from nsa.attention import Aux, nsa_attention
 from nsa.compression import compressor
 from nsa.config import NSAConfig
 from nsa.gates import Gates
@@ -18,21 +19,25 @@ from nsa.rope import rotate, rotation
 Branched = tuple[Tensor, Tensor, Tensor]
 """One tensor per branch: compressed (its source), selected, window."""
 
+Observer = Callable[[Tensor, Aux, "Tensor | None"], None]
+"""Takes the gates [B, S, Hq, 3], what attention did, and `cu_seqlens`."""
+
 
 @runtime_checkable
 class Cache(Protocol):
-    """What the layer asks of a cache: refuse what cannot be served, store, and only then grow."""
-
-    def __len__(self) -> int: ...
+    """What the layer asks of a cache: refuse what cannot be served, attend, and only then grow."""
 
     def admit(self, layer: NativeSparseAttention, x: Tensor) -> None:
         """Raise ValueError or TypeError, with nothing written, unless the tokens x [B, S, dim] can be appended."""
 
-    def stage(self, k: Branched, v: Branched) -> tuple[Branched, Branched, Tensor, Tensor]:
-        """Store S new tokens beyond the end; return all keys, values, compressed keys and compressed values."""
+    def positions(self, num_tokens: int) -> Tensor:
+        """int64 [S], or [B, S] where rows differ in length: where the next tokens stand."""
+
+    def attend(self, q: Tensor, k: Branched, v: Branched, gates: Tensor) -> Tensor:
+        """Store the new keys and values beyond the end; attention of q [B, S, Hq, Dk] over all: o [B, S, Hq, Dv]."""
 
     def commit(self, num_tokens: int) -> None:
-        """Make the staged tokens part of the cache."""
+        """Make the stored tokens part of the cache."""
 
 
 class NativeSparseAttention(nn.Module):
@@ -87,6 +92,8 @@ class NativeSparseAttention(nn.Module):
         self.head_dim_k, self.head_dim_v = head_dim_k, head_dim_v
         self.num_kv_sets = 1 if shared_kv else 3
         self.backend, self.rope_base = backend, rope_base
+        self.observer: Observer | None = None
+        """Called in each forward pass while it is set: how training reads gates and selection."""
 
         kv_heads = self.num_kv_sets * num_kv_heads
         self.q = nn.Linear(dim, num_heads * head_dim_k, bias=False, device=device, dtype=dtype)
@@ -104,28 +111,29 @@ class NativeSparseAttention(nn.Module):
         `cu_seqlens`, int32 [N+1], x is N packed documents (B = 1) that do not see one another.
         """
         self._check(x, cache, cu_seqlens)
-        num_tokens = x.shape[1]
-        past = 0 if cache is None else len(cache)
-        layout = checks.layout(x, past + num_tokens, self.config, cu_seqlens)
-        q, k, v = self._project(x, layout.positions)
         if cache is None:
-            k_compressed, v_compressed = self.compress_k(k[0], cu_seqlens), self.compress_v(v[0], cu_seqlens)
-        else:
-            k, v, k_compressed, v_compressed = cache.stage(k, v)
-        o = nsa_attention(
-            q,
-            (None, *k[1:]),
-            (None, *v[1:]),
-            self.gates(x),
-            self.config,
-            k_compressed=k_compressed,
-            v_compressed=v_compressed,
-            cu_seqlens=cu_seqlens,
-            backend=self.backend,
-        )
-        out: Tensor = self.o(o.flatten(2))
-        if cache is not None:
-            cache.commit(num_tokens)
+            q, k, v = self._project(x, checks.layout(x, None, self.config, cu_seqlens).positions)
+            gates = self.gates(x)
+            attend = functools.partial(
+                nsa_attention,
+                q,
+                (None, *k[1:]),
+                (None, *v[1:]),
+                gates,
+                self.config,
+                k_compressed=self.compress_k(k[0], cu_seqlens),
+                v_compressed=self.compress_v(v[0], cu_seqlens),
+                cu_seqlens=cu_seqlens,
+                backend=self.backend,
+            )
+            if self.observer is None:
+                return self._output(attend())
+            o, aux = attend(return_aux=True)
+            self.observer(gates.detach(), aux, cu_seqlens)
+            return self._output(o)
+        o = cache.attend(*self._project(x, cache.positions(x.shape[1])), self.gates(x))
+        out = self._output(o)
+        cache.commit(x.shape[1])
         return out
 
     @property
@@ -144,6 +152,11 @@ class NativeSparseAttention(nn.Module):
         v = self.v(x).unflatten(-1, (self.num_kv_sets * self.num_kv_heads, self.head_dim_v))
         return q, per_branch(k.chunk(self.num_kv_sets, dim=2)), per_branch(v.chunk(self.num_kv_sets, dim=2))
 
+    def _output(self, o: Tensor) -> Tensor:
+        """o [B, S, Hq, Dv] -> [B, S, dim]."""
+        out: Tensor = self.o(o.flatten(2))
+        return out
+
     def _check(self, x: object, cache: object, cu_seqlens: object) -> None:
         x = checks.tensor("x", x, ("B", "S", self.dim))
         weight = self.q.weight
@@ -155,7 +168,7 @@ class NativeSparseAttention(nn.Module):
         if cache is None:
             return
         if not isinstance(cache, Cache):
-            raise TypeError(f"cache must be a KVCache or None; got {type(cache).__name__}")
+            raise TypeError(f"cache must be a KVCache, rows of a PagedCache, or None; got {type(cache).__name__}")
         if cu_seqlens is not None:
             raise ValueError("cache and cu_seqlens exclude each other; a cache holds one document per batch row")
         cache.admit(self, x)

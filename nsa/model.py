@@ -14,7 +14,8 @@ from nsa import checks
 from nsa.cache import KVCache
 from nsa.config import NSAConfig
 from nsa.dense import DenseAttention
-from nsa.layer import NativeSparseAttention, a_size
+from nsa.layer import Cache, NativeSparseAttention, a_size
+from nsa.paged_rows import PagedRows
 
 ATTENTIONS = ("nsa", "dense")
 IGNORED = -100  # cross_entropy's default ignore_index
@@ -118,7 +119,7 @@ class Block(nn.Module):
         self.attention_norm, self.mlp_norm = nn.RMSNorm(config.dim), nn.RMSNorm(config.dim)
         self.mlp = SwiGLU(config)
 
-    def forward(self, x: Tensor, cache: KVCache | None, cu_seqlens: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache | None, cu_seqlens: Tensor | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cache, cu_seqlens)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
@@ -131,8 +132,12 @@ class ModelCache:
         self.layers = layers
 
     def __len__(self) -> int:
-        """Tokens held."""
-        return len(self.layers[0])
+        """Tokens held by every layer."""
+        return min(len(layer) for layer in self.layers)
+
+    def abandon(self) -> None:
+        """Be as before a call that some layers have taken and others have not."""
+        self.truncate(len(self))
 
     def reset(self) -> None:
         """Forget every token."""
@@ -158,32 +163,47 @@ class DecoderLM(nn.Module):
         if config.tied_head:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor, cache: ModelCache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, cache: ModelCache | PagedRows | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
         """Logits for the token after each of `tokens`, which follow those in `cache` or are packed by `cu_seqlens`.
 
         If a layer raises, the cache is as it was. A token that is out of range raises on a CPU and gives NaN
         on a GPU, which cannot be asked without a host sync.
         """
+        logits: Tensor = self.head(self.hidden(tokens, cache, cu_seqlens))
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def hidden(
+        self, tokens: Tensor, cache: ModelCache | PagedRows | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """What the head reads, [B, S, dim]: for a loss that makes its logits piece by piece. As `forward` otherwise."""
         x = self._embed(tokens)
-        if cache is not None and not (isinstance(cache, ModelCache) and len(cache.layers) == len(self.blocks)):
-            raise TypeError(f"cache must come from this model's new_cache; got {type(cache).__name__}")
-        length = None if cache is None else len(cache)
+        known = isinstance(cache, (ModelCache, PagedRows)) and len(cache.layers) == len(self.blocks)
+        if cache is not None and not known:
+            raise TypeError(
+                "cache must come from this model's new_cache or be rows of a PagedCache of its attentions(); "
+                f"got {type(cache).__name__}"
+            )
         try:
             for i, block in enumerate(self.blocks):
                 x = block(x, None if cache is None else cache.layers[i], cu_seqlens)
         except BaseException:
-            if cache is not None and length is not None:
-                cache.truncate(length)
+            if cache is not None:
+                cache.abandon()
             raise
-        logits: Tensor = self.head(self.norm(x))
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        out: Tensor = self.norm(x)
+        return out
 
     def new_cache(self, batch_size: int, max_tokens: int) -> ModelCache:
         """An empty cache for all layers; ValueError for the dense twin, which has none."""
+        return ModelCache([KVCache(layer, batch_size=batch_size, max_tokens=max_tokens) for layer in self.attentions()])
+
+    def attentions(self) -> list[NativeSparseAttention]:
+        """The layers that a cache serves, in their order; ValueError for the dense twin, which has none."""
         if self.config.attention == "dense":
             raise ValueError("attention must be 'nsa' for a cache; got 'dense'")
-        attentions = [cast(NativeSparseAttention, block.attention) for block in self.blocks]
-        return ModelCache([KVCache(layer, batch_size=batch_size, max_tokens=max_tokens) for layer in attentions])
+        return [cast(NativeSparseAttention, block.attention) for block in self.blocks]
 
     def num_parameters(self) -> int:
         """Trained numbers; a tied head counts once."""

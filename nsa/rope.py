@@ -13,18 +13,18 @@ from nsa import checks
 
 
 def rotation(positions: Tensor, head_dim: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """(cos, sin) of every position's angles, float64 [S, head_dim // 2]; positions are integers [S].
+    """(cos, sin) of every position's angles, float64 [..., head_dim // 2]; positions are integers [S] or [B, S].
 
     The angles are float64 because a float32 angle of 65,536 radians is off by 0.004 already.
     """
-    if not isinstance(positions, Tensor) or positions.dim() != 1 or positions.is_floating_point():
+    if not isinstance(positions, Tensor) or positions.dim() not in (1, 2) or positions.is_floating_point():
         came = (
             f"{positions.dtype} {list(positions.shape)}" if isinstance(positions, Tensor) else type(positions).__name__
         )
-        raise ValueError(f"positions must be an integer tensor of shape [S]; got {came}")
+        raise ValueError(f"positions must be an integer tensor of shape [S] or [B, S]; got {came}")
     pairs = head_dim // 2
     exponents = torch.arange(pairs, dtype=torch.float64, device=positions.device) / max(pairs, 1)
-    angles = positions.double()[:, None] * torch.pow(base, -exponents)
+    angles = positions.double()[..., None] * torch.pow(base, -exponents)
     return angles.cos(), angles.sin()
 
 
@@ -33,9 +33,12 @@ def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     x = checks.tensor("x", x, ("B", "S", "H", "D"))
     pairs = x.shape[-1] // 2
     wanted = (x.shape[1], pairs)
-    if any(table.shape != wanted for table in cos_sin):
-        raise ValueError(f"cos and sin must have shape {list(wanted)}; got {[list(table.shape) for table in cos_sin]}")
+    if any(table.shape not in (wanted, (x.shape[0], *wanted)) for table in cos_sin):
+        raise ValueError(
+            f"cos and sin must have shape {list(wanted)}, or that for each row of the batch; "
+            f"got {[list(table.shape) for table in cos_sin]}"
+        )
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    cos, sin = (table.to(wide.dtype)[:, None] for table in cos_sin)  # [S, 1, pairs]
+    cos, sin = (table.to(wide.dtype)[..., None, :] for table in cos_sin)  # [S or B, S, 1, pairs]
     first, second, rest = wide.split([pairs, pairs, x.shape[-1] - 2 * pairs], dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)

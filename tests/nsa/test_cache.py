@@ -135,7 +135,7 @@ def test_a_call_that_fails_midway_leaves_the_cache_as_it_was(monkeypatch: pytest
     cache = KVCache(layer, batch_size=1, max_tokens=MAX_TOKENS)
     before = in_chunks(layer, cache, x[:, :11], 11)
     with monkeypatch.context() as patch:
-        patch.setattr("nsa.layer.nsa_attention", lambda *args, **options: 1 / 0)
+        patch.setattr("nsa.cache.nsa_attention", lambda *args, **options: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             in_chunks(layer, cache, torch.full((1, 9, DIM), torch.nan, dtype=torch.float64), 9)
     assert len(cache) == 11

@@ -235,7 +235,7 @@ CALLS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (torch.ones(1, 4, DIM), {}, TypeError, "x must have the layer's dtype, torch.float64; got torch.float32"),
     (torch.ones(1, 4, DIM).int(), {}, TypeError, "x must be float32, bfloat16, float16 or float64; got torch.int32"),
     (torch.ones(1, 4, DIM, device="meta").double(), {}, ValueError, "x must be on the layer's device, cpu; got meta"),
-    (tokens(1, 4), {"cache": {}}, TypeError, "cache must be a KVCache or None; got dict"),
+    (tokens(1, 4), {"cache": {}}, TypeError, "cache must be a KVCache, rows of a PagedCache, or None; got dict"),
     (tokens(1, 4), {"cu_seqlens": torch.tensor([0, 4])}, TypeError, "cu_seqlens must be int32"),
     (tokens(1, 4), {"cu_seqlens": documents(3)}, ValueError, "cu_seqlens must ascend from 0 to 4"),
     (tokens(2, 4), {"cu_seqlens": documents(4)}, ValueError, "B = 1"),

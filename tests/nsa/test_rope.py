@@ -76,10 +76,10 @@ def test_each_row_takes_its_own_position() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(
-        ValueError, match=r"positions must be an integer tensor of shape \[S\]; got torch.float32 \[3\]"
+        ValueError, match=r"positions must be an integer tensor of shape \[S\] or \[B, S\]; got torch.float32 \[3\]"
     ):
         rotation(torch.ones(3), 8)
     with pytest.raises(ValueError, match=r"positions must be .* got list"):
         rotation([0, 1], 8)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"cos and sin must have shape \[3, 4\]; got \[\[1, 4\], \[1, 4\]\]"):
+    with pytest.raises(ValueError, match=r"cos and sin must have shape \[3, 4\], .*; got \[\[1, 4\], \[1, 4\]\]"):
         rotate(torch.ones(1, 3, 1, 8), rotation(torch.arange(1), 8))
