@@ -1,0 +1,175 @@
+"""Several GPUs through PyTorch's own engine: who am I, wrap the model, add up, keep and restore a sharded state.
+
+Under torchrun every rank runs the same program; alone everything here costs nothing.
+"""
+
+from __future__ import annotations
+
+import datetime
+import io
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from nsa.train.objective import Objective
+
+TIMEOUT = datetime.timedelta(minutes=10)
+"""A collective that waits longer than this for a rank ends the run."""
+_LOST = ("Connection closed", "Connection reset", "Broken pipe", "Timed out", "timed out", "unhandled system error")
+
+
+class LostRankError(RuntimeError):
+    """Another rank died or stopped; the message says when this one noticed."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of the run."""
+
+    rank: int = 0
+    ranks: int = 1
+    local_rank: int = 0
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def several(self) -> bool:
+        return self.ranks > 1
+
+
+@contextmanager
+def joined(variables: Mapping[str, str], on_gpu: bool) -> Iterator[Ranks]:
+    """The ranks that torchrun's variables name, over NCCL on GPUs and Gloo on CPUs; a run alone has one."""
+    if "WORLD_SIZE" not in variables or int(variables["WORLD_SIZE"]) == 1:
+        yield Ranks()
+        return
+    own = Ranks(int(variables["RANK"]), int(variables["WORLD_SIZE"]), int(variables["LOCAL_RANK"]))
+    if on_gpu:
+        torch.cuda.set_device(own.local_rank)
+    elif variables.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine, whatever its name resolves to
+    device = torch.device("cuda", own.local_rank) if on_gpu else None
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT, device_id=device)
+    yield own
+    dist.destroy_process_group()  # not after an error: it would wait for ranks that may be gone
+
+
+@contextmanager
+def noticing_lost_ranks(own: Ranks, step: int) -> Iterator[None]:
+    """Turn what a backend says when a peer is gone into LostRankError, with the rank and step that noticed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if (
+            isinstance(error, LostRankError)
+            or not own.several
+            or not (isinstance(error, dist.DistError) or any(word in str(error) for word in _LOST))
+        ):
+            raise
+        first_line = str(error).splitlines()[0]
+        raise LostRankError(
+            f"rank {own.rank} of {own.ranks} lost another rank in step {step}: it died or stopped, and its own output "
+            f"says why ({first_line})"
+        ) from error
+
+
+def wrapped(objective: Objective, own: Ranks, parallel: str) -> nn.Module:
+    """The module that is called: DDP's, FSDP2's, or the objective itself."""
+    if not own.several:
+        return objective
+    if parallel == "ddp":
+        return DistributedDataParallel(objective, gradient_as_bucket_view=True, static_graph=False)
+    from torch.distributed.fsdp import fully_shard  # here and below: a run alone does not wait for their import
+
+    for block in objective.lm.blocks:
+        fully_shard(block)
+    return cast(nn.Module, fully_shard(objective))
+
+
+@contextmanager
+def synchronising(model: nn.Module, now: bool) -> Iterator[None]:
+    """Whether this backward pass ends in a reduction: the last one of an accumulation does."""
+    if not isinstance(model, (Objective, DistributedDataParallel)):
+        cast(Any, model).set_requires_gradient_sync(now)  # FSDP2's
+    with model.no_sync() if isinstance(model, DistributedDataParallel) and not now else nullcontext():
+        yield
+
+
+def added(x: Tensor, own: Ranks) -> Tensor:
+    """The sum over all ranks."""
+    if own.several:
+        x = x.clone()
+        dist.all_reduce(x)
+    return x
+
+
+def gathered(x: Tensor, own: Ranks) -> Tensor:
+    """x [...] -> [ranks, ...]."""
+    if not own.several:
+        return x[None]
+    every = [torch.empty_like(x) for _ in range(own.ranks)]
+    dist.all_gather(every, x)
+    return torch.stack(every)
+
+
+def any_rank(yes: bool, own: Ranks, device: torch.device) -> bool:
+    """Whether one of the ranks says yes; all of them get the same answer."""
+    return bool(added(torch.tensor(float(yes), device=device), own) > 0) if own.several else yes
+
+
+def barrier(own: Ranks) -> None:
+    if own.several:
+        dist.barrier()
+
+
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(model, optimiser) as one process would hold them, on the CPU of rank 0; the others may get nothing."""
+    if not dist.is_initialized():
+        return model.state_dict(), optimizer.state_dict()
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    found_model, found_optimizer = get_state_dict(model, optimizer, options=whole)
+    return found_model, dict(found_optimizer)
+
+
+def restore_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, model_state: dict[str, Any], optimizer_state: dict[str, Any]
+) -> None:
+    """The inverse of `whole_state`, on every rank."""
+    if not dist.is_initialized():
+        model.load_state_dict(model_state)
+        optimizer.load_state_dict(optimizer_state)
+        return
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=whole)
+
+
+def every_ranks(state: dict[str, Any], own: Ranks, device: torch.device) -> list[Tensor]:
+    """What each rank alone knows, as bytes (uint8 [n], written by `torch.save`), one for each rank, on all ranks."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    mine = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8).to(device)
+    sizes = gathered(torch.tensor(mine.numel(), device=device), own).tolist()
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    padded[: mine.numel()] = mine
+    return [x[:size].cpu().clone() for x, size in zip(gathered(padded, own), sizes, strict=True)]
+
+
+def own_part(parts: list[Tensor], own: Ranks) -> dict[str, Any]:
+    """This rank's part of `every_ranks`. ValueError if the checkpoint was made by another number of ranks."""
+    if len(parts) != own.ranks:
+        raise ValueError(f"the checkpoint was made by {len(parts)} ranks, and has no data position for {own.ranks}")
+    state: dict[str, Any] = torch.load(io.BytesIO(parts[own.rank].numpy().tobytes()), weights_only=True)
+    return state

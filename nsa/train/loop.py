@@ -1,0 +1,155 @@
+"""The loop: what happens in which order, and every reason to stop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nsa.train import checkpoint, distributed, plan, preflight, probe
+from nsa.train.account import Account, Told
+from nsa.train.feed import Feed
+from nsa.train.figures import DEPTH, OnTheirWay
+from nsa.train.health import WARM_UP_STEPS
+from nsa.train.packing import Batch
+from nsa.train.trainer import Stepped, Trainer
+from nsa.train.watchdog import Terminated, Watchdog
+
+PREDICTED_AFTER = WARM_UP_STEPS + 5
+"""Steps after which the length of the run is predicted, and preflight asked again."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    step: int
+    signal: int | None = None
+    """What ended it before its last step."""
+
+    @property
+    def reason(self) -> str:
+        return "done" if self.signal is None else f"signal {self.signal}"
+
+
+class Loop:
+    """Its parts are made in `nsa.train.run`."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        batches: Feed,
+        held_out: list[Batch],
+        account: Account,
+        guard: Watchdog,
+        asked: Terminated,
+        checkpoints: Path,
+        *,
+        allow_toy: bool,
+    ) -> None:
+        self._trainer, self._batches, self._held_out, self._account = trainer, batches, held_out, account
+        self._guard, self._asked, self._checkpoints, self._allow_toy = guard, asked, checkpoints, allow_toy
+        self._settings, self._own = trainer.settings, trainer.own
+        self._coming: OnTheirWay[Told] = OnTheirWay()
+        self._first = trainer.done
+        self._saved = trainer.done
+        self._stop_after: int | None = None
+
+    def run(self) -> Outcome:
+        """Until the last step, a signal, or an alarm after which it makes no sense to go on."""
+        state = "died"
+        try:
+            self._probe()
+            while not self._over():
+                with distributed.noticing_lost_ranks(self._own, self._trainer.done + 1):
+                    self._one_step()
+            with distributed.noticing_lost_ranks(self._own, self._trainer.done):
+                self._read(all_of_them=True)
+                self._save()
+            outcome = Outcome(self._trainer.done, self._signal())
+            state = outcome.reason
+            return outcome
+        except BaseException as error:
+            state = f"{type(error).__name__}: {error}"
+            self._account.stopped(state)
+            raise
+        finally:
+            self._account.end(state)
+
+    def _over(self) -> bool:
+        return self._trainer.done >= min(self._settings.train.steps, self._stop_after or self._settings.train.steps)
+
+    def _signal(self) -> int | None:
+        """The signal that ended the run; that of another rank is taken for SIGTERM."""
+        if self._trainer.done >= self._settings.train.steps:
+            return None
+        return int(self._asked.asked or 15)
+
+    def _one_step(self) -> None:
+        train, number = self._settings.train, self._trainer.done + 1
+        logged = number % train.log_every == 0 or number in (1, train.steps)
+        waited_s, batches = 0.0, []
+        for _ in range(train.accumulate_grad_batches):
+            batches.append(next(self._batches).to(self._trainer.device))
+            waited_s += self._batches.waited_s
+        observe = logged and self._settings.telemetry.statistics
+        stepped = self._trainer.step(batches, observe=observe, stop=self._asked.asked is not None)
+        if number == self._first + 1:
+            self._account.judge(self._account.health.gradients(self._trainer.gradient_norms()), number)
+        self._ask(stepped, Told(number, stepped.lr, self._settings.tokens_per_step, waited_s, logged))
+        self._read()
+        if number == self._first + PREDICTED_AFTER:
+            self._preflight_again()
+        if train.save_every and number % train.save_every == 0 and number < train.steps:
+            self._read(all_of_them=True)
+            self._save()
+        if train.val_every and (number % train.val_every == 0 or number == train.steps):
+            self._read(all_of_them=True)
+            self._validate()
+
+    def _ask(self, stepped: Stepped, told: Told) -> None:
+        values = {"figures": torch.stack([stepped.loss, stepped.grad_norm, stepped.targets, stepped.asked_to_stop])}
+        if stepped.observed is not None:
+            values["observed"] = stepped.observed
+        self._coming.ask(told, values, (stepped.forward_begin, stepped.forward_end))
+
+    def _read(self, *, all_of_them: bool = False) -> None:
+        """Take in the figures that are here: beat, hear who was asked to stop, write and judge."""
+        for arrived in self._coming.arrived(all_of_them=all_of_them):
+            self._guard.beat(arrived.step_s)
+            if arrived.values["figures"][3] > 0 and self._stop_after is None:
+                self._stop_after = arrived.told.step + DEPTH  # by then every rank has read this, however late
+            self._account.step(arrived)
+
+    def _probe(self) -> None:
+        """Before any step, and with each validation: does the model see what comes later?"""
+        if self._held_out and not self._own.several:  # a shard of FSDP2 cannot be asked outside its own module
+            moved = self._trainer.leak(self._held_out[0])
+            self._account.judge(self._account.health.leak(moved, probe.ALLOWED), self._trainer.done)
+
+    def _validate(self) -> None:
+        with self._guard.patiently():
+            self._account.validated(self._trainer.validate(self._held_out))
+            self._probe()
+        self._coming.begin_anew()
+
+    def _save(self) -> None:
+        """Only what is known to be sound: all figures have been read."""
+        step = self._trainer.done
+        if self._saved == step:
+            return
+        with self._guard.patiently():
+            state = self._trainer.state(self._batches.position)
+            if self._own.first:
+                path = checkpoint.save(self._checkpoints, step, state, keep=self._settings.train.keep_checkpoints)
+                self._account.saved(str(path))
+        self._saved = step
+        self._coming.begin_anew()
+
+    def _preflight_again(self) -> None:
+        """The run's length is known now; a run that turns out to be long must be one that may be."""
+        self._read(all_of_them=True)
+        hours = self._account.predicted_hours()
+        if hours is not None:
+            preflight.check(plan.while_running(self._settings, hours), allow_toy=self._allow_toy)

@@ -1,0 +1,56 @@
+"""The loss as one module: what DDP, FSDP2 and the compiler wrap.
+
+Logits are made, and their cross-entropy computed in float32, a piece of the tokens at a time, and again in the
+backward pass: at no time does memory hold tokens × vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from nsa.model import IGNORED, Block, DecoderLM
+
+CHUNK_LOGITS = 2**23
+"""Logits made at once: 32 MiB in float32."""
+
+
+class Objective(nn.Module):
+    """Summed cross-entropy of the decoder LM: tokens and targets int64 [B, S] -> float32 [], in nats."""
+
+    def __init__(self, lm: DecoderLM) -> None:
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        hidden = self.lm.hidden(tokens, cu_seqlens=cu_seqlens).flatten(0, 1)
+        wanted = targets.flatten()
+        chunk = max(1, CHUNK_LOGITS // self.lm.config.vocab_size)
+        losses = [
+            checkpoint(self._loss, piece, target, use_reentrant=False, preserve_rng_state=False)
+            for piece, target in zip(hidden.split(chunk), wanted.split(chunk), strict=True)
+        ]
+        return torch.stack(cast(list[Tensor], losses)).sum()
+
+    def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """hidden [tokens, dim], targets int64 [tokens] -> float32 []."""
+        logits = self.lm.head(hidden)
+        with torch.autocast(logits.device.type, enabled=False):
+            return cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
+
+
+def recompute(lm: DecoderLM, how: bool | str) -> None:
+    """Forget activations and compute them again in the backward pass: true for each block, "selective" for its MLP.
+
+    An MLP's activations are the most of a block's, and its matrix products the cheapest to repeat.
+    """
+    if how is False:
+        return
+    for block in lm.blocks:
+        module = cast(Block, block).mlp if how == "selective" else block
+        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)

@@ -1,0 +1,187 @@
+"""From a profile, the environment and the command line to `Settings`, with the origin of every value.
+
+A later one wins: defaults, the YAML file, NSA_* variables, the command line. A key that is unknown is an error that
+names the nearest one; a key that the field's profiles had and that means nothing here is kept as a note.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nsa.config import NSAConfig
+from nsa.model import ModelConfig
+from nsa.train.settings import Data, Runtime, Settings, Telemetry, Train
+
+SECTIONS: dict[str, type] = {
+    "model": ModelConfig,
+    "nsa": NSAConfig,
+    "runtime": Runtime,
+    "train": Train,
+    "data": Data,
+    "telemetry": Telemetry,
+}
+RETIRED = {
+    "runtime.use_triton_sel": "model.backend chooses the kernels of all branches",
+    "runtime.sel_triton_min_L": "model.backend chooses the kernels of all branches, at any length",
+}
+"""Keys of the field's profiles, and what replaced them."""
+
+
+class ProfileError(ValueError):
+    """A profile that cannot be read; the message names the file, the key and what is wanted."""
+
+
+def names() -> list[str]:
+    """The profiles that come with the package."""
+    return sorted(p.name.removesuffix(".yaml") for p in _folder().iterdir() if p.name.endswith(".yaml"))
+
+
+def load(
+    profile: str,
+    *,
+    environment: Mapping[str, tuple[Any, str]] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Settings:
+    """Settings of a profile: its name, or the path of a YAML file.
+
+    `environment` maps dotted names to (value, variable); `overrides` are the command line's. Raises ProfileError.
+    """
+    name, text, where = _read(profile)
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    notes: list[str] = []
+    layers = [(dotted, value, where) for dotted, value in _keys(_parse(text, where), where)]
+    layers += [(dotted, value, f"environment, {variable}") for dotted, (value, variable) in (environment or {}).items()]
+    layers += [(dotted, value, "command line") for dotted, value in (overrides or {}).items()]
+    for dotted, value, origin in layers:
+        if dotted in RETIRED:
+            notes.append(f"{dotted} has no effect ({origin}): {RETIRED[dotted]}")
+            continue
+        values[dotted], origins[dotted] = _fitting(dotted, value, origin), origin
+    return _settings(name, values, origins, tuple(notes))
+
+
+def flat(settings: Settings) -> Iterator[tuple[str, Any, str]]:
+    """(dotted name, value, origin) of every value, in the order of a profile."""
+    for section, kind in SECTIONS.items():
+        holder = settings.model.nsa if section == "nsa" else getattr(settings, section)
+        for field in _own_fields(kind):
+            dotted = f"{section}.{field}"
+            yield dotted, getattr(holder, field), settings.origins.get(dotted, "default")
+
+
+def table(settings: Settings) -> str:
+    """Every value with its origin, one per line."""
+    rows = [(dotted, str(value), origin) for dotted, value, origin in flat(settings)]
+    wide = [max(len(row[i]) for row in rows) for i in range(2)]
+    return "\n".join(f"{dotted:<{wide[0]}}  {value:<{wide[1]}}  {origin}" for dotted, value, origin in rows)
+
+
+def _folder() -> Any:
+    return resources.files("nsa.train") / "profiles"
+
+
+def _read(profile: str) -> tuple[str, str, str]:
+    """(name, text, where it stands)."""
+    if profile in names():
+        return profile, (_folder() / f"{profile}.yaml").read_text(encoding="utf-8"), f"profile {profile}"
+    path = Path(profile)
+    if path.suffix in (".yaml", ".yml"):
+        try:
+            return path.stem, path.read_text(encoding="utf-8"), str(path)
+        except OSError as error:
+            raise ProfileError(f"profile {profile} cannot be read: {error.strerror}") from None
+    raise ProfileError(f"no profile is called {profile!r}{_nearest(profile, names())}, and it is no .yaml file")
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML keeps the last of two equal keys in silence; here that is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.MarkedYAMLError(problem=f"{twice[0]!r} is given twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _parse(text: str, where: str) -> Mapping[str, Any]:
+    try:
+        found = yaml.load(text, _UniqueKeys)  # a SafeLoader
+    except yaml.YAMLError as error:
+        raise ProfileError(f"{where} is no YAML: {error}") from None
+    if not isinstance(found, dict):
+        raise ProfileError(f"{where} must hold sections ({', '.join(SECTIONS)}); got {type(found).__name__}")
+    return found
+
+
+def _keys(found: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of every key of a file."""
+    for section, mapping in found.items():
+        if section not in SECTIONS:
+            raise ProfileError(f"unknown section {section!r} in {where}{_nearest(section, SECTIONS)}")
+        if not isinstance(mapping, dict):
+            raise ProfileError(f"{section} in {where} must hold keys; got {type(mapping).__name__}")
+        yield from ((f"{section}.{key}", value) for key, value in mapping.items())
+
+
+def _fitting(dotted: str, value: Any, origin: str) -> Any:
+    """The value in its field's type. ProfileError for a key that is unknown or a value of another type."""
+    section, _, key = dotted.partition(".")
+    if section not in SECTIONS or key not in _own_fields(SECTIONS[section]):
+        every = [f"{name}.{field}" for name, kind in SECTIONS.items() for field in _own_fields(kind)]
+        raise ProfileError(f"unknown key {dotted!r} ({origin}){_nearest(dotted, every)}")
+    hint = typing.get_type_hints(SECTIONS[section])[key]
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for kind in kinds:
+        if (kind is type(None) and value is None) or type(value) is kind:
+            return value
+    if float in kinds and not isinstance(value, bool):
+        try:
+            return float(value)  # an int, or what YAML leaves a string, as 2e-4
+        except (TypeError, ValueError):
+            pass
+    wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+    raise ProfileError(f"{dotted} must be {wanted}; got {value!r} ({type(value).__name__}) ({origin})")
+
+
+def _settings(name: str, values: Mapping[str, Any], origins: Mapping[str, str], notes: tuple[str, ...]) -> Settings:
+    parts: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for dotted, value in values.items():
+        section, _, key = dotted.partition(".")
+        parts[section][key] = value
+    needed = [f.name for f in dataclasses.fields(ModelConfig) if f.default is f.default_factory is dataclasses.MISSING]
+    if missing := [key for key in needed if key not in parts["model"]]:
+        raise ProfileError(f"profile {name} must give model.{', model.'.join(missing)}")
+    try:
+        return Settings(
+            name,
+            ModelConfig(**parts["model"], nsa=NSAConfig(**parts["nsa"])),
+            Runtime(**parts["runtime"]),
+            Train(**parts["train"]),
+            Data(**parts["data"]),
+            Telemetry(**parts["telemetry"]),
+            origins,
+            notes,
+        )
+    except (TypeError, ValueError) as error:
+        raise ProfileError(f"profile {name}: {error}") from error
+
+
+def _own_fields(kind: type) -> list[str]:
+    """The keys of a section; `nsa` is one of its own, beside `model`."""
+    return [field.name for field in dataclasses.fields(kind) if field.name != "nsa"]
+
+
+def _nearest(key: object, known: Iterable[str]) -> str:
+    known = list(known)
+    near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"

@@ -1,0 +1,1 @@
+"""Units of the training system, one file per module."""

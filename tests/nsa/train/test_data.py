@@ -1,0 +1,283 @@
+"""Data: nothing lost, nothing twice, the label one token on, and a position from which the same batches follow."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nsa.model import IGNORED, next_token_loss
+from nsa.train import batches, documents, packing
+from nsa.train.batches import Prefetch, Share, SyntheticBatches
+from nsa.train.documents import Documents, NoTextError, files
+from nsa.train.feed import Feed
+from nsa.train.first_batch import NoFirstBatchError
+from nsa.train.packing import Packer, Row
+from nsa.train.settings import Data
+from nsa.train.tokens import ByteTokenizer, tokenizer
+from tests.nsa.train.runs import settings
+
+TEXTS = [f"document {i}: " + "naïve café " * (i % 23) for i in range(240)]
+
+
+def _parquet(folder: Path) -> None:
+    """Two files in FineWeb-Edu's schema."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [
+        {
+            "text": text, "id": str(i), "dump": "CC-MAIN-2024-10", "url": "https://example.org", "file_path": "s3://x",
+            "language": "en", "language_score": 0.9, "token_count": len(text), "score": 3.1, "int_score": 3,
+        }
+        for i, text in enumerate(TEXTS)
+    ]  # fmt: skip
+    for part in range(2):
+        own = pyarrow.Table.from_pylist(rows[part * 120 : (part + 1) * 120])
+        parquet.write_table(own, folder / f"train-{part}.parquet", row_group_size=50)
+
+
+def _jsonl(folder: Path) -> None:
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+
+
+def _text(folder: Path) -> None:
+    for i, text in enumerate(TEXTS):
+        (folder / f"{i:04}.txt").write_text(text)
+
+
+FORMATS = [_parquet, _jsonl, _text]
+
+
+def _data(folder: Path, write: Callable[[Path], None] = _jsonl) -> Data:
+    folder.mkdir(exist_ok=True)
+    write(folder)
+    return Data(dataset="files", path=str(folder))
+
+
+def _epoch(data: Data, **share: Any) -> list[str]:
+    opened, found = Documents(data, **share), []
+    for text in opened:
+        if opened.epoch:
+            return found
+        found.append(text)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("write", FORMATS)
+def test_ranks_and_validation_share_every_document(
+    write: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "HELD_OUT", 5)
+    data = _data(tmp_path / "text", write)
+    parts = [_epoch(data, rank=rank, ranks=2, held_out=held_out) for rank in range(2) for held_out in (False, True)]
+    assert sorted(text for part in parts for text in part) == sorted(TEXTS)
+    assert all(parts)
+    assert not {*parts[0], *parts[2]} & {*parts[1], *parts[3]}
+    assert len(parts[1]) + len(parts[3]) < len(TEXTS) / 3
+
+
+@pytest.mark.parametrize("write", FORMATS)
+@pytest.mark.parametrize("packed", [True, False])
+def test_goes_on_where_it_stopped(write: Callable[[Path], None], packed: bool, tmp_path: Path) -> None:
+    """Also in the next epoch, whose first batch is number 340 or so."""
+    _data(tmp_path / "text", write)
+    chosen = settings(tmp_path, data__dataset="files", data__path=str(tmp_path / "text"), data__packing=packed)
+    source = batches.source(chosen, Share(1, 2))
+    alone = [source.next() for _ in range(500)]
+    assert alone[-1].position["documents"]["epoch"] == 1
+    for stopped in (0, 7, 100, 380, 450):
+        again = batches.source(chosen, Share(1, 2))
+        again.restore(alone[stopped].position)
+        for expected in alone[stopped + 1 : stopped + 4]:
+            found = again.next()
+            assert torch.equal(found.tokens, expected.tokens)
+            assert torch.equal(found.targets, expected.targets)
+
+
+def test_goes_on_from_the_last_document_of_an_epoch(tmp_path: Path) -> None:
+    data = _data(tmp_path / "text")
+    alone, read = Documents(data), []
+    for text in alone:
+        read.append(text)
+        if len(read) == 1:
+            first = text
+        if alone.epoch:
+            break
+        at_the_end = alone.position()
+    again = Documents(data)
+    again.restore(at_the_end)
+    assert next(iter(again)) == first
+    assert again.epoch == 1
+
+
+def test_synthetic_rows_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, train__batch_size=4)
+    whole, halves = SyntheticBatches(chosen, Share()), [SyntheticBatches(chosen, Share(rank, 2)) for rank in range(2)]
+    for _ in range(3):
+        assert torch.equal(whole.next().tokens, torch.cat([half.next().tokens for half in halves], 1))
+    again = SyntheticBatches(chosen, Share())
+    again.restore(whole.next().position)
+    assert torch.equal(again.next().tokens, whole.next().tokens)
+    assert not torch.equal(SyntheticBatches(chosen, Share(), held_out=True).next().tokens, whole.next().tokens)
+
+
+def test_rows_hold_every_token_once() -> None:
+    whole = [torch.arange(n) for n in (5, 1, 30, 7, 8, 13)]
+    packer = Packer(iter(whole), 8)
+    rows = [packer.row() for _ in range(8)]
+    assert torch.equal(torch.cat([row.tokens for row in rows]), torch.cat(whole))
+    assert all(sum(row.lengths) == 8 for row in rows)
+    assert rows[0].lengths == (5, 1, 2)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_targets_are_the_tokens_that_follow(packed: bool) -> None:
+    """Held to the model's own loss, which shifts by itself."""
+    rows = [Row(torch.randint(16, (12,)), (5, 7)), Row(torch.randint(16, (12,)), (1, 11))]
+    batch = packing.batch(rows, packing=packed, position={})
+    logits = torch.randn(*batch.tokens.shape, 16)
+    found = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED)
+    cu_seqlens = torch.tensor([0, 5, 12, 13, 24], dtype=torch.int32) if packed else None
+    assert torch.allclose(found, next_token_loss(logits, batch.tokens, cu_seqlens))
+    assert batch.num_targets == int((batch.targets != IGNORED).sum())
+    if packed:
+        assert batch.cu_seqlens is not None
+        assert batch.cu_seqlens[:5].tolist() == [0, 5, 12, 13, 24]
+        assert set(batch.cu_seqlens[5:].tolist()) == {24}
+
+
+def test_bytes_end_with_the_one_that_text_has_not() -> None:
+    assert ByteTokenizer().encode("é\0").tolist() == [*"é".encode(), 32, 0]
+
+
+def test_a_tokenizer_must_fit_the_vocabulary(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"<|endoftext|>": 0, "native": 1, "sparse": 2, "[UNK]": 3}
+    path = tmp_path / "tokenizer.json"
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(path))
+    assert tokenizer(str(path), 4).encode("sparse native attention").tolist() == [2, 1, 3, 0]
+    with pytest.raises(ValueError, match=r"model\.vocab_size must be at least the 4 tokens"):
+        tokenizer(str(path), 3)
+    with pytest.raises(ValueError, match=r"data\.tokenizer must be"):
+        tokenizer("byte", 256)
+
+
+def test_pythons_own_sources_are_text() -> None:
+    builder, paths = files(Data(dataset="python"))
+    assert builder == "text"
+    assert len(paths) > 300
+    assert not any("site-packages" in path for path in paths)
+
+
+def test_fineweb_edu_is_streamed_by_the_same_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call that would go out, answered by a local copy of its schema."""
+    datasets = pytest.importorskip("datasets")
+    _parquet(tmp_path)
+    calls: list[tuple[Any, ...]] = []
+    load = datasets.load_dataset
+
+    def answered(*given: Any, **named: Any) -> Any:
+        calls.append((*given, *sorted(named.items())))
+        return load("parquet", data_files=sorted(map(str, tmp_path.glob("*.parquet"))), split="train", streaming=True)
+
+    monkeypatch.setattr(datasets, "load_dataset", answered)
+    data = Data(dataset="fineweb_edu", subset="sample-100BT")
+    opened = Documents(data)
+    assert next(iter(opened)) in TEXTS
+    assert opened.name == "fineweb_edu/sample-100BT"
+    assert calls == [("HuggingFaceFW/fineweb-edu", "sample-100BT", ("split", "train"), ("streaming", True))]
+
+
+def test_files_must_be_there_and_of_one_format(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.path .* there is no"):
+        files(Data(dataset="files", path=str(tmp_path / "none")))
+    with pytest.raises(ValueError, match="has none"):
+        files(Data(dataset="files", path=str(tmp_path)))
+    (tmp_path / "a.txt").touch()
+    (tmp_path / "b.parquet").touch()
+    with pytest.raises(ValueError, match="parquet, text"):
+        files(Data(dataset="files", path=str(tmp_path)))
+
+
+def test_says_which_column_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
+    with pytest.raises(NoTextError, match="no column 'text'; it has body"):
+        next(iter(Documents(Data(dataset="files", path=str(tmp_path)))))
+
+
+def test_a_source_without_text_ends(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(NoTextError, match="no document for training"):
+        next(iter(Documents(Data(dataset="files", path=str(tmp_path)))))
+
+
+def test_reports_how_far_it_is(tmp_path: Path) -> None:
+    said: list[str] = []
+    data = _data(tmp_path / "text")
+    opened = iter(Documents(Data(dataset="files", path=data.path, report_docs=100), report=said.append))
+    for _ in range(230):
+        next(opened)
+    assert [line.split(": ")[1] for line in said] == ["100 documents read, epoch 0", "200 documents read, epoch 0"]
+
+
+class _Failing:
+    name = "failing"
+
+    def __init__(self) -> None:
+        self._left = 3
+
+    def next(self) -> packing.Batch:
+        self._left -= 1
+        if not self._left:
+            raise OSError("the disk is gone")
+        return packing.batch([Row(torch.zeros(4, dtype=torch.int64), (4,))], packing=False, position={})
+
+    def restore(self, position: dict[str, Any]) -> None: ...
+
+
+def test_an_error_of_the_source_comes_where_its_batch_is_asked_for() -> None:
+    prefetch = Prefetch(_Failing, 4, pin=False)
+    prefetch.next()
+    prefetch.next()
+    for _ in range(2):
+        with pytest.raises(OSError, match="the disk is gone"):
+            prefetch.next()
+
+
+def test_batches_are_ready_before_they_are_asked_for(tmp_path: Path) -> None:
+    feed = Feed(settings(tmp_path), Share())
+    time.sleep(0.3)
+    for _ in range(4):
+        next(feed)
+        assert feed.waited_s < 0.05
+    feed.close()
+
+
+def test_a_position_of_another_source_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.dataset must be that of the checkpoint, python; got synthetic"):
+        Feed(settings(tmp_path), Share(), position={"source": "python", "at": {}})
+
+
+def test_silence_is_an_error_or_the_fallback_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "source", lambda *_, **__: time.sleep(5))
+    silent = {"data__dataset": "python", "data__loader_timeout_s": 0.2}
+    with pytest.raises(NoFirstBatchError, match=r"python gave no batch within 0\.2 s"):
+        Feed(settings(tmp_path, **silent), Share())
+    feed = Feed(settings(tmp_path, **silent, data__synthetic_on_fail=True), Share())
+    assert feed.source == "synthetic"
+    first = next(feed)
+    assert feed.position == {"source": "synthetic", "at": {"batches": 1}}
+    resumed = Feed(settings(tmp_path, **silent), Share(), position=feed.position)
+    assert resumed.source == "synthetic"
+    assert not torch.equal(next(resumed).tokens, first.tokens)
+    feed.close()
+    resumed.close()

@@ -1,0 +1,108 @@
+"""Two ranks over Gloo: the losses of one, DDP's checkpoint in FSDP2, and a dead rank ends the run clearly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa.train import checkpoint, distributed, files
+from nsa.train.distributed import LostRankError, Ranks
+from tests.nsa.train import runs
+from tests.nsa.train.runs import settings, train
+
+_PATIENCE_S = 120.0
+LONG = ("--steps", "4000", "--set", "train.save_every=400", "--allow-toy")
+
+
+def _run(folder: Path, *arguments: str) -> str:
+    child = runs.start(folder, *arguments, ranks=2)
+    output, _ = child.communicate(timeout=_PATIENCE_S)
+    assert child.returncode == 0, output
+    return output
+
+
+def test_two_ranks_train_as_one(tmp_path: Path) -> None:
+    """Under DDP, and from its checkpoint under FSDP2 to the end; the optimiser's state must come along."""
+    alone, both = tmp_path / "alone", tmp_path / "both"
+    alone.mkdir()
+    both.mkdir()
+    steady = {"train__lr_schedule": "constant", "train__accumulate_grad_batches": 2}
+    train(settings(alone, **steady, train__val_every=4))
+    same = ("--set", "train.lr_schedule=constant", "--set", "train.accumulate_grad_batches=2")
+    _run(both, *same, "--steps", "4", "--parallel", "ddp")
+    output = _run(both, *same, "--resume", "--parallel", "fsdp2", "--set", "train.val_every=4")
+    assert "resumed after step 4" in output
+    one, two = runs.losses(alone / "run"), runs.losses(both / "run")
+    assert sorted(two) == list(range(1, 9))
+    assert [two[step] for step in sorted(two)] == pytest.approx([one[step] for step in sorted(one)], rel=2e-5)
+    states = [checkpoint.newest_whole(folder / "run" / "checkpoints") for folder in (alone, both)]
+    assert states[0] is not None
+    assert states[1] is not None
+    for name, weight in states[0].state["model"].items():
+        assert torch.allclose(weight, states[1].state["model"][name], rtol=1e-3, atol=1e-5), name
+    other_rank = list(files.json_lines(both / "run" / "heartbeat_rank1.jsonl"))
+    assert {record["step"] for record in other_rank if "loss" in record} == set(range(1, 9))
+    logged = [record for record in runs.records(both / "run") if "rank_imbalance" in record]
+    assert logged
+    assert all(len(record["rank_work_ms"]) == 2 and 0 <= record["rank_imbalance"] < 1 for record in logged)
+
+
+def _child_of(pid: int, rank: int) -> int:
+    """The process of a rank under torchrun."""
+    for path in Path(f"/proc/{pid}/task/{pid}").glob("children"):
+        for child in map(int, path.read_text().split()):
+            variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            if f"RANK={rank}".encode() in variables:
+                return child
+    raise AssertionError
+
+
+def test_a_dead_rank_ends_the_run_with_a_clear_error(tmp_path: Path) -> None:
+    launcher = runs.start(tmp_path, *LONG, ranks=2)
+    end = time.monotonic() + _PATIENCE_S
+    while max(runs.losses(tmp_path / "run"), default=0) < 3:
+        assert time.monotonic() < end
+        assert launcher.poll() is None
+        time.sleep(0.02)
+    os.kill(_child_of(launcher.pid, 1), signal.SIGKILL)
+    begin = time.monotonic()
+    output, _ = launcher.communicate(timeout=_PATIENCE_S)
+    assert time.monotonic() - begin < 30
+    assert launcher.returncode != 0
+    stopped = [record["why"] for record in runs.records(tmp_path / "run") if record.get("event") == "stopped"]
+    assert stopped, output
+    assert "rank 0 of 2 lost another rank in step" in stopped[0]
+
+
+def test_only_what_says_so_is_a_lost_rank() -> None:
+    with (
+        pytest.raises(LostRankError, match="rank 1 of 2 lost another rank in step 7"),
+        distributed.noticing_lost_ranks(Ranks(1, 2), 7),
+    ):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    with pytest.raises(RuntimeError, match="out of memory"), distributed.noticing_lost_ranks(Ranks(1, 2), 7):
+        raise RuntimeError("out of memory")
+    with pytest.raises(RuntimeError, match="Connection closed"), distributed.noticing_lost_ranks(Ranks(), 7):
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_what_each_rank_alone_knows_comes_back() -> None:
+    parts = distributed.every_ranks({"a": torch.arange(3), "b": [1, None]}, Ranks(), torch.device("cpu"))
+    found = distributed.own_part(parts, Ranks())
+    assert found["a"].tolist() == [0, 1, 2]
+    assert found["b"] == [1, None]
+    with pytest.raises(ValueError, match="made by 1 ranks, and has no data position for 2"):
+        distributed.own_part(parts, Ranks(0, 2))
+
+
+def test_ranks_share_a_batch_evenly(tmp_path: Path) -> None:
+    from nsa.train.batches import Share
+
+    assert [list(Share(rank, 2).rows(4)) for rank in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(ValueError, match=r"train\.batch_size must be a multiple of the 2 ranks; got 3"):
+        Share(0, 2).rows(3)
