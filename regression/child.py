@@ -1,0 +1,120 @@
+"""The child of one repro: `python -m regression.child <task as JSON>`, started by `regression.process`.
+
+It forks at once: this process becomes the guard, the forked one imports the incident and runs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from regression import guard
+from regression.evidence import Evidence
+from regression.heartbeat import Heartbeat, tell
+
+_CPU_ALLOCATOR = "can't allocate memory"  # what PyTorch's RuntimeError says there
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to run, as it comes through the command line."""
+
+    module: str
+    """"regression.step5_stall"."""
+    function: str
+    """"faulty" or "product"."""
+    device: str
+    """"cpu" or "cuda"."""
+    inject: str | None
+    """The module of the incident whose fault is put into the product first; None for the healthy one."""
+    options: Mapping[str, Any]
+    """Further arguments of the function."""
+    events: int
+    leash: int
+    scratch: str
+
+
+def main() -> None:
+    """Run the task in the first argument."""
+    task = Task(**json.loads(sys.argv[1]))
+    guard.run(
+        lambda: _work(task),
+        task.leash,
+        Path(task.scratch),
+        lambda status: tell(task.events, "ended", status=status),
+    )
+
+
+def _work(task: Task) -> int:
+    """The repro; what it found is told, whatever happens to it."""
+    begin = time.monotonic()
+    stacks = (Path(task.scratch) / "stacks").open("wb")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.enable()  # a crash in C shows its Python stack in the log
+    tell(task.events, "started", pid=os.getpid())
+    try:
+        evidence = _run(task, begin)
+    except BaseException as error:  # also SystemExit and KeyboardInterrupt: it is the repro's, not ours
+        traceback.print_exc()
+        evidence = of_exception(error)
+    tell(task.events, "evidence", evidence=dataclasses.asdict(evidence))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return 0
+
+
+def _run(task: Task, begin: float) -> Evidence:
+    runnable = prepare(task.device)
+    module = importlib.import_module(task.module)
+    injected = importlib.import_module(task.inject).inject() if task.inject else contextlib.nullcontext()
+    function: Callable[..., Evidence] = getattr(module, task.function)
+    tell(task.events, "imported", import_s=time.monotonic() - begin)
+    with injected:
+        return function(Heartbeat(task.events, task.device, runnable), **task.options)
+
+
+def prepare(device: str) -> tuple[str, ...]:
+    """Make this process ready for the device; NSA's backends that run on it."""
+    if device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
+        import torch
+
+        from nsa import triton_interpreter
+
+        torch.set_num_threads(1)  # calls this small are not shared: threads that wait for a busy core cost more
+        triton_interpreter.compute_in_bfloat16()
+        # NumPy warns of the NaN and Inf that a GPU takes in silence
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
+    return backends()
+
+
+def backends() -> tuple[str, ...]:
+    """NSA's backends that can be imported here: "triton" only where Triton is installed."""
+    has_triton = importlib.util.find_spec("triton") is not None
+    return ("reference", "torch", "triton") if has_triton else ("reference", "torch")
+
+
+def of_exception(error: BaseException) -> Evidence:
+    """An exception that nobody expected, told apart from memory that ran out."""
+    words = f"{type(error).__name__}: {error}".strip()
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or _CPU_ALLOCATOR in words:
+        return Evidence(out_of_memory=words, uncaught=True)
+    return Evidence(exception=words, uncaught=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""From incidents to findings: each repro in a child of its own, judged by what it told and by how it ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from threading import Event
+from typing import Any
+
+from benchmarks import schema
+from regression import listing
+from regression.deadline import Deadline
+from regression.evidence import Evidence
+from regression.incident import Incident, Needs
+from regression.process import Child
+from regression.verdict import Aspect, Verdict, aspects, gravest
+
+FAULTY, PRODUCT = "faulty", "product"
+_POLL_S = 0.1
+_NEEDED_GPUS = {Needs.CPU: 0, Needs.GPU: 1, Needs.TWO_GPUS: 2}
+
+
+class CancelledError(Exception):
+    """The run was interrupted; what it started has ended."""
+
+
+@dataclass(frozen=True)
+class Repro:
+    """One child: one half of an incident on one device."""
+
+    incident: Incident
+    part: str
+    """"faulty" or "product"."""
+    device: str
+    inject: str | None = None
+    """Id of the incident whose fault is put into the product."""
+
+    @property
+    def expects(self) -> Verdict:
+        """What the verdict must be."""
+        return self.incident.expects if self.part == FAULTY else Verdict.PASSED
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How the child moved."""
+
+    seconds: float
+    """From its start to its end."""
+    import_s: float | None
+    first_step_s: float | None
+    steps: int
+    """Heartbeats."""
+    longest_silence_s: float | None
+    allowed_silence_s: float
+    """As it was scaled last."""
+    figures: Mapping[str, float | None]
+    """Of the last heartbeat that had some."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One repro, judged."""
+
+    repro: Repro
+    evidence: Evidence
+    pace: Pace
+
+    @property
+    def aspects(self) -> tuple[Aspect, ...]:
+        return aspects(self.evidence)
+
+    @property
+    def verdict(self) -> Verdict:
+        return gravest(self.aspects).verdict
+
+    @property
+    def lawful_skip(self) -> bool:
+        """Skipped because the machine lacks GPUs; any other skip is a failure."""
+        never_started = self.evidence.exit_status is None
+        return self.verdict is Verdict.SKIPPED and never_started
+
+    @property
+    def ok(self) -> bool:
+        """As expected: the detector fired on the fault, the product is free of it."""
+        return self.lawful_skip or (self.verdict is self.repro.expects and not self._unlike)
+
+    @property
+    def _unlike(self) -> str:
+        """What tells a faulty variant's verdict from the one that its incident describes; "" if nothing does."""
+        incident = self.repro.incident
+        if self.repro.part != FAULTY:
+            return ""
+        if self.evidence.uncaught:
+            return "from a detector that observed it, not from a repro that died"
+        if incident.says not in gravest(self.aspects).why:
+            return f"saying {incident.says!r}"
+        red = {aspect.name for aspect in self.aspects if aspect.verdict is not Verdict.PASSED}
+        if silent := [name for name in incident.fires if name not in red]:
+            return f"with {', '.join(silent)} red too"
+        return ""
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is not as it should be, or why it was skipped; None for a green one."""
+        decisive = gravest(self.aspects)
+        if self.lawful_skip:
+            return decisive.why
+        if self.ok:
+            return None
+        if self.verdict is Verdict.SKIPPED:
+            return f"skipped although the machine has what it needs: {decisive.why}"
+        if self.repro.part == FAULTY:
+            got = f"{self.verdict.value} {decisive.why}".strip()
+            wanted = f"{self.repro.expects.value} {self._unlike}".strip()
+            return f"the detector did not fire: expected {wanted}, got {got}"
+        return f"{self.verdict.value}: {decisive.name}: {decisive.why}"
+
+
+def plan(incidents: Sequence[Incident], device: str, inject: str | None = None) -> list[Repro]:
+    """Both halves of each incident; with `inject` the product alone."""
+    parts = (PRODUCT,) if inject else (FAULTY, PRODUCT)
+    return [Repro(incident, part, device, inject) for incident in incidents for part in parts]
+
+
+def run(repros: Sequence[Repro], *, gpus: int, jobs: int) -> Iterator[Finding]:
+    """Findings as they come: `jobs` children at a time, then one by one those that must be alone.
+
+    On any exit, also by an exception, no child is left.
+    """
+    together = [repro for repro in repros if not repro.incident.alone]
+    alone = [[repro] for repro in repros if repro.incident.alone]
+    stop, known = Event(), _KnownImport()
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            for batch in (together, *alone):
+                futures = [pool.submit(_judged, repro, gpus, stop, known) for repro in batch]
+                for future in as_completed(futures):
+                    yield future.result()
+        except BaseException:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+@dataclass
+class _KnownImport:
+    """The longest import so far: the next child's allowance before it says anything."""
+
+    seconds: float = 0.0
+
+
+def _judged(repro: Repro, gpus: int, stop: Event, known: _KnownImport) -> Finding:
+    found = gpus if repro.device == "cuda" else 0
+    if _NEEDED_GPUS[repro.incident.needs] > found:
+        why = f"needs {repro.incident.needs.value}; this run has {found}"
+        return Finding(repro, Evidence(skipped=why), Pace(0.0, None, None, 0, None, 0.0, {}))
+    task: dict[str, Any] = {
+        "module": listing.module_of(repro.incident.id),
+        "function": repro.part,
+        "device": repro.device,
+        "inject": listing.module_of(repro.inject) if repro.inject else None,
+        "options": {},
+    }
+    deadline = Deadline(repro.incident.floor_s, known.seconds)
+    with Child("regression.child", task, environment(repro.device)) as child:
+        watched = watch(child, deadline, stop)
+    known.seconds = max(known.seconds, deadline.import_s or 0.0)
+    return Finding(repro, watched.evidence, watched.pace(deadline))
+
+
+def environment(device: str) -> dict[str, str]:
+    """What a child for this device finds beside the runner's own environment."""
+    return {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+
+
+@dataclass
+class Watched:
+    """What a child told until it ended, or was ended."""
+
+    begin: float = field(default_factory=time.monotonic)
+    told: Evidence | None = None
+    steps: int = 0
+    figures: Mapping[str, float | None] = field(default_factory=dict)
+    status: int | None = None
+    stalled_after_s: float | None = None
+    garbled: str | None = None
+    """Why what it told cannot be read."""
+    stacks: str | None = None
+    last_words: str = ""
+
+    def take(self, event: Mapping[str, Any], deadline: Deadline) -> None:
+        """One event of the child."""
+        if event["event"] == "imported":
+            deadline.imported(event["at"], event["import_s"])
+        elif event["event"] == "step":
+            deadline.step(event["at"])
+            self.steps += 1
+            self.figures = event["figures"] or self.figures
+        elif event["event"] == "evidence":
+            self.told = schema.build(Evidence, event["evidence"], "evidence")
+        elif event["event"] == "ended":
+            self.status = event["status"]
+
+    @property
+    def evidence(self) -> Evidence:
+        """The child's own facts and how it ended."""
+        if self.garbled is not None:
+            return Evidence(exception=f"what it told cannot be read: {self.garbled}", uncaught=True)
+        told = self.told or Evidence()
+        if self.stalled_after_s is not None:
+            return dataclasses.replace(told, stalled_after_s=self.stalled_after_s, stacks=self.stacks)
+        if self.told is None:
+            words = f"ended with status {self.status} and said nothing; its last words: {self.last_words}"
+            return Evidence(exception=words, uncaught=True, exit_status=self.status)
+        return dataclasses.replace(told, exit_status=self.status)
+
+    def pace(self, deadline: Deadline) -> Pace:
+        """Its times, as they stood at the end."""
+        return Pace(
+            round(time.monotonic() - self.begin, 3),
+            deadline.import_s,
+            deadline.first_step_s,
+            self.steps,
+            deadline.longest_s,
+            deadline.allowed_s,
+            self.figures,
+        )
+
+
+def watch(child: Child, deadline: Deadline, stop: Event) -> Watched:
+    """Until the child has ended, stalled, or told what cannot be read. Raises CancelledError once `stop` is set."""
+    watched, heard = Watched(), time.monotonic()
+    while watched.status is None:
+        if stop.is_set():
+            raise CancelledError
+        running = child.running  # before the events: what a process told before it ended is all in the pipe
+        try:
+            events = child.events(_POLL_S)
+            for event in events:
+                watched.take(event, deadline)
+        except (ValueError, TypeError, KeyError) as error:  # a fault of this repro alone, not of the suite
+            watched.garbled = f"{type(error).__name__}: {error}"
+            break
+        if events:
+            heard = time.monotonic()
+        elif not running:  # the guard itself was killed
+            break
+        elif time.monotonic() - heard > deadline.allowed_s:
+            watched.stalled_after_s, watched.stacks = time.monotonic() - heard, child.stacks()
+            break
+    watched.last_words = child.last_words()
+    return watched

@@ -1,0 +1,87 @@
+"""toy-config-run: 24.5 hours of two A100s on a toy model in fp32, and no checkpoint at the end of it.
+
+What really happened: the config came from an environment variable, its default was the toy, and nothing asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from nsa.train import preflight
+from nsa.train.preflight import Decision, Plan, RefusedError
+from regression import training
+from regression.evidence import Evidence
+from regression.incident import Incident, Step
+from regression.verdict import Verdict
+
+INCIDENT = Incident(
+    id="toy-config-run",
+    symptom="24.5 h of two A100s on dim 128, fp32, no checkpoints",
+    cause="no preflight; the config came from the environment only",
+    detector="preflight refuses a long run and names the field: precision, checkpointing, save_every",
+    expects=Verdict.WRONG,
+)
+
+SOUND = Plan(steps=50_000, precision="bf16", gradient_checkpointing=True, save_every=5000)
+_SPOILED: tuple[tuple[str, dict[str, object]], ...] = (
+    ("runtime.precision", {"precision": "fp32"}),
+    ("runtime.fp32_master_weights", {"precision": "fp16", "grad_scaler": True, "fp32_master_weights": False}),
+    ("runtime.grad_scaler", {"precision": "fp16"}),
+    ("runtime.gradient_checkpointing", {"gradient_checkpointing": False}),
+    ("train.save_every", {"save_every": 0}),
+    ("train.save_every", {"save_every": 50_000}),
+    ("train.save_every", {"steps": 200, "predicted_hours": 24.5, "save_every": 0}),
+)
+"""A sound long run with one thing spoiled, and the field that a refusal must name."""
+
+
+def nobody_asks(plan: Plan, *, allow_toy: bool = False) -> Decision:
+    """The launcher of the report: whatever CONFIG names is started."""
+    return Decision(plan)
+
+
+def product(step: Step) -> Evidence:
+    """Ask preflight about each spoiled plan, and start the run of the report."""
+    broken: list[str] = []
+    for n, (field, change) in enumerate(_SPOILED, start=1):
+        refused = _refused(dataclasses.replace(SOUND, **change))  # type: ignore[arg-type]
+        if refused != {field}:
+            broken.append(f"{change} must be refused by {field}; refused by {', '.join(sorted(refused)) or 'nothing'}")
+        step(n)
+    if _refused(SOUND):
+        broken.append("a sound run is refused")
+    if not preflight.check(dataclasses.replace(SOUND, save_every=0), allow_toy=True).overridden:
+        broken.append("what allow_toy overrode is not recorded")
+    report = training.Run(steps=50_000, precision="fp32")
+    try:
+        next(training.train(report))
+    except RefusedError:
+        pass
+    else:
+        broken.append(f"the training loop started {report.plan.length} in fp32 that keep nothing")
+    step(len(_SPOILED) + 1)
+    return Evidence(wrong=tuple(broken))
+
+
+def _refused(plan: Plan) -> set[str]:
+    """Fields that stop this plan."""
+    try:
+        preflight.check(plan)
+    except RefusedError as error:
+        return {refusal.field for refusal in error.refusals}
+    return set()
+
+
+@contextmanager
+def inject() -> Iterator[None]:
+    with mock.patch.object(preflight, "check", nobody_asks):
+        yield
+
+
+def faulty(step: Step) -> Evidence:
+    """The same plans with a launcher that asks nothing."""
+    with inject():
+        return product(step)

@@ -1,0 +1,55 @@
+"""The list is whole, and every file says what its row says."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from regression import listing
+from regression.incident import Needs
+
+
+def test_every_incident_is_there_and_can_be_run() -> None:
+    for incident in listing.load(listing.IDS):
+        module = sys.modules[listing.module_of(incident.id)]
+        for function in ("faulty", "product", "inject"):
+            assert callable(getattr(module, function)), f"{incident.id} has no {function}"
+        assert (module.__doc__ or "").startswith(f"{incident.id}"), f"{incident.id}: its docstring begins with its id"
+
+
+def test_what_measures_throughput_runs_alone() -> None:
+    for incident in listing.load(listing.IDS):
+        measures = hasattr(sys.modules[listing.module_of(incident.id)], "clock_s")
+        assert incident.alone == measures, incident.id
+
+
+def test_what_only_two_gpus_show_is_no_pass_on_fewer() -> None:
+    ddp, nccl = listing.load(["grad-none-ddp", "grad-none-nccl"])
+    assert (ddp.needs, nccl.needs) == (Needs.CPU, Needs.TWO_GPUS)
+
+
+def test_table_has_a_row_for_each() -> None:
+    lines = listing.table(listing.load(["step5-stall", "loader-stall"])).splitlines()
+    assert lines[0].split() == ["id", "symptom", "cause", "detector", "expects", "since"]
+    assert [line.split()[0] for line in lines[1:] if not line.startswith(" ")] == ["step5-stall", "loader-stall"]
+    assert "2026-11" in lines[1]
+
+
+def test_a_wrong_id_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match="no incident is called 'dup-block'; did you mean 'dup-blocks'"):
+        listing.load(["dup-block"])
+
+
+def test_a_file_that_describes_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = SimpleNamespace(INCIDENT=SimpleNamespace(id="other"))
+    monkeypatch.setitem(sys.modules, "regression.tie_break", other)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must describe 'tie-break'; it says 'other'"):
+        listing.load(["tie-break"])
+
+
+def test_a_file_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "regression.tie_break", None)
+    with pytest.raises(ValueError, match="tie-break cannot be read"):
+        listing.load(["tie-break"])

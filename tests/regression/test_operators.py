@@ -1,0 +1,55 @@
+"""The counter sees every operator, and every way in which the host can wait for a value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from regression.operators import Operators
+
+WAITS: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda x: x.sum().item(),
+    "float": lambda x: float(x.sum()),
+    "bool": lambda x: bool(x.sum() > 0),
+    "if all": lambda x: 1 if (x > 0).all() else 2,
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "cpu": lambda x: x.cpu(),
+    "nonzero": lambda x: x.nonzero(),
+    "where": lambda x: torch.where(x > 0),
+    "mask": lambda x: x[x > 0],
+    "write by mask": lambda x: x.clone().index_put_((x > 0,), torch.zeros(())),
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "unique": lambda x: torch.unique(x),
+    "unique_consecutive": lambda x: torch.unique_consecutive(x),
+    "equal": lambda x: torch.equal(x, x),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_waits_are_seen(name: str) -> None:
+    x = torch.randn(5)
+    with Operators() as operators:
+        WAITS[name](x)
+    assert operators.host_syncs >= 1
+
+
+def test_work_on_the_device_is_no_wait() -> None:
+    x, i = torch.randn(5, 5, requires_grad=True), torch.tensor([1, 2])
+    with Operators() as operators:
+        torch.where(x > 0, x, 0.0)[i].topk(2).values.sort().values.sum().backward()
+    assert operators.host_syncs == 0
+    assert operators.count > 5
+
+
+def test_forward_and_backward_are_counted() -> None:
+    x = torch.randn(3, requires_grad=True)
+    with Operators() as forward:
+        y = x.sin().sum()
+    with Operators() as backward:
+        y.backward()
+    assert forward.count == 2
+    assert backward.count >= 2

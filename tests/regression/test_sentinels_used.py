@@ -1,0 +1,29 @@
+"""The incidents judge by the sentinels that a training run uses: one that is silent is not caught."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+
+from nsa.train import sentinels
+from regression import no_label_shift, slow_drift
+from regression.verdict import aspects
+from tests.regression.test_attention_incidents import Quiet
+
+
+@pytest.mark.filterwarnings("ignore:std")  # of a single tensor, in the faulty variant's first step
+@pytest.mark.parametrize(
+    ("incident", "sentinel", "aspect"),
+    [
+        (no_label_shift, "too_good", "loss_nats"),
+        (slow_drift, "memory_slope", "memory"),
+        (slow_drift, "throughput_drift", "slowdown"),
+    ],
+)
+def test_a_silent_sentinel_is_not_caught(
+    incident: ModuleType, sentinel: str, aspect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sentinels, sentinel, lambda *figures, **limits: None)
+    judged = {found.name: found.verdict.value for found in aspects(incident.faulty(Quiet(("torch",), "cpu")))}
+    assert judged.get(aspect, "PASSED") == "PASSED"
