@@ -1,18 +1,58 @@
-"""What a run prints: one plain line per measurement, a table at the end."""
+"""What a run prints: one plain line per measurement, a bar with the time left on a terminal, a table at the end."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Sequence
+from types import TracebackType
+
+from tqdm import tqdm
 
 from benchmarks.cases import NSA
-from benchmarks.records import Record
+from benchmarks.records import Key, Record
 from benchmarks.verdict import Comparison, speed_up
 
 
+class Progress:
+    """Lines of finished measurements on stdout; on a terminal, below them on stderr, what runs and the time left."""
+
+    def __init__(self, keys: Sequence[Key]) -> None:
+        self._keys = keys
+        self._done: list[Record] = []
+        self._begin = time.perf_counter()
+        self._bar = tqdm(total=len(keys), unit="case", leave=False, dynamic_ncols=True, disable=None)  # None: no log
+        self._name_next()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._bar.close()
+
+    def finished(self, record: Record) -> None:
+        """Print its line."""
+        elapsed_s = time.perf_counter() - self._begin
+        line = progress(record, len(self._done) + 1, len(self._keys), elapsed_s, self._done)
+        tqdm.write(line, file=sys.stdout)
+        sys.stdout.flush()
+        self._done.append(record)
+        self._bar.update()
+        self._name_next()
+
+    def _name_next(self) -> None:
+        if len(self._done) < len(self._keys):
+            self._bar.set_postfix_str(self._keys[len(self._done)].name)
+
+
 def progress(record: Record, done: int, total: int, elapsed_s: float, earlier: Sequence[Record]) -> str:
-    """[ 3/20   12 s] decode/8x2x64/b4/s16384/float32/nsa  PASSED  84.4 ms  0.19x as fast as sdpa-flash"""
-    width = len(str(total))
-    line = f"[{done:>{width}}/{total} {elapsed_s:4.0f} s] {record.key.name:<58} {record.outcome.value}"
+    """[ 3/20   12 s,   68 s left] decode/8x2x64/b4/s16384/float32/nsa  PASSED  84.4 ms  0.19x as fast as sdpa-flash
+
+    The time left takes what is to come to be as long as what is done.
+    """
+    width, left_s = len(str(total)), elapsed_s / done * (total - done)
+    clock = f"{elapsed_s:4.0f} s, {left_s:4.0f} s left"
+    line = f"[{done:>{width}}/{total} {clock}] {record.key.name:<66} {record.outcome.value}"
     if record.reason:
         return f"{line}  {record.reason}"
     ratios = [_ratio(record, other) for other in earlier if other.key.case == record.key.case]
@@ -40,7 +80,8 @@ def _ratio(record: Record, other: Record) -> str:
 
 def table(comparisons: Sequence[Comparison]) -> str:
     """One line per case: NSA, then each baseline with how many times as fast NSA is."""
-    lines = [f"{'case':<52} {'nsa':>12}  baselines (NSA is so many times as fast)"]
+    width = max((len(comparison.nsa.key.case) for comparison in comparisons), default=len("case"))
+    lines = [f"{'case':<{width}} {'nsa':>12}  baselines (NSA is so many times as fast)"]
     for comparison in comparisons:
         nsa = comparison.nsa
         cells = []
@@ -48,5 +89,5 @@ def table(comparisons: Sequence[Comparison]) -> str:
             faster = speed_up(nsa, other)
             times = "" if faster is None else f" ({faster:.2f}x)"
             cells.append(f"{other.key.implementation} {figure(other) or other.outcome.value}{times}")
-        lines.append(f"{nsa.key.case:<52} {figure(nsa) or nsa.outcome.value:>12}  {', '.join(cells)}")
+        lines.append(f"{nsa.key.case:<{width}} {figure(nsa) or nsa.outcome.value:>12}  {', '.join(cells)}".rstrip())
     return "\n".join(lines)

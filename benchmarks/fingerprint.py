@@ -8,13 +8,25 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 
+from benchmarks import clocks
+from benchmarks.ceilings import Ceilings
+from benchmarks.clocks import ClockLimits
+from benchmarks.gpus import Machine
+
 ROOT = Path(__file__).resolve().parent.parent
+
+MEASURING = (
+    "baselines", "cases", "clocks.py", "device_clock.py", "errors.py", "gate.py", "graphs.py", "guards.py",
+    "inputs.py", "memory.py", "memory_child.py", "oracle.py", "runner.py", "timing.py", "turns.py",
+)  # fmt: skip
+"""What in benchmarks/ decides how a figure comes about; a page or a command that changes makes none incomparable."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +56,22 @@ class Fingerprint:
     load: float | None
     """Processes that wanted a core in the minute before the run; above 0 the CPU's figures are not its best."""
     commit: str | None
-    """git commit of the working tree; in a copy without git (an image), what NSA_COMMIT says; else None."""
+    """What NSA_COMMIT says, for a copy of a commit (an image); else git's commit of the working tree; else None."""
     dirty: bool | None
     """Whether tracked or new files outside results/ differ from that commit."""
     nsa_sha256: str
     """Hash of nsa/**/*.py: which implementation was measured, with or without git."""
     benchmarks_sha256: str
-    """Hash of benchmarks/**/*.py and gpus.toml: how it was measured."""
+    """Hash of `MEASURING`: how it was measured."""
+    flash_attn: str | None = None
+    """Versions of the flash-attn packages that are installed: "flash-attn 2.8.3, flash-attn-4 4.0.0"."""
+    image: str | None = None
+    """The container image, as NSA_IMAGE says; None outside one. It holds the sources, so that each commit has another:
+    it is told, and what it brings (PyTorch, Triton, CUDA, Python, the system) is compared."""
+    gpu_clocks: ClockLimits | None = None
+    """Highest clocks and power of the GPU as it is set; None without a GPU or NVML."""
+    ceilings: Ceilings | None = None
+    """What the device was measured to reach at most, once per run; None where that was not measured."""
 
     def __post_init__(self) -> None:
         # both become names of files, so that a record from elsewhere must not lead out of the results
@@ -60,7 +81,35 @@ class Fingerprint:
             raise ValueError(f"fingerprint.utc must be like 2026-01-02T03:04:05.678Z; got {self.utc!r}")
 
 
-def take(machine: str, device: str) -> Fingerprint:
+_DIRTY = {"0": False, "1": True}
+"""NSA_DIRTY beside NSA_COMMIT: whether the copy differs from that commit; unknown without it."""
+
+CONDITIONS = (
+    "machine", "device", "driver", "cuda", "torch", "triton", "flash_attn", "python", "platform", "cpu", "threads",
+    "omp_wait_policy", "gpu_clocks", "benchmarks_sha256",
+)  # fmt: skip
+"""What two figures must share to be compared. The rest is when, which NSA (what is compared), and measured itself."""
+
+
+def differences(a: Fingerprint, b: Fingerprint) -> list[str]:
+    """Why records of `a` and `b` are not comparable ("driver 555 -> 560"); empty where they are.
+
+    What a record of an older schema does not know differs from what a newer one knows, but not from another unknown.
+    """
+    pairs = ((name, getattr(a, name), getattr(b, name)) for name in CONDITIONS)
+    return [f"{name} {_said(old)} -> {_said(new)}" for name, old, new in pairs if old != new]
+
+
+def _said(value: object) -> str:
+    return "unknown" if value is None else str(value)
+
+
+def device_name(machine: Machine) -> str:
+    """The GPU's or the CPU's own name."""
+    return torch.cuda.get_device_name() if machine.device == "cuda" else _cpu_name()
+
+
+def take(machine: str, device: str, ceilings: Ceilings | None = None) -> Fingerprint:
     """Read the fingerprint of this process on this device type ("cuda" or "cpu")."""
     on_gpu = device == "cuda"
     cpu = _cpu_name()
@@ -68,7 +117,7 @@ def take(machine: str, device: str) -> Fingerprint:
         utc=datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
         machine=machine,
         device=torch.cuda.get_device_name() if on_gpu else cpu,
-        driver=_driver() if on_gpu else None,
+        driver=clocks.driver() if on_gpu else None,
         cuda=torch.version.cuda if on_gpu else None,
         torch=torch.__version__,
         triton=_version("triton"),
@@ -78,17 +127,26 @@ def take(machine: str, device: str) -> Fingerprint:
         threads=torch.get_num_threads(),
         omp_wait_policy=os.environ.get("OMP_WAIT_POLICY"),
         load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        commit=_git("rev-parse", "HEAD") or os.environ.get("NSA_COMMIT"),
-        dirty=_dirty(),
+        commit=os.environ.get("NSA_COMMIT") or _git("rev-parse", "HEAD"),
+        dirty=_DIRTY.get(os.environ.get("NSA_DIRTY", "")) if os.environ.get("NSA_COMMIT") else _dirty(),
         nsa_sha256=sources_sha256(ROOT / "nsa"),
-        benchmarks_sha256=sources_sha256(ROOT / "benchmarks"),
+        benchmarks_sha256=sources_sha256(ROOT / "benchmarks", MEASURING),
+        flash_attn=_flash_attn(),
+        image=os.environ.get("NSA_IMAGE"),
+        gpu_clocks=clocks.limits() if on_gpu else None,
+        ceilings=ceilings,
     )
 
 
-def sources_sha256(folder: Path) -> str:
-    """One hash over the names and contents of the Python and TOML files below a folder."""
+def sources_sha256(folder: Path, parts: Sequence[str] = ("",)) -> str:
+    """One hash over the names and contents of the Python files, and the kernels' tables, in these parts of a folder.
+
+    By default in all of it.
+    """
+    chosen = [folder / part for part in parts]
     digest = hashlib.sha256()
-    for path in sorted(p for p in folder.rglob("*") if p.suffix in (".py", ".toml")):
+    files = (*folder.rglob("*.py"), *folder.rglob("tables/*.json"))
+    for path in sorted(p for p in files if any(p.is_relative_to(part) for part in chosen)):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(folder).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)
@@ -102,17 +160,9 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _driver() -> str | None:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # NVML is missing or refuses: the driver is unknown, the figures are not
-        return None
-    try:
-        return str(pynvml.nvmlSystemGetDriverVersion())
-    finally:
-        pynvml.nvmlShutdown()
+def _flash_attn() -> str | None:
+    found = [f"{package} {version}" for package in ("flash-attn", "flash-attn-4") if (version := _version(package))]
+    return ", ".join(found) or None
 
 
 def _cpu_name() -> str:

@@ -1,41 +1,70 @@
-"""No figure without a green oracle, on the same inputs, in the same process, before the first sample.
+"""No figure without a green oracle, in the same process: on the inputs that are timed before the first sample, and on
+inputs that no call has seen after the last.
 
-A sample of rows is compared with `benchmarks.oracle`. The gradients are those of Σ o·do with do zero outside the
-sampled rows: they are then known exactly from these rows alone, also where they must be zero.
+A sample of rows, one of every sequence at least, is compared with `benchmarks.oracle`. The gradients are those of
+Σ o·do with do zero outside the sampled rows: they are then known exactly from these rows alone, also where they must be
+zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-from benchmarks import compare, oracle
+from benchmarks import errors, oracle
 from benchmarks.inputs import Problem
 from benchmarks.oracle import Row
-from benchmarks.records import Gate
+from benchmarks.records import Check, Gate
 from nsa import Aux, NSAConfig
 
-_MAX_SEQUENCES = 4  # float64 copies of every sequence of a large decode batch would not fit beside the cache
+NSA_INPUTS = ("q", "k", "v", "gates")
+DENSE_INPUTS = ("q", "k", "v")
+"""What each has gradients of."""
+
+_SEQUENCES_AT_ONCE = 4  # float64 copies of every sequence of a large decode batch would not fit beside the cache
 
 
 class IncorrectError(Exception):
-    """Further from the oracle than the budget."""
+    """Not what the oracle says, or not honestly come by; `gate` holds the comparison, where there is one."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, reason: str, gate: Gate | None = None) -> None:
         self.gate = gate
-        failed = (
-            f"{check.name}: error {'not finite' if check.error is None else f'{check.error:.2e}'}"
-            f" > budget {check.budget:.2e}"
-            for check in gate.checks
-            if not check.passed
-        )
-        super().__init__(f"{'; '.join(failed)} ({gate.rows_checked} rows against float64)")
+        super().__init__(reason)
 
 
 class NonFiniteError(Exception):
     """NaN or infinity where every input was finite."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an implementation returned for one problem."""
+
+    o: Tensor  # [B, S, Hq, Dv]
+    d_o: Tensor | None = None
+    """The gradient of the output that was given, zero outside the picked rows; None for a forward pass."""
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    """What came of it, by name: "dq", ..."""
+
+    def __post_init__(self) -> None:
+        finite("o", self.o)
+        for name, gradient in self.gradients.items():
+            finite(name, gradient)
+
+    def of(self, part: slice) -> Answer:
+        """Its answer for these sequences alone."""
+        d_o = None if self.d_o is None else self.d_o[part]
+        return Answer(self.o[part], d_o, {name: x[part] for name, x in self.gradients.items()})
+
+    def d_rows(self, picked: Sequence[Row]) -> list[Tensor]:
+        """The rows of `d_o`, each [1, 1, Hq, Dv]."""
+        assert self.d_o is not None
+        return [self.d_o[row.batch, row.query][None, None] for row in picked]
 
 
 def check_nsa(
@@ -46,50 +75,83 @@ def check_nsa(
     rows: int,
     backward: bool = False,
 ) -> Gate:
-    """Compare blocks, output and, if asked, gradients. Raises IncorrectError or NonFiniteError."""
-    problem, step = _leaves(problem, backward), _stride(problem)
+    """Run it, compare blocks, output and, if asked, gradients. Raises IncorrectError or NonFiniteError."""
+    problem, picked = _leaves(problem, backward), oracle.sample_rows(problem, config, rows)
     with torch.set_grad_enabled(backward):
         o, aux = attend(problem)
-    finite("o", o)
-    sample, blocks = problem.map(lambda x: x[::step]), aux.block_indices[::step]
-    picked = oracle.sample_rows(sample, config, rows)
-    truth, eager = oracle.compressed(sample, torch.float64, config), oracle.compressed(sample, o.dtype, config)
-    sources = ((truth, oracle.nsa_row), (eager, oracle.pytorch_nsa_row))
-    expected = [
-        [attend_row(oracle.prefix(x, row, config), oracle.own_blocks(blocks, row), config) for row in picked]
-        for x, attend_row in sources
-    ]
-    checks = [
-        compare.block_sets(truth, eager, blocks, picked, config),
-        compare.outputs(o[::step], picked, *expected),
-    ]
-    if backward:
-        d_o, d_rows = _sparse_gradient(o, picked)
-        found = _backward(problem, ("q", "k", "v", "gates"), o, d_o)
-        wanted = [oracle.nsa_gradients(x, blocks, picked, d_rows, config, attend_row) for x, attend_row in sources]
-        checks += compare.tensors(found, *wanted)
-    return green(Gate(len(picked), tuple(checks), aux.backend))
+    return judge_nsa(problem, config, _answer(problem, NSA_INPUTS, o, picked, backward), aux, picked)
 
 
 def check_dense(
     problem: Problem, attend: Callable[[Problem], Tensor], name: str, *, rows: int, backward: bool = False
 ) -> Gate:
     """The same for a dense baseline: a wrong one would make every ratio wrong."""
-    problem, step = _leaves(problem, backward), _stride(problem)
+    problem, picked = _leaves(problem, backward), oracle.sample_rows(problem, NSAConfig(), rows)
     with torch.set_grad_enabled(backward):
         o = attend(problem)
-    finite("o", o)
-    sample = problem.map(lambda x: x.detach()[::step])
-    picked = oracle.sample_rows(sample, NSAConfig(), rows)
-    sources = ((sample.map(torch.Tensor.double), oracle.dense_row), (sample, oracle.pytorch_dense_row))
+    return judge_dense(problem, _answer(problem, DENSE_INPUTS, o, picked, backward), name, picked)
+
+
+def judge_nsa(problem: Problem, config: NSAConfig, answer: Answer, aux: Aux, picked: Sequence[Row]) -> Gate:
+    """Compare an answer with the oracle; `aux` holds the blocks that its forward pass chose. Raises IncorrectError."""
+    groups = [
+        _nsa_checks(problem.map(itemgetter(part)), config, answer.of(part), aux.block_indices[part], rows)
+        for part, rows in _groups(picked)
+    ]
+    return green(Gate(len(picked), tuple(errors.pooled(groups)), aux.backend))
+
+
+def judge_dense(problem: Problem, answer: Answer, name: str, picked: Sequence[Row]) -> Gate:
+    """The same for a dense baseline of this name."""
+    groups = [_dense_checks(problem.map(itemgetter(part)), answer.of(part), rows) for part, rows in _groups(picked)]
+    return green(Gate(len(picked), tuple(errors.pooled(groups)), name))
+
+
+def _groups(picked: Sequence[Row]) -> Iterator[tuple[slice, list[Row]]]:
+    """A few sequences at a time, and their rows, counted from the first of these sequences."""
+    for begin in range(0, 1 + max(row.batch for row in picked), _SEQUENCES_AT_ONCE):
+        end = begin + _SEQUENCES_AT_ONCE
+        rows = [Row(row.batch - begin, row.query) for row in picked if begin <= row.batch < end]
+        if rows:
+            yield slice(begin, end), rows
+
+
+def _nsa_checks(
+    problem: Problem, config: NSAConfig, answer: Answer, blocks: Tensor, picked: Sequence[Row]
+) -> list[Check]:
+    truth, eager = (oracle.compressed(problem, dtype, config) for dtype in (torch.float64, answer.o.dtype))
+    sources = ((truth, oracle.nsa_row), (eager, oracle.pytorch_nsa_row))
+    expected = [
+        [attend_row(oracle.prefix(x, row, config), oracle.own_blocks(blocks, row), config) for row in picked]
+        for x, attend_row in sources
+    ]
+    checks = [
+        errors.block_sets(truth, eager, blocks, picked, config),
+        errors.outputs(answer.o, picked, *expected),
+    ]
+    if answer.gradients:
+        d_rows = answer.d_rows(picked)
+        wanted = [oracle.nsa_gradients(x, blocks, picked, d_rows, config, attend_row) for x, attend_row in sources]
+        checks += errors.tensors(answer.gradients, *wanted)
+    return checks
+
+
+def _dense_checks(problem: Problem, answer: Answer, picked: Sequence[Row]) -> list[Check]:
+    problem = problem.map(torch.Tensor.detach)
+    sources = ((problem.map(torch.Tensor.double), oracle.dense_row), (problem, oracle.pytorch_dense_row))
     expected = [[attend_row(oracle.prefix(x, row, NSAConfig())) for row in picked] for x, attend_row in sources]
-    checks = [compare.outputs(o[::step], picked, *expected)]
-    if backward:
-        d_o, d_rows = _sparse_gradient(o, picked)
-        found = _backward(problem, ("q", "k", "v"), o, d_o)
+    checks = [errors.outputs(answer.o, picked, *expected)]
+    if answer.gradients:
+        d_rows = answer.d_rows(picked)
         wanted = [oracle.dense_gradients(x, picked, d_rows, attend_row) for x, attend_row in sources]
-        checks += compare.tensors(found, *wanted)
-    return green(Gate(len(picked), tuple(checks), name))
+        checks += errors.tensors(answer.gradients, *wanted)
+    return checks
+
+
+def merged(before: Gate, after: Gate) -> Gate:
+    """What was compared before the first sample and, on other inputs, after the last."""
+    fresh = tuple(dataclasses.replace(check, name=f"{check.name}, fresh inputs") for check in after.checks)
+    return Gate(before.rows_checked + after.rows_checked, before.checks + fresh, before.path)
 
 
 def finite(name: str, x: Tensor) -> None:
@@ -101,22 +163,23 @@ def finite(name: str, x: Tensor) -> None:
 
 def green(gate: Gate) -> Gate:
     """The gate itself; raises IncorrectError unless every check passed."""
-    if not gate.passed:
-        raise IncorrectError(gate)
-    return gate
+    if gate.passed:
+        return gate
+    failed = (
+        f"{check.name}: error {'not finite' if check.error is None else f'{check.error:.2e}'}"
+        f" > budget {check.budget:.2e}"
+        for check in gate.checks
+        if not check.passed
+    )
+    raise IncorrectError(f"{'; '.join(failed)} ({gate.rows_checked} rows against float64)", gate)
 
 
 def _leaves(problem: Problem, backward: bool) -> Problem:
     return problem.map(lambda x: x.detach().requires_grad_(backward))
 
 
-def _stride(problem: Problem) -> int:
-    """Every how-many-th sequence is compared."""
-    return -(-problem.q.shape[0] // _MAX_SEQUENCES) or 1
-
-
-def _sparse_gradient(o: Tensor, rows: Sequence[Row]) -> tuple[Tensor, list[Tensor]]:
-    """(do like o, zero outside the rows; its rows [1, 1, Hq, Dv]).
+def sparse_gradient(o: Tensor, rows: Sequence[Row]) -> Tensor:
+    """A do like o, zero outside the rows: the gradients that come of it are known from these rows alone.
 
     Late rows are averages of many values, hence small, and so are their gradients: a do that is larger by as much
     makes every row count.
@@ -127,12 +190,18 @@ def _sparse_gradient(o: Tensor, rows: Sequence[Row]) -> tuple[Tensor, list[Tenso
         noise = torch.randn(o.shape[2:], generator=generator, device=o.device)
         size = o[row.batch, row.query].detach().float().square().mean().sqrt()
         d_o[row.batch, row.query] = (noise / size).to(o.dtype)
-    return d_o, [d_o[row.batch, row.query][None, None] for row in rows]
+    return d_o
 
 
-def _backward(problem: Problem, names: Sequence[str], o: Tensor, d_o: Tensor) -> dict[str, Tensor]:
+def _answer(problem: Problem, names: Sequence[str], o: Tensor, picked: Sequence[Row], backward: bool) -> Answer:
+    if not backward:
+        return Answer(o)
+    finite("o", o)
+    d_o = sparse_gradient(o, picked)
     found = torch.autograd.grad(o, [problem.tensors[name] for name in names], d_o)
-    gradients = {f"d{name}": gradient for name, gradient in zip(names, found, strict=True)}
-    for name, gradient in gradients.items():
-        finite(name, gradient)
-    return gradients
+    return Answer(o, d_o, gradients_by_name(names, found))
+
+
+def gradients_by_name(names: Sequence[str], found: Sequence[Tensor]) -> dict[str, Tensor]:
+    """("q", "k") -> "dq", "dk"."""
+    return {f"d{name}": gradient for name, gradient in zip(names, found, strict=True)}

@@ -103,6 +103,10 @@ def machine(required: str | None, found: Found | None) -> Machine:
     here = recognise(found)
     if required is not None and here.id != required:
         seen = "no GPU that PyTorch can use" if found is None else found.name
-        wanted = "a GPU that is not listed" if required == UNKNOWN_GPU else f"an {_table()['families'][required]}"
-        raise WrongMachineError(f"this session needs {wanted}; found: {seen}")
+        raise WrongMachineError(f"this session needs {named(required)}; found: {seen}")
     return here
+
+
+def named(required: str) -> str:
+    """How a message names a machine that is wanted."""
+    return "a GPU that is not listed" if required == UNKNOWN_GPU else f"an {_table()['families'][required]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,14 @@ from torch import Tensor
 from benchmarks.records import Key
 from nsa import NSAConfig
 from nsa.geometry import num_compressed_blocks
+
+KINDS = ("random", "local")
+"""How q and k are drawn; a key names it."""
+
+_LOCAL_TOKENS = 256
+"""Over how many tokens a local walk forgets where it was: four selection blocks."""
+_LOCAL_NOISE = 0.05
+"""Share of a local tensor's variance that is each token's own."""
 
 
 @dataclass(frozen=True)
@@ -37,20 +46,43 @@ class Problem:
         return dataclasses.replace(self, **{name: change(x) for name, x in self.tensors.items()})
 
 
-def draw(key: Key, device: str) -> Problem:
-    """Standard normal q, k, v, uniform gates; the seed follows from the shape, so that all contenders get the same."""
+def draw(key: Key, device: str, seed: int = 0) -> Problem:
+    """Inputs of the key's kind, every value of mean 0 and variance 1, and uniform gates.
+
+    "random": q, k and v standard normal. "local": q and k each walk smoothly over the tokens, so that neighbours look
+    for the same blocks, as in trained models. The seed follows from the shape and `seed`: all contenders get the same.
+    Raises ValueError for another kind.
+    """
+    if key.inputs not in KINDS:
+        raise ValueError(f"key.inputs must be one of {', '.join(KINDS)}; got {key.inputs!r}")
     shape = (key.batch, key.num_queries, key.num_keys, key.heads, key.kv_heads, key.head_dim_k, key.head_dim_v)
-    generator = torch.Generator(device).manual_seed(zlib.crc32(repr(shape).encode()))
+    generator = torch.Generator(device).manual_seed(zlib.crc32(repr(shape).encode()) + seed)
     dtype = getattr(torch, key.dtype)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator, device=device, dtype=dtype)
 
-    q = normal(key.batch, key.num_queries, key.heads, key.head_dim_k)
-    k = normal(key.batch, key.num_keys, key.kv_heads, key.head_dim_k)
+    vary = normal if key.inputs == "random" else lambda *size: _walk(normal, *size)
+    q = vary(key.batch, key.num_queries, key.heads, key.head_dim_k)
+    k = vary(key.batch, key.num_keys, key.kv_heads, key.head_dim_k)
     v = normal(key.batch, key.num_keys, key.kv_heads, key.head_dim_v)
     gates = torch.rand(key.batch, key.num_queries, key.heads, 3, generator=generator, device=device, dtype=dtype)
     return Problem(q, k, v, gates)
+
+
+def _walk(normal: Callable[..., Tensor], batch: int, tokens: int, heads: int, channels: int) -> Tensor:
+    """[batch, tokens, heads, channels]: every `_LOCAL_TOKENS` a new normal point, on arcs between them, and noise.
+
+    On an arc a·cos + b·sin from one independent point to the next the variance stays 1.
+    """
+    points = normal(batch, -(-tokens // _LOCAL_TOKENS) + 1, heads, channels)
+    noise = normal(batch, tokens, heads, channels)
+    position = torch.arange(tokens, device=points.device)
+    before = position // _LOCAL_TOKENS
+    angle = (position % _LOCAL_TOKENS)[:, None, None] * (math.pi / 2 / _LOCAL_TOKENS)
+    walk = points[:, before] * angle.cos().to(points.dtype)
+    walk += points[:, before + 1] * angle.sin().to(points.dtype)
+    return walk.mul_(math.sqrt(1 - _LOCAL_NOISE)).add_(noise, alpha=math.sqrt(_LOCAL_NOISE))
 
 
 def with_compressed(problem: Problem, config: NSAConfig) -> Problem:

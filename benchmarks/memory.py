@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,17 +18,24 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import schema
 from benchmarks.fingerprint import ROOT
-from benchmarks.records import Check, Gate, Key
+from benchmarks.records import Gate, Key, Outcome
 
 MIB = 2**20
+FAILED = 3
+"""Exit code of a child that tells what went wrong; Python itself exits with 1 and 2."""
 _CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 _RESET_HIGH_WATER = "5"
 _MMAP_THRESHOLD_BYTES = 2**16
 
 
 class ChildError(Exception):
-    """The child ended without an answer; the message is its last words."""
+    """The child has no figure: what became of it, and why; its comparison with the oracle, where there is one."""
+
+    def __init__(self, outcome: Outcome, reason: str, gate: Gate | None = None) -> None:
+        self.outcome, self.gate = outcome, gate
+        super().__init__(reason)
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,10 @@ def _high_water_mib() -> float:
 
 
 def in_child(key: Key, deadline_s: float) -> tuple[Gate, Peak]:
-    """Gate and peak of one key from `python -m benchmarks.memory_child`. subprocess.TimeoutExpired at the deadline."""
+    """Gate and peak of one key from `python -m benchmarks.memory_child`.
+
+    Raises ChildError, or subprocess.TimeoutExpired at the deadline.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.memory_child", json.dumps(dataclasses.asdict(key))],
         capture_output=True,
@@ -71,10 +82,13 @@ def in_child(key: Key, deadline_s: float) -> tuple[Gate, Peak]:
         cwd=ROOT,
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(_MMAP_THRESHOLD_BYTES)},
     )
-    if done.returncode:
+    if done.returncode == -signal.SIGKILL:
+        raise ChildError(Outcome.OUT_OF_MEMORY, "the child was killed (SIGKILL), as Linux does when memory runs out")
+    if done.returncode not in (0, FAILED):
         last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-        raise ChildError(last)
+        raise ChildError(Outcome.CRASHED, last)
     answer = json.loads(done.stdout.splitlines()[-1])
-    gate = answer["gate"]
-    checks = tuple(Check(**check) for check in gate["checks"])
-    return Gate(gate["rows_checked"], checks, gate["path"]), Peak(**answer["peak"])
+    gate = None if answer["gate"] is None else schema.build(Gate, answer["gate"], "gate")
+    if gate is None or done.returncode == FAILED:
+        raise ChildError(Outcome(answer["outcome"]), answer["reason"], gate)
+    return gate, Peak(**answer["peak"])

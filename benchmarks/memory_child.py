@@ -1,7 +1,8 @@
 """The child process of a memory case: make the inputs, one call, its peak, then the oracle on the same inputs.
 
 The oracle comes after the peak, because what it allocates would hide the call's; the figure leaves this process only
-if the oracle is green. Usage: python -m benchmarks.memory_child '<key as JSON>'; the last line of stdout is JSON.
+if the oracle is green. Usage: python -m benchmarks.memory_child '<key as JSON>'; the last line of stdout is JSON:
+{"gate", "peak"}, or with the exit code `memory.FAILED` {"gate", "outcome", "reason"}.
 """
 
 from __future__ import annotations
@@ -9,24 +10,40 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from typing import Any
 
-from benchmarks import memory
+from benchmarks import memory, runner
 from benchmarks.cases import attention
-from benchmarks.records import Key
+from benchmarks.memory import Peak
+from benchmarks.records import Gate, Key
 
 _WARM_UP_TOKENS = 128  # loads the libraries and starts the threads, too small to show
 
 
-def main() -> None:
+def main() -> int:
     """Answer for the key in the first argument."""
     key = Key(**json.loads(sys.argv[1]))
+    try:
+        gate, peak = _measured(key)
+    except Exception as error:
+        outcome, reason = runner.classify(error, key.implementation)
+        _print({"gate": getattr(error, "gate", None), "outcome": outcome.value, "reason": reason})
+        return memory.FAILED
+    _print({"gate": gate, "peak": peak})
+    return 0
+
+
+def _measured(key: Key) -> tuple[Gate, Peak]:
     small = dataclasses.replace(key, num_queries=_WARM_UP_TOKENS, num_keys=_WARM_UP_TOKENS)
     attention.prepare(small, "cpu").call()
     work = attention.prepare(key, "cpu")
     peak = memory.of_this_process(work.call)
-    gate = work.check()
-    print(json.dumps({"gate": dataclasses.asdict(gate), "peak": dataclasses.asdict(peak)}, allow_nan=False))
+    return work.check(), peak
+
+
+def _print(answer: dict[str, Any]) -> None:
+    print(json.dumps(answer, allow_nan=False, default=dataclasses.asdict))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

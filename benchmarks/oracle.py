@@ -35,13 +35,32 @@ class Row:
 
 
 def sample_rows(problem: Problem, config: NSAConfig, count: int) -> list[Row]:
-    """The first and last rows, those around the branches' boundaries, then random ones: `count`, or all if fewer."""
-    batch, num_queries = problem.q.shape[:2]
+    """The first and last rows, those around the branches' boundaries, then random ones: as `_rows` counts."""
+    num_queries = problem.q.shape[1]
     offset = problem.k.shape[1] - num_queries
     edges = (config.l, config.l_sel, config.w, config.l_sel * config.n_sel)
     boundaries = [0, num_queries - 1] + [edge + step - offset for edge in edges for step in (-1, 0)]
-    shuffled = random.Random(0).sample(range(num_queries), num_queries)
-    queries = [query for query in dict.fromkeys(boundaries + shuffled) if 0 <= query < num_queries]
+    queries = [query for query in dict.fromkeys(boundaries + _shuffled(num_queries, 0)) if 0 <= query < num_queries]
+    return _rows(problem, queries, count)
+
+
+def random_rows(problem: Problem, count: int, seed: int) -> list[Row]:
+    """Rows that nothing but the seed tells: as `_rows` counts."""
+    return _rows(problem, _shuffled(problem.q.shape[1], seed), count)
+
+
+def _shuffled(count: int, seed: int) -> list[int]:
+    return random.Random(seed).sample(range(count), count)
+
+
+def _rows(problem: Problem, queries: Sequence[int], count: int) -> list[Row]:
+    """`count` of them, or all if fewer; but one of every sequence at least, of each another query where there are some.
+
+    A batch of which some sequences are wrong is wrong.
+    """
+    batch = problem.q.shape[0]
+    if batch >= count:
+        return [Row(b, queries[b % len(queries)]) for b in range(batch)]
     return [Row(b, query) for query in queries[:count] for b in range(batch)][:count]
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
-from benchmarks import schema
+from benchmarks import jsonl, schema
+from benchmarks.clocks import Clocks
 from benchmarks.fingerprint import Fingerprint
+from benchmarks.key import Key as Key
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+READABLE_VERSIONS = (1, 2)
+"""Version 2 added fields, all optional: a line of version 1 reads as one that does not know them."""
 
 
 class Outcome(str, Enum):
@@ -40,60 +42,6 @@ class Outcome(str, Enum):
     """The device lowered its clocks while it was measured."""
     NOT_PRESENT = "NOT_PRESENT"
     """The implementation is not on this machine."""
-
-
-@dataclass(frozen=True)
-class Key:
-    """Which case: records with equal keys measure the same thing."""
-
-    mode: str
-    """"prefill-forward", "prefill-forward-backward", "decode", "train-step" or "memory"."""
-    implementation: str
-    """"nsa", or the baseline by name ("sdpa-flash")."""
-    backend_asked: str | None
-    """Backend of NSA that was asked for; None for a baseline."""
-    dtype: str
-    """"float32", "bfloat16" or "float16"; of a train step the compute type, the weights being float32."""
-    batch: int
-    num_queries: int
-    """Tokens computed per sequence: S, or 1 in decode."""
-    num_keys: int
-    """Tokens attended to per sequence: T."""
-    heads: int
-    kv_heads: int
-    head_dim_k: int
-    head_dim_v: int
-    config: Mapping[str, Any] | None
-    """NSA's settings; None for a baseline."""
-    model: str | None = None
-    """The decoder LM of a train step; None elsewhere."""
-    inputs: str = "random"
-    """How the inputs are drawn: "random" is standard normal, gates uniform."""
-    cache: str = "warm"
-    """"cold": the GPU's L2 is flushed before each sample; "warm": it is not."""
-
-    SIZES = ("batch", "num_queries", "num_keys", "heads", "kv_heads", "head_dim_k", "head_dim_v")
-
-    def __post_init__(self) -> None:
-        for name in self.SIZES:
-            if getattr(self, name) < 1:
-                raise ValueError(f"key.{name} must be at least 1; got {getattr(self, name)}")
-
-    @property
-    def what(self) -> str:
-        """The model, or the heads: 64x4x128, or 64x4x192:128 where Dk and Dv differ."""
-        dims = f"{self.head_dim_k}" if self.head_dim_k == self.head_dim_v else f"{self.head_dim_k}:{self.head_dim_v}"
-        return self.model or f"{self.heads}x{self.kv_heads}x{dims}"
-
-    @property
-    def case(self) -> str:
-        """What all contenders share: decode/8x2x64/b4/s16384/float32."""
-        return f"{self.mode}/{self.what}/b{self.batch}/s{self.num_keys}/{self.dtype}"
-
-    @property
-    def name(self) -> str:
-        """One readable word, what `--cases` matches: the case and the implementation."""
-        return f"{self.case}/{self.implementation}"
 
 
 @dataclass(frozen=True)
@@ -141,7 +89,11 @@ class Record:
     gate: Gate | None = None
     """None where the case ended before the oracle was asked."""
     latency_ms: float | None = None
-    """Median of the samples."""
+    """Median of the samples: the device's time alone where `queued_ahead`."""
+    interval_ms: tuple[float, float] | None = None
+    """Confidence interval of that median; None where the samples are too few for one."""
+    end_to_end_ms: float | None = None
+    """Median wall time from the call to the end of the device's work, launch included, measured apart."""
     samples_ms: tuple[float, ...] | None = None
     """Every sample, in the order taken."""
     tokens_per_s: float | None = None
@@ -151,19 +103,37 @@ class Record:
     peak_mem_source: str | None = None
     """How the peak was read: "cuda_allocator", or "rss_high_water" of a fresh child process."""
     clock: str | None = None
-    """"cuda_event" or "perf_counter"."""
+    """"cuda_event", "cuda_graph" (events around a replay) or "perf_counter"."""
+    queued_ahead: bool | None = None
+    """Whether the device's work was queued before it began, so that no sample holds launch latency; False where the
+    call itself waits for the device; None on the CPU."""
+    compile_s: float | None = None
+    """Wall time of the first call: compilation, autotuning, loading of libraries."""
     warmup_calls: int | None = None
+    """Calls between the first one and the first sample."""
     stop_reason: str | None = None
-    """"enough_samples" or "wall_limit"."""
+    """"precise_enough" or "wall_limit"; "enough_samples" in records of version 1."""
+    unmet: str | None = None
+    """The condition that the sampling ended without; None where all were met."""
+    clocks: Clocks | None = None
+    """The GPU's clocks beside the samples; None without NVML."""
+    flops: float | None = None
+    """Floating-point operations that the case needs at least, a multiply-add being two; from the case, not counted."""
+    bytes_moved: float | None = None
+    """Bytes that the case must read and write at least; from the case, not counted."""
     schema_version: int = SCHEMA_VERSION
 
-    NUMBERS = ("latency_ms", "samples_ms", "tokens_per_s", "peak_mem_mib")
+    NUMBERS = (
+        "latency_ms", "samples_ms", "interval_ms", "end_to_end_ms", "tokens_per_s", "peak_mem_mib", "compile_s",
+    )  # fmt: skip
+    """What was measured: None unless PASSED."""
 
     def __post_init__(self) -> None:
         if self.outcome is Outcome.PASSED:
             if self.gate is None or not self.gate.passed:
                 raise ValueError(f"{self.key.name}: PASSED needs a green gate; got {self.gate}")
             self._check_numbers()
+            self._check_clocks()
             return
         if not self.reason:
             raise ValueError(f"{self.key.name}: {self.outcome.value} needs a reason")
@@ -172,17 +142,78 @@ class Record:
                 raise ValueError(f"{self.key.name}: {name} must be None with outcome {self.outcome.value}")
 
     def _check_numbers(self) -> None:
-        if all(getattr(self, name) is None for name in self.NUMBERS):
+        if self.latency_ms is None and self.peak_mem_mib is None:
             raise ValueError(f"{self.key.name}: PASSED needs a number")
-        for name in ("latency_ms", "tokens_per_s"):
+        for name in ("latency_ms", "end_to_end_ms", "tokens_per_s", "flops", "bytes_moved"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{self.key.name}: {name} must be finite and above 0; got {value}")
+        if self.interval_ms is not None and not (len(self.interval_ms) == 2 and self._interval_holds_latency()):
+            raise ValueError(
+                f"{self.key.name}: interval_ms must be two bounds around latency_ms; got {self.interval_ms}"
+            )
         # a sample can be shorter than the clock's step, and a call can need nothing beside its inputs
-        for name, values in (("samples_ms", self.samples_ms), ("peak_mem_mib", (self.peak_mem_mib,))):
+        singles = (("peak_mem_mib", (self.peak_mem_mib,)), ("compile_s", (self.compile_s,)))
+        for name, values in (("samples_ms", self.samples_ms), *singles):
             for value in values or ():
                 if value is not None and not (math.isfinite(value) and value >= 0):
                     raise ValueError(f"{self.key.name}: {name} must be finite and at least 0; got {value}")
+
+    def _check_clocks(self) -> None:
+        if self.clocks is None or self.samples_ms is None:
+            return
+        for name in ("sm_mhz", "power_w", "temperature_c"):
+            readings = len(getattr(self.clocks, name))
+            if readings != len(self.samples_ms):
+                raise ValueError(
+                    f"{self.key.name}: clocks.{name} must be beside each of the {len(self.samples_ms)} samples; got"
+                    f" {readings}"
+                )
+
+    def _interval_holds_latency(self) -> bool:
+        assert self.interval_ms is not None
+        low, high = self.interval_ms
+        return self.latency_ms is not None and low <= self.latency_ms <= high
+
+    @property
+    def identity(self) -> str:
+        """What was measured, as one word that tells any two apart: the whole key, and the path that ran."""
+        path = self.gate.path if self.gate else None
+        return json.dumps({**dataclasses.asdict(self.key), "path": path}, sort_keys=True, separators=(",", ":"))
+
+    @property
+    def p99_ms(self) -> float | None:
+        """What 99 of 100 samples do not exceed; None for fewer than 100 samples, whose greatest says less."""
+        if self.samples_ms is None or len(self.samples_ms) < 100:
+            return None
+        return sorted(self.samples_ms)[math.ceil(0.99 * len(self.samples_ms)) - 1]
+
+    @property
+    def tflops(self) -> float | None:
+        """TFLOP/s reached, by the case's own count; None where that or the latency is unknown."""
+        return None if self.flops is None or self.latency_ms is None else self.flops / self.latency_ms / 1e9
+
+    @property
+    def tb_per_s(self) -> float | None:
+        """TB/s reached, by the case's own count; None where that or the latency is unknown."""
+        return None if self.bytes_moved is None or self.latency_ms is None else self.bytes_moved / self.latency_ms / 1e9
+
+    @property
+    def share_of_limit(self) -> float | None:
+        """The nearer of the two measured ceilings, as a share of it: 1.0 leaves nothing to gain. None where unknown.
+
+        What a warm cache can hold counts as no traffic of the memory.
+        """
+        ceilings = self.fingerprint.ceilings
+        if ceilings is None or self.latency_ms is None:
+            return None
+        shares = []
+        if self.tflops is not None:
+            shares.append(self.tflops / ceilings.tflops(self.key.dtype))
+        if self.bytes_moved is not None:
+            cached = 0.0 if self.key.cache == "cold" else (ceilings.cache_mib or 0.0) * 2**20
+            shares.append(max(self.bytes_moved - cached, 0.0) / self.latency_ms / 1e9 / ceilings.copy_tb_per_s)
+        return max(shares, default=None)
 
     def to_json(self) -> str:
         """One line of JSON, without a line break."""
@@ -194,8 +225,9 @@ class Record:
         data = json.loads(line)
         if not isinstance(data, dict):
             raise TypeError(f"a record must be a JSON object; got {type(data).__name__}")
-        if data.get("schema_version") != SCHEMA_VERSION:
-            raise ValueError(f"schema_version must be {SCHEMA_VERSION}; got {data.get('schema_version')!r}")
+        if data.get("schema_version") not in READABLE_VERSIONS:
+            known = " or ".join(map(str, READABLE_VERSIONS))
+            raise ValueError(f"schema_version must be {known}; got {data.get('schema_version')!r}")
         return schema.build(cls, data, "record")
 
 
@@ -231,14 +263,8 @@ def _run_path(results: Path, fingerprint: Fingerprint) -> Path:
 
 
 def append(path: Path, record: Record) -> None:
-    """Add one line, in one write, on the disk when this returns: a killed run keeps what it finished."""
-    line = (record.to_json() + "\n").encode()
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(file, line)
-        os.fsync(file)
-    finally:
-        os.close(file)
+    """Add one line, on the disk when this returns: a killed run keeps what it finished. Raises jsonl.DiskFullError."""
+    jsonl.append(path, record.to_json())
 
 
 def read(paths: Iterable[Path]) -> tuple[list[Record], list[Damaged]]:
@@ -246,14 +272,22 @@ def read(paths: Iterable[Path]) -> tuple[list[Record], list[Damaged]]:
     records: list[Record] = []
     damaged: list[Damaged] = []
     for path in paths:
-        for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-            if not line.strip():
-                continue
+        try:
+            found = list(jsonl.lines(path))
+        except OSError as error:
+            damaged.append(Damaged(path, 1, unreadable(error)))
+            continue
+        for number, line in found:
             try:
                 records.append(Record.from_json(line.decode()))
             except (ValueError, TypeError, RecursionError) as error:  # JSON and Unicode errors are ValueErrors
                 damaged.append(Damaged(path, number, f"{type(error).__name__}: {error}"))
     return records, damaged
+
+
+def unreadable(error: OSError) -> str:
+    """Why a whole file is damaged: it is a folder, say."""
+    return f"{type(error).__name__}: cannot be read: {error.strerror}"
 
 
 def read_runs(results: Path) -> tuple[list[Record], list[Damaged]]:

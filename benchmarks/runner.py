@@ -8,23 +8,35 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from benchmarks import memory, timing
-from benchmarks.baselines import sdpa
-from benchmarks.cases import Work, attention, train_step
+from benchmarks import ceilings, guards, memory, timing
+from benchmarks.baselines import NotPresentError, UnsupportedError
+from benchmarks.cases import NSA, Work
+from benchmarks.cases.prepare import prepare
+from benchmarks.ceilings import Ceilings
+from benchmarks.clocks import Clocks
+from benchmarks.device_clock import UnjoinedWorkError
 from benchmarks.fingerprint import Fingerprint
-from benchmarks.gate import IncorrectError, NonFiniteError, finite
+from benchmarks.gate import IncorrectError, NonFiniteError, finite, merged
+from benchmarks.graphs import CannotCaptureError
 from benchmarks.records import Gate, Key, Outcome, Record
+from benchmarks.timing import Timing
+from benchmarks.turns import Turns
 
-QUICK = timing.Plan(min_samples=5, min_time_s=0.1, wall_limit_s=2.0)
-FULL = timing.Plan(min_samples=10, min_time_s=0.5, wall_limit_s=5.0)
+QUICK = timing.Plan(min_samples=6, min_time_s=0.1, wall_limit_s=2.0, precision=0.02)
+FULL = timing.Plan(min_samples=10, min_time_s=0.5, wall_limit_s=5.0, precision=0.01)
 MEMORY_DEADLINE_S = 300.0
+_FRESH_SEED = 1
+"""Of the inputs after the last sample; those that are timed have the seed 0."""
 
 Prepare = Callable[[Key, str], Work]
 
 
-def prepare(key: Key, device: str) -> Work:
-    """The work of any key that is timed."""
-    return (train_step.prepare if key.mode == "train-step" else attention.prepare)(key, device)
+class ThrottledError(Exception):
+    """Most samples were taken while the device was too hot or short of power."""
+
+    def __init__(self, reason: str, clocks: Clocks) -> None:
+        self.clocks = clocks
+        super().__init__(reason)
 
 
 def run(
@@ -62,29 +74,61 @@ def measure(
                 peak_mem_source=peak.source,
             )
         work = prepare(key, device)
+        before = guards.digests(work.inputs)
+        with work.refusals():
+            compile_s = timing.seconds(work.call, device)
         gate = work.check()
-        timed = timing.measure(work.call, device, key.cache, plan)
-        on_gpu_peak = memory.of_cuda(work.call) if device == "cuda" else None
+        turns = Turns(work, key, device)
+        timed = turns.time(plan)
+        _require_steady(timed)
+        _require_possible(timed, work, fingerprint.ceilings, device)
+        guards.unchanged(work.inputs, before)
+        device_peak = memory.of_cuda(work.call) if device == "cuda" else None
         _finite_outputs(work)
+        fresh = turns.recheck(_FRESH_SEED)
     except Exception as error:
-        outcome, reason = classify(error)
-        return Record(key, outcome, reason, fingerprint, command, getattr(error, "gate", gate))
+        outcome, reason = classify(error, key.implementation)
+        clocks = error.clocks if isinstance(error, ThrottledError) else None
+        return Record(key, outcome, reason, fingerprint, command, getattr(error, "gate", None) or gate, clocks=clocks)
     return Record(
         key,
         Outcome.PASSED,
         None,
         fingerprint,
         command,
-        gate,
+        gate if fresh is None else merged(gate, fresh),
         latency_ms=timed.latency_ms,
         samples_ms=timed.samples_ms,
+        interval_ms=timed.interval_ms,
+        end_to_end_ms=timed.end_to_end_ms,
         tokens_per_s=work.tokens / timed.latency_ms * 1e3,
-        peak_mem_mib=on_gpu_peak.mib if on_gpu_peak else None,
-        peak_mem_source=on_gpu_peak.source if on_gpu_peak else None,
-        clock=timed.clock,
+        peak_mem_mib=device_peak.mib if device_peak else None,
+        peak_mem_source=device_peak.source if device_peak else None,
+        clock="cuda_graph" if key.launch == "graph" else timed.clock,
+        queued_ahead=timed.queued_ahead,
+        compile_s=compile_s,
         warmup_calls=timed.warmup_calls,
         stop_reason=timed.stop_reason,
+        unmet=timed.unmet,
+        clocks=timed.clocks,
+        flops=work.flops,
+        bytes_moved=work.bytes_moved,
     )
+
+
+def _require_steady(timed: Timing) -> None:
+    """Raises ThrottledError where heat or a failing supply slowed most samples."""
+    if timed.clocks is not None and (reason := timed.clocks.void_because):
+        raise ThrottledError(reason, timed.clocks)
+
+
+def _require_possible(timed: Timing, work: Work, limits: Ceilings | None, device: str) -> None:
+    """Raises IncorrectError for a figure above the physical limit."""
+    if limits is None or limits.beaten_by(timed.latency_ms, work.flops, work.bytes_moved) is None:
+        return
+    limits = ceilings.measured_again(limits, device)
+    if reason := limits.beaten_by(timed.latency_ms, work.flops, work.bytes_moved):
+        raise IncorrectError(reason)
 
 
 def _finite_outputs(work: Work) -> None:
@@ -93,19 +137,28 @@ def _finite_outputs(work: Work) -> None:
         finite(f"output {i} after the last sample", x)
 
 
-def classify(error: Exception) -> tuple[Outcome, str]:
-    """The outcome that an exception means, and one line that says why."""
+def classify(error: Exception, implementation: str) -> tuple[Outcome, str]:
+    """The outcome that an exception of this implementation means, and one line that says why.
+
+    What a baseline cannot import is not installed; NSA is always here, and an import that fails in it is its fault.
+    """
     text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-    if isinstance(error, IncorrectError):
+    if isinstance(error, (IncorrectError, UnjoinedWorkError)):
         return Outcome.INCORRECT, str(error)
+    if isinstance(error, memory.ChildError):
+        return error.outcome, str(error)
+    if isinstance(error, ThrottledError):
+        return Outcome.THROTTLED, str(error)
     if isinstance(error, NonFiniteError):
         return Outcome.NONFINITE, str(error)
-    if isinstance(error, sdpa.NotPresentError):
+    if isinstance(error, NotPresentError):
         return Outcome.NOT_PRESENT, str(error)
-    if isinstance(error, ImportError):
+    if isinstance(error, ImportError) and implementation != NSA:
         return Outcome.NOT_PRESENT, text
-    if isinstance(error, sdpa.UnsupportedError):
+    if isinstance(error, UnsupportedError):
         return Outcome.UNSUPPORTED, str(error)
+    if isinstance(error, CannotCaptureError):
+        return Outcome.UNSUPPORTED, text
     if isinstance(error, subprocess.TimeoutExpired):
         return Outcome.STALLED, f"no answer within {error.timeout:.0f} s"
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text:

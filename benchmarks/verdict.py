@@ -50,3 +50,9 @@ def comparisons(records: Iterable[Record]) -> list[Comparison]:
 def faults(records: Iterable[Record]) -> list[Record]:
     """What makes a run fail: NSA itself wrong, not finite, crashed or stalled."""
     return [record for record in records if record.key.implementation == NSA and record.outcome in FAULTS]
+
+
+def blind(records: Iterable[Record]) -> bool:
+    """Whether NSA was asked for and has neither a figure nor a fault: unsupported, say, on every case."""
+    of_nsa = [record for record in records if record.key.implementation == NSA]
+    return bool(of_nsa) and not any(record.outcome in (Outcome.PASSED, *FAULTS) for record in of_nsa)

@@ -1,46 +1,71 @@
-"""Prefill (forward, forward + backward) and decode, for NSA and for dense attention."""
+"""Prefill (forward, forward + backward) and decode, for NSA and for what it is compared with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from benchmarks import gate, inputs
-from benchmarks.baselines import sdpa
-from benchmarks.cases import NSA, Work
+from benchmarks import gate, guards, inputs, oracle
+from benchmarks.baselines import BASELINES, Baseline
+from benchmarks.cases import NSA, Call, Work, floors
+from benchmarks.gate import Answer
 from benchmarks.inputs import Problem
+from benchmarks.oracle import Row
 from benchmarks.records import Gate, Key
 from nsa import Aux, NSAConfig, nsa_attention
 
 NSA_ROWS = 24
 """Query rows of NSA that meet the oracle; fewer for a baseline, which has no selection to go wrong."""
 DENSE_ROWS = 8
+FRESH_ROWS = 8
+"""Query rows that meet it again on other inputs, after the last sample."""
 
-Forward = Callable[[Problem], Tensor]
+
+@dataclass(frozen=True)
+class Contender:
+    """One implementation: how it is called, and how its answers are judged."""
+
+    forward: Callable[[Problem], Tensor]
+    differentiated: tuple[str, ...]
+    """The inputs that it has gradients of."""
+    check: Callable[[Problem, bool], Gate]
+    """Runs it, on the inputs that are timed, with the backward pass or without."""
+    judge: Callable[[Problem, Answer, Sequence[Row]], Gate]
+    """Compares what the timed call returned."""
+    refusals: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def prepare(key: Key, device: str) -> Work:
     """The work of a key whose mode is prefill-*, decode, or memory (which is a prefill forward + backward)."""
-    problem = inputs.draw(key, device)
-    backward = key.mode in ("prefill-forward-backward", "memory")
+    return _work(key, _contender(key), _problem(key, device))
+
+
+def _contender(key: Key) -> Contender:
     if key.implementation == NSA:
-        assert key.config is not None
-        config = NSAConfig.from_mapping(key.config)
-        if key.mode == "decode":  # the cache holds the compressed keys and values already
-            problem = inputs.with_compressed(problem, config)
-        forward, check = _nsa(key, config, problem, backward)
-    else:
-        forward, check = _dense(key, problem, backward)
-    wanted = ("q", "k", "v", "gates") if key.implementation == NSA else ("q", "k", "v")
-    call = _forward_backward(problem, wanted, forward) if backward else _forward_only(problem, forward)
-    return Work(check, call, key.batch * key.num_queries)
+        return _nsa(key)
+    baseline = BASELINES[key.implementation]
+    return _dense(baseline) if baseline.config is None else _other_nsa(baseline, baseline.config)
 
 
-def _nsa(key: Key, config: NSAConfig, problem: Problem, backward: bool) -> tuple[Forward, Callable[[], Gate]]:
-    assert key.backend_asked is not None
-    backend = key.backend_asked
+def _problem(key: Key, device: str, seed: int = 0) -> Problem:
+    problem = inputs.draw(key, device, seed)
+    if key.implementation == NSA and key.mode == "decode":  # the cache holds the compressed keys and values already
+        return inputs.with_compressed(problem, _config(key))
+    return problem
+
+
+def _config(key: Key) -> NSAConfig:
+    assert key.config is not None
+    return NSAConfig.from_mapping(key.config)
+
+
+def _nsa(key: Key) -> Contender:
+    config, backend = _config(key), key.backend_asked
+    assert backend is not None
 
     def forward(p: Problem) -> Tensor:
         return nsa_attention(
@@ -60,36 +85,100 @@ def _nsa(key: Key, config: NSAConfig, problem: Problem, backward: bool) -> tuple
             return_aux=True,
         )
 
-    return forward, lambda: gate.check_nsa(problem, config, with_aux, rows=NSA_ROWS, backward=backward)
+    return _sparse(config, forward, with_aux)
 
 
-def _dense(key: Key, problem: Problem, backward: bool) -> tuple[Forward, Callable[[], Gate]]:
-    name = key.implementation
-
-    def forward(p: Problem) -> Tensor:
-        return sdpa.attend(p, name)
-
-    def check() -> Gate:
-        sdpa.require(problem, name)
-        return gate.check_dense(problem, forward, name, rows=DENSE_ROWS, backward=backward)
-
-    return forward, check
-
-
-def _forward_only(problem: Problem, forward: Forward) -> Callable[[], tuple[Tensor, ...]]:
-    def call() -> tuple[Tensor, ...]:
+def _other_nsa(baseline: Baseline, config: NSAConfig) -> Contender:
+    def with_aux(p: Problem) -> tuple[Tensor, Aux]:
+        assert baseline.block_indices is not None
         with torch.no_grad():
-            return (forward(problem),)
+            blocks = baseline.block_indices(p)
+        return baseline.attend(p), Aux(blocks, {}, {}, baseline.name)
 
-    return call
+    return _sparse(config, baseline.attend, with_aux, lambda: baseline.refusals(baseline.name))
 
 
-def _forward_backward(problem: Problem, wanted: tuple[str, ...], forward: Forward) -> Callable[[], tuple[Tensor, ...]]:
+def _sparse(
+    config: NSAConfig,
+    forward: Callable[[Problem], Tensor],
+    with_aux: Callable[[Problem], tuple[Tensor, Aux]],
+    refusals: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Contender:
+    def check(p: Problem, backward: bool) -> Gate:
+        return gate.check_nsa(p, config, with_aux, rows=NSA_ROWS, backward=backward)
+
+    def judge(p: Problem, answer: Answer, picked: Sequence[Row]) -> Gate:
+        with torch.no_grad():  # the timed call does not return its blocks
+            _, aux = with_aux(p)
+        return gate.judge_nsa(p, config, answer, aux, picked)
+
+    return Contender(forward, gate.NSA_INPUTS, check, judge, refusals)
+
+
+def _dense(baseline: Baseline) -> Contender:
+    name = baseline.name
+
+    def check(p: Problem, backward: bool) -> Gate:
+        return gate.check_dense(p, baseline.attend, name, rows=DENSE_ROWS, backward=backward)
+
+    def judge(p: Problem, answer: Answer, picked: Sequence[Row]) -> Gate:
+        return gate.judge_dense(p, answer, name, picked)
+
+    return Contender(baseline.attend, gate.DENSE_INPUTS, check, judge, lambda: baseline.refusals(name))
+
+
+def _work(key: Key, contender: Contender, problem: Problem) -> Work:
+    backward = key.mode in ("prefill-forward-backward", "memory")
+    names = contender.differentiated if backward else ()
+    d_o = _output_gradient(problem) if backward else None
+
+    def recheck(call: Call, seed: int) -> Gate:
+        picked = oracle.random_rows(problem, FRESH_ROWS, seed)
+        before = call()
+        if d_o is not None:
+            d_o.copy_(gate.sparse_gradient(before[0], picked))
+        guards.poison(before)
+        _overwrite(problem.tensors, _problem(key, problem.q.device.type, seed).tensors)
+        o, *gradients = guards.as_read_by_this_stream(call())
+        return contender.judge(problem, Answer(o, d_o, gate.gradients_by_name(names, gradients)), picked)
+
+    floor = floors.of(key)
+    return Work(
+        lambda: contender.check(problem, backward),
+        _call(problem, contender, names, d_o),
+        key.batch * key.num_queries,
+        floor.flops,
+        floor.bytes_moved,
+        refusals=contender.refusals,
+        inputs=problem.tensors,
+        recheck=recheck,
+        copy=lambda: _work(key, contender, problem.map(torch.clone)),
+    )
+
+
+def _call(problem: Problem, contender: Contender, names: Sequence[str], d_o: Tensor | None) -> Call:
+    if d_o is None:
+
+        def forward() -> tuple[Tensor, ...]:
+            with torch.no_grad():
+                return (contender.forward(problem),)
+
+        return forward
+
     leaves = problem.map(lambda x: x.detach().requires_grad_())
-    d_o = torch.randn(*problem.q.shape[:3], problem.v.shape[3], dtype=problem.q.dtype, device=problem.q.device)
+    wanted = [leaves.tensors[name] for name in names]
 
-    def call() -> tuple[Tensor, ...]:
-        o = forward(leaves)
-        return o, *torch.autograd.grad(o, [leaves.tensors[name] for name in wanted], d_o)
+    def forward_backward() -> tuple[Tensor, ...]:
+        o = contender.forward(leaves)
+        return o, *torch.autograd.grad(o, wanted, d_o)
 
-    return call
+    return forward_backward
+
+
+def _output_gradient(problem: Problem) -> Tensor:
+    return torch.randn(*problem.q.shape[:3], problem.v.shape[3], dtype=problem.q.dtype, device=problem.q.device)
+
+
+def _overwrite(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
+    for name, x in old.items():
+        x.copy_(new[name])

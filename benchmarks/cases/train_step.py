@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from benchmarks import compare
+from benchmarks import errors, guards
 from benchmarks.baselines import sdpa
-from benchmarks.cases import NSA, Work
-from benchmarks.gate import finite, green
+from benchmarks.cases import NSA, Call, Work, floors
+from benchmarks.gate import IncorrectError, finite, green
 from benchmarks.records import Gate, Key
 from nsa import NSAConfig, backends
 from nsa.model import BASE_125M, SHOWCASE, DecoderLM, ModelConfig, next_token_loss
@@ -45,7 +45,15 @@ def prepare(key: Key, device: str) -> Work:
         optimiser.step()
         return (loss.detach(),)
 
-    return Work(_check(key, model, tokens[:1, :_CHECKED_TOKENS], device), call, key.batch * key.num_queries)
+    return Work(
+        _check(key, model, tokens[:1, :_CHECKED_TOKENS], device),
+        call,
+        key.batch * key.num_queries,
+        floors.of_train_step(key, model),
+        refusals=lambda: _refusals(key.implementation),
+        inputs={"tokens": tokens},
+        recheck=_recheck(key, model, tokens),
+    )
 
 
 def _model_config(key: Key) -> ModelConfig:
@@ -63,7 +71,7 @@ def _check(key: Key, model: DecoderLM, tokens: Tensor, device: str) -> Callable[
         oracle = DecoderLM(dataclasses.replace(model.config, backend="reference")).to(device)
         oracle.load_state_dict(model.state_dict())
         with _precision(key.dtype, device):
-            with _kernel(key.implementation), sdpa.refusals_named():
+            with _kernel(key.implementation), sdpa.refusals_named(key.implementation):
                 found = _logits_and_gradients(model, tokens)
             with _kernel("sdpa-math"):
                 eager = _logits_and_gradients(oracle, tokens)
@@ -71,10 +79,33 @@ def _check(key: Key, model: DecoderLM, tokens: Tensor, device: str) -> Callable[
             truth = _logits_and_gradients(oracle.double(), tokens)
         for name, x in found.items():
             finite(name, x)
-        checks = compare.tensors(found, truth, eager)
+        checks = errors.tensors(found, truth, eager)
         return green(Gate(tokens.shape[1], tuple(checks), _path(key, model, tokens)))
 
     return check
+
+
+def _recheck(key: Key, model: DecoderLM, tokens: Tensor) -> Callable[[Call, int], Gate]:
+    """The loss that the timed step returns for tokens it has never seen, beside that of the same weights evaluated
+    apart; and the step must have moved these weights."""
+
+    def recheck(call: Call, seed: int) -> Gate:
+        generator = torch.Generator(tokens.device).manual_seed(seed)
+        guards.poison(call())
+        tokens.random_(model.config.vocab_size, generator=generator)
+        with torch.no_grad(), _precision(key.dtype, tokens.device.type), _kernel(key.implementation):
+            expected = next_token_loss(model(tokens), tokens)
+        before = guards.digests(dict(model.named_parameters()))
+        (loss,) = guards.as_read_by_this_stream(call())
+        finite("loss", loss)
+        if guards.digests(dict(model.named_parameters())) == before:
+            raise IncorrectError("the step left every weight as it was")
+        error = ((loss - expected).abs() / expected.abs()).item()
+        # one kernel on the same weights and tokens twice: what is rounded in the compute type may fall the other way
+        budget = errors.FORWARD_FACTOR * torch.finfo(getattr(torch, key.dtype)).eps
+        return green(Gate(tokens.numel(), (errors.check("loss", error, budget),), _path(key, model, tokens)))
+
+    return recheck
 
 
 def _logits_and_gradients(model: DecoderLM, tokens: Tensor) -> dict[str, Tensor]:
@@ -90,6 +121,10 @@ def _precision(dtype: str, device: str) -> AbstractContextManager[object]:
 def _kernel(implementation: str) -> AbstractContextManager[object]:
     """The one kernel that the dense twin may use; NSA uses none of them."""
     return nullcontext() if implementation == NSA else sdpa_kernel(sdpa.BACKENDS[implementation])
+
+
+def _refusals(implementation: str) -> AbstractContextManager[None]:
+    return nullcontext() if implementation == NSA else sdpa.refusals_named(implementation)
 
 
 def _path(key: Key, model: DecoderLM, tokens: Tensor) -> str:

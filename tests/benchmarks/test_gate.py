@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import gate, inputs
+from benchmarks import gate, inputs, oracle
 from benchmarks.baselines import sdpa
 from benchmarks.gate import IncorrectError, NonFiniteError
 from benchmarks.inputs import Problem
@@ -41,15 +41,46 @@ def test_lets_nsa_and_dense_attention_through(dtype: str) -> None:
     assert [check.name for check in dense.checks] == ["o", "dq", "dk", "dv"]
 
 
+def decode_step(p: Problem) -> tuple[Tensor, Aux]:
+    return nsa_attention(
+        p.q, p.k, p.v, p.gates, CONFIG, k_compressed=p.k_compressed, v_compressed=p.v_compressed, return_aux=True
+    )
+
+
+def decode_problem(batch: int) -> Problem:
+    return inputs.with_compressed(inputs.draw(key("decode", length=96, batch=batch), "cpu"), CONFIG)
+
+
 def test_lets_decode_through() -> None:
-    p = inputs.with_compressed(inputs.draw(key("decode", length=96, batch=9), "cpu"), CONFIG)
+    assert gate.check_nsa(decode_problem(9), CONFIG, decode_step, rows=8).rows_checked == 9  # one of every sequence
+
+
+@pytest.mark.parametrize("wrong", range(9))
+def test_stops_a_batch_of_which_one_sequence_is_wrong(wrong: int) -> None:
+    p = decode_problem(9)
+
+    def other(o: Tensor) -> Tensor:
+        o = o.clone()
+        o[wrong] = 123.0
+        return o
 
     def attend(p: Problem) -> tuple[Tensor, Aux]:
-        return nsa_attention(
-            p.q, p.k, p.v, p.gates, CONFIG, k_compressed=p.k_compressed, v_compressed=p.v_compressed, return_aux=True
-        )
+        o, aux = decode_step(p)
+        return other(o), aux
 
-    assert gate.check_nsa(p, CONFIG, attend, rows=8).rows_checked == 3  # every third of the 9 sequences
+    with pytest.raises(IncorrectError, match="o: error"):
+        gate.check_nsa(p, CONFIG, attend, rows=8)
+    with pytest.raises(IncorrectError, match="o: error"):
+        gate.check_dense(p, lambda p: other(sdpa.attend(p, "sdpa-math")), "sdpa-math", rows=8)
+
+
+def test_a_large_batch_of_prefills_meets_the_oracle_on_more_than_first_rows() -> None:
+    p = inputs.draw(key(length=40, batch=9), "cpu")
+    passed = gate.check_nsa(p, CONFIG, right, rows=4, backward=True)
+    assert (passed.passed, passed.rows_checked) == (True, 9)
+    with pytest.raises(IncorrectError, match="dq: error"):
+        gate.check_nsa(p, CONFIG, with_fault(scaled_gradient), rows=4, backward=True)
+    assert len({row.query for row in oracle.sample_rows(p, CONFIG, 4)}) == 9
 
 
 def one_row_off(o: Tensor, aux: Aux) -> tuple[Tensor, Aux]:

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpus, records, runner
-from benchmarks.__main__ import chosen, main
+from benchmarks import gpus, records, runner, worker
+from benchmarks.__main__ import main
 from benchmarks.cases import attention
+from benchmarks.commands.options import chosen
 from benchmarks.gpus import Found
-from tests.benchmarks.synthetic import key, passed
+from benchmarks.records import Outcome
+from tests.benchmarks.synthetic import failed, key, passed
 
 
 def run(*arguments: str) -> int:
@@ -30,7 +32,7 @@ def test_measures_writes_records_and_a_page(tmp_path: Path, capsys: pytest.Captu
     found, damaged = records.read_runs(tmp_path)
     assert [record.key.implementation for record in found] == ["sdpa-flash", "nsa"]
     assert damaged == []
-    assert found[1].command.endswith("--cases 'prefill-forward/8x2x64/b1/s512/float32/nsa'")
+    assert found[1].command.endswith("--cases prefill-forward/8x2x64/b1/s512/float32/nsa")
 
 
 def test_a_wrong_result_fails_the_run(
@@ -40,9 +42,26 @@ def test_a_wrong_result_fails_the_run(
         raise RuntimeError("boom")
 
     monkeypatch.setattr(attention, "nsa_attention", broken)
+    monkeypatch.setattr(worker, "run", runner.run)  # in this process, where it is broken
     assert run("--quick", "--gpu", "cpu", "--cases", "prefill-forward/*/s512/*/nsa", "--out", str(tmp_path)) == 1
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["faults"] == ["prefill-forward/8x2x64/b1/s512/float32/nsa"]
+
+
+@pytest.mark.parametrize("refused", [Outcome.UNSUPPORTED, Outcome.NOT_PRESENT, Outcome.OUT_OF_MEMORY])
+def test_a_run_without_any_figure_of_nsa_is_not_green(
+    refused: Outcome, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [failed(key(), refused, "no kernel"), passed(key(implementation="sdpa-flash"))]
+    monkeypatch.setattr(worker, "run", lambda *_: iter(found))
+    assert run("--quick", "--gpu", "cpu", "--out", str(tmp_path)) == 2
+    said = capsys.readouterr()
+    assert said.err == "python -m benchmarks: NSA was measured on no case; the page says why\n"
+    assert json.loads(said.out.splitlines()[-1])["outcomes"] == {refused.value: 1, "PASSED": 1}
+    found.append(passed(key("decode")))
+    assert run("--quick", "--gpu", "cpu", "--out", str(tmp_path)) == 0
+    del found[::2]
+    assert run("--quick", "--gpu", "cpu", "--out", str(tmp_path)) == 0  # baselines alone were asked for
 
 
 @pytest.mark.parametrize("wanted", ["a100", "3090", "4090", "h100", "h200", "b200"])
@@ -86,7 +105,7 @@ def test_refuses_an_out_that_cannot_be_written_before_measuring(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(runner, "run", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(worker, "run", lambda *_: pytest.fail("measured"))
     file = tmp_path / blocked
     file.parent.mkdir(exist_ok=True)
     file.touch()
@@ -103,7 +122,7 @@ def test_an_interrupted_run_keeps_what_it_finished(
         yield from [passed(key())] * done
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner, "run", interrupted)
+    monkeypatch.setattr(worker, "run", interrupted)
     assert run("--quick", "--gpu", "cpu", "--out", str(tmp_path)) == 130
     (said,) = capsys.readouterr().err.splitlines()
     (path,) = (tmp_path / "runs" / "cpu").iterdir()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import fingerprint, records
+from benchmarks.ceilings import Ceilings
 from benchmarks.records import Check, Gate, Outcome, Record
 from tests.benchmarks.synthetic import FINGERPRINT, GREEN, failed, key, passed
 
@@ -83,7 +84,7 @@ def test_damaged_lines_are_named_and_the_rest_is_read(tmp_path: Path) -> None:
     found, damaged = records.read_runs(tmp_path)
     assert found == [good, good]
     assert [(line.path, line.line) for line in damaged] == [(path, number) for number in (2, 3, 4, 5, 6)]
-    assert "schema_version must be 1; got 99" in damaged[2].why
+    assert "schema_version must be 1 or 2; got 99" in damaged[2].why
     assert "must be None with outcome INCORRECT" in damaged[3].why
 
 
@@ -155,3 +156,75 @@ def test_name_holds_what_tells_cases_apart() -> None:
     assert key().name == "prefill-forward/4x2x16/b1/s64/float32/nsa"
     assert dataclasses.replace(key(), head_dim_v=8).what == "4x2x16:8"
     assert key("train-step", model="125m").case == "train-step/125m/b1/s64/float32"
+
+
+def test_a_word_stands_for_each_thing_that_is_not_usual() -> None:
+    assert key("decode", inputs="local", cache="cold", launch="graph").name == (
+        "decode/4x2x16/b1/s64/float32/local/cold/graph/nsa"
+    )
+    assert key(launch="graph").case == "prefill-forward/4x2x16/b1/s64/float32/graph"
+
+
+@pytest.mark.parametrize(("name", "value"), [("launch", "replayed"), ("cache", "tepid")])
+def test_a_key_knows_its_words(name: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"key.{name} must be one of .*; got '{value}'"):
+        key(**{name: value})
+
+
+def test_identity_is_the_key_and_the_path_that_ran() -> None:
+    record = passed(key())
+    assert passed(key(), latency_ms=3.0).identity == record.identity
+    assert json.loads(record.identity)["path"] == "torch"
+    others = [
+        dataclasses.replace(record, gate=dataclasses.replace(GREEN, path="triton")),
+        passed(key(launch="graph")),
+        passed(dataclasses.replace(key(), config={"l": 32})),
+        failed(key(), Outcome.CRASHED, "before the oracle was asked"),
+    ]
+    assert len({record.identity, *(other.identity for other in others)}) == 5
+
+
+def test_what_was_reached_comes_from_the_case_s_own_count() -> None:
+    limits = Ceilings(bf16_tflops=400.0, float32_tflops=40.0, copy_tb_per_s=2.0, cache_mib=1e9 / 2**20)
+    record = dataclasses.replace(
+        passed(key(cache="cold"), latency_ms=2.0),
+        fingerprint=dataclasses.replace(FINGERPRINT, ceilings=limits),
+        flops=4e10,
+        bytes_moved=3e9,
+    )
+    assert (record.tflops, record.tb_per_s) == (pytest.approx(20.0), pytest.approx(1.5))
+    assert record.share_of_limit == pytest.approx(0.75)  # of the copy; 0.5 of the product in float32
+    assert dataclasses.replace(record, key=key()).share_of_limit == pytest.approx(0.5)  # a third of the bytes is cached
+    half = dataclasses.replace(record, key=key(dtype="bfloat16"), bytes_moved=None)
+    assert half.share_of_limit == pytest.approx(0.05)
+    unknown = passed(key())
+    assert (unknown.tflops, unknown.tb_per_s, unknown.share_of_limit) == (None, None, None)
+    no_ceilings = dataclasses.replace(record, fingerprint=FINGERPRINT)
+    assert no_ceilings.share_of_limit is None
+
+
+def test_reads_records_of_schema_1() -> None:
+    new = json.loads(passed(key()).to_json())
+    added = {"launch", "flash_attn", "image", "gpu_clocks", "ceilings", "interval_ms", "end_to_end_ms", "queued_ahead",
+             "compile_s", "unmet", "clocks", "flops", "bytes_moved"}  # fmt: skip
+
+    def without(part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        return {name: without(value) for name, value in part.items() if name not in added}
+
+    old = Record.from_json(json.dumps(without(new) | {"schema_version": 1}))
+    assert old == dataclasses.replace(passed(key()), schema_version=1)
+    assert Record.from_json(old.to_json()) == old
+
+
+@pytest.mark.parametrize("interval_ms", [(1.0,), (2.0, 3.0), (0.5, 0.9)])
+def test_an_interval_holds_the_latency(interval_ms: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="interval_ms must be two bounds around latency_ms"):
+        Record(key(), Outcome.PASSED, None, FINGERPRINT, "command", GREEN, latency_ms=1.0, interval_ms=interval_ms)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("samples", "p99_ms"), [(99, None), (100, 99.0), (101, 100.0), (1000, 990.0)])
+def test_p99_is_what_99_of_100_samples_do_not_exceed(samples: int, p99_ms: float | None) -> None:
+    record = dataclasses.replace(passed(key()), samples_ms=tuple(map(float, range(samples, 0, -1))))
+    assert record.p99_ms == p99_ms

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 
 import nsa
-from benchmarks import memory, runner
-from benchmarks.baselines import sdpa
+from benchmarks import memory, memory_child, runner
+from benchmarks.baselines import BASELINES
 from benchmarks.cases import Work, attention
 from benchmarks.records import Gate, Key, Outcome, Record
 from benchmarks.timing import Plan
@@ -52,7 +53,7 @@ def test_measures_a_train_step(implementation: str) -> None:
     record = measure(key("train-step", implementation, length=96, **sizes))
     assert (record.outcome, record.reason) == (Outcome.PASSED, None)
     assert record.gate is not None
-    assert [check.name for check in record.gate.checks] == ["logits", "dparameters"]
+    assert [check.name for check in record.gate.checks] == ["logits", "dparameters", "loss, fresh inputs"]
 
 
 def scaled_output(factor: float) -> Callable[..., object]:
@@ -83,12 +84,13 @@ def test_nan_gets_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_turns_nan_after_the_gate_gets_no_number() -> None:
-    outputs = iter([torch.zeros(1)] * 4 + [torch.full((1,), torch.nan)])  # a warm-up, 3 samples, and the last look
+    outputs = iter([torch.zeros(1)] * 4 + [torch.full((1,), torch.nan)])  # the first call, 3 samples, and the last look
 
     def prepare(the_key: Key, device: str) -> Work:
         return Work(lambda: GREEN, lambda: (next(outputs),), 1)
 
-    record = measure(key(), prepare)
+    plan = dataclasses.replace(PLAN, warmup_calls=0)
+    record = runner.measure(key(), "cpu", plan, FINGERPRINT, "command", prepare)
     assert record.outcome is Outcome.NONFINITE
     assert record.gate == GREEN
     assert has_no_number(record)
@@ -104,7 +106,7 @@ ERRORS = [
     (RuntimeError("DefaultCPUAllocator: can't allocate memory"), Outcome.OUT_OF_MEMORY),
     (OutOfResources("shared memory"), Outcome.COMPILE_ERROR),
     (ValueError("backend 'triton' cannot serve this call: no GPU"), Outcome.UNSUPPORTED),
-    (ModuleNotFoundError("No module named 'flash_attn'"), Outcome.NOT_PRESENT),
+    (ImportError("cannot import name 'choose' from 'nsa.backends'"), Outcome.CRASHED),
     (subprocess.TimeoutExpired("child", 3.0), Outcome.STALLED),
     (RuntimeError("CUDA error: an illegal\nmemory access"), Outcome.CRASHED),
     (ValueError("k must have shape"), Outcome.CRASHED),
@@ -132,11 +134,19 @@ def test_an_absent_baseline_says_why() -> None:
     assert "same last dimension" in refused.reason
 
 
+def test_a_package_that_a_baseline_cannot_import_is_not_present() -> None:
+    def check() -> Gate:
+        raise ModuleNotFoundError("No module named 'flash_attn'")
+
+    record = measure(key(implementation="flash-attn"), lambda the_key, device: Work(check, tuple, 1))
+    assert (record.outcome, has_no_number(record)) == (Outcome.NOT_PRESENT, True)
+
+
 def test_a_refusal_of_another_kind_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: object) -> Tensor:
         raise RuntimeError("something else")
 
-    monkeypatch.setattr(sdpa, "attend", broken)
+    monkeypatch.setitem(BASELINES, "sdpa-math", dataclasses.replace(BASELINES["sdpa-math"], attend=broken))
     assert measure(key(implementation="sdpa-math")).outcome is Outcome.CRASHED
 
 
@@ -163,3 +173,43 @@ def test_a_child_that_fails_says_its_last_words() -> None:
     assert record.outcome is Outcome.CRASHED
     assert record.reason is not None
     assert "heads of k must divide the 3 heads of q" in record.reason
+
+
+def in_this_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The child's main runs here, so that a fault can be put into it."""
+
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", command[2:])
+            code = memory_child.main()
+        said = capsys.readouterr()
+        return subprocess.CompletedProcess(command, code, said.out, said.err)
+
+    monkeypatch.setattr(subprocess, "run", run)
+
+
+def test_what_is_wrong_in_a_child_is_told_apart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_this_process(monkeypatch, capsys)
+    assert measure(key("memory")).outcome is Outcome.PASSED
+    monkeypatch.setattr(attention, "nsa_attention", scaled_output(1.001))
+    wrong = measure(key("memory"))
+    assert (wrong.outcome, has_no_number(wrong)) == (Outcome.INCORRECT, True)
+    assert (wrong.reason or "").startswith("o: error 1.00e-03 > budget ")
+    assert wrong.gate is not None
+    assert not wrong.gate.passed
+    monkeypatch.setattr(attention, "nsa_attention", scaled_output(float("nan")))
+    assert measure(key("memory")).outcome is Outcome.NONFINITE
+
+
+@pytest.mark.parametrize(("signal_number", "outcome"), [(9, Outcome.OUT_OF_MEMORY), (11, Outcome.CRASHED)])
+def test_a_child_that_the_kernel_kills_was_out_of_memory(
+    signal_number: int, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = f"import os; os.kill(os.getpid(), {signal_number})"
+    whole = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: whole([command[0], "-c", script], **options))
+    record = measure(key("memory"))
+    assert (record.outcome, has_no_number(record)) == (outcome, True)
+    assert record.reason

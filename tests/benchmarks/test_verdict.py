@@ -66,7 +66,7 @@ def test_lines_name_the_baseline_and_hide_no_failure() -> None:
         failed(key(implementation="sdpa-cudnn"), Outcome.NOT_PRESENT, "no GPU"),
     )
     line = console.progress(passed(key(), 10.0), 3, 20, 12.0, [dense, refused])
-    assert line.startswith("[ 3/20   12 s] prefill-forward/4x2x16/b1/s64/float32/nsa")
+    assert line.startswith("[ 3/20   12 s,   68 s left] prefill-forward/4x2x16/b1/s64/float32/nsa")
     assert line.endswith("PASSED  10 ms  2.50x as fast as sdpa-flash")
     assert console.progress(refused, 4, 20, 13.0, []).endswith("NOT_PRESENT  no GPU")
     table = console.table(verdict.comparisons([dense, refused, passed(key(), 10.0)]))

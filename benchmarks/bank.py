@@ -1,0 +1,97 @@
+"""Pairs of processes that measured identical code with slowdowns injected, one line each: what `calibrate` draws from.
+
+A line is added when its pair is done, so that a calibration that was killed goes on where it stopped. Lines of another
+machine state or of other sources have another identity and are left alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import duel, fingerprint, lines, rounds
+from benchmarks.checkout import Sources
+from benchmarks.contest import NotTimed
+from benchmarks.fingerprint import Fingerprint
+from benchmarks.judgements import Rules
+from benchmarks.records import Key
+
+SLOWDOWNS = (0.01, 0.03, 0.1)
+"""Injected into one side, beside 0."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One case in one pair: `duel.Turns` with its name."""
+
+    case: str
+    base_ms: tuple[float, ...]
+    head_ms: tuple[tuple[float, ...], ...]
+    """Per turn: without a slowdown, then with each of `SLOWDOWNS`."""
+
+    @property
+    def turns(self) -> duel.Turns:
+        return duel.Turns(self.base_ms, self.head_ms)
+
+
+@dataclass(frozen=True)
+class BankedPair:
+    """Every case in one pair of processes (`rounds.play` deals the cases to two of them)."""
+
+    identity: str
+    seconds: float
+    taken: tuple[Taken, ...]
+
+
+def path(results: Path, machine: str) -> Path:
+    """The machine's bank."""
+    return results / "calibration" / f"{machine}.pairs.jsonl"
+
+
+def identity(of: Fingerprint, cases: Sequence[str], rules: Rules) -> str:
+    """One word for all that pairs must share to be judged together."""
+    conditions = {name: str(getattr(of, name)) for name in fingerprint.CONDITIONS}
+    measured = [rules.turns, rules.most_turns, rules.turn_precision, SLOWDOWNS]
+    text = json.dumps([conditions, of.nsa_sha256, list(cases), measured], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def read(results: Path, machine: str, wanted: str) -> list[BankedPair]:
+    """The pairs of this identity, oldest first; a torn line is as if it had not been begun."""
+    pairs, _ = lines.read(path(results, machine), BankedPair)
+    return [pair for pair in pairs if pair.identity == wanted]
+
+
+class LostPairError(Exception):
+    """A case of a calibration could not be timed: a fault of the code, not of the machine."""
+
+
+def measure(
+    results: Path, machine: str, sources: Sequence[Sources], keys: Sequence[Key], rules: Rules, wanted: str, count: int
+) -> Iterator[BankedPair]:
+    """So many new pairs, each in the bank before it is yielded. Raises LostPairError naming the case.
+
+    The oracle is asked in the first one: what is published of identical code are rates, not latencies.
+    """
+    base, head = sources
+    for number in range(count):
+        begin = time.perf_counter()
+        played = rounds.play(base, head, "cpu", keys, rules, number % 2, SLOWDOWNS, check=number == 0)
+        taken = [_taken(key, result) for key, result in zip(keys, played, strict=True)]
+        pair = BankedPair(wanted, round(time.perf_counter() - begin, 1), tuple(taken))
+        lines.append(path(results, machine), pair)
+        yield pair
+
+
+def _taken(key: Key, result: duel.Turns | NotTimed) -> Taken:
+    if isinstance(result, NotTimed):
+        raise LostPairError(f"{key.name}: {result.reason}")
+    return Taken(key.name, _to_ns(result.base_ms), tuple(map(_to_ns, result.head_ms)))
+
+
+def _to_ns(times_ms: Sequence[float]) -> tuple[float, ...]:
+    return tuple(round(x, 6) for x in times_ms)

@@ -1,0 +1,73 @@
+"""What a baseline is, and how it says that it cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.inputs import Problem
+from nsa import NSAConfig
+
+
+class UnsupportedError(Exception):
+    """The baseline refuses this case; the message is its own reason."""
+
+
+class NotPresentError(Exception):
+    """The baseline is not on this machine; the message says what to install."""
+
+
+@contextmanager
+def package_refusals(name: str) -> Iterator[None]:
+    """Turn a package's own checks into UnsupportedError; anything else, an error of CUDA say, stays what it is."""
+    try:
+        yield
+    except (UnsupportedError, NotPresentError):
+        raise
+    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
+        raise UnsupportedError(f"{name}: {_one_line(error)}") from error
+    except RuntimeError as error:
+        if "support" not in str(error) or isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise UnsupportedError(f"{name}: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """One implementation to compare with."""
+
+    name: str
+    """In keys and in gpus.toml."""
+    attend: Callable[[Problem], Tensor]
+    """Causal attention of the last S of T tokens: [B, S, Hq, Dv]; its own errors where it refuses."""
+    absent: Callable[[str], str | None]
+    """Why it is not on this machine, for a device type, read after its name: "is not installed (...)"; or None."""
+    refusals: Callable[[str], AbstractContextManager[None]] = package_refusals
+    """Names the baseline's own refusals, given its name."""
+    config: NSAConfig | None = None
+    """Settings of another NSA; None for dense attention."""
+    block_indices: Callable[[Problem], Tensor] | None = None
+    """What that NSA selects: int32 [B, S, Hkv, n], ascending, padded with -1; None for dense attention."""
+
+    def require(self, device: str) -> None:
+        """Raises NotPresentError with the reason."""
+        if reason := self.absent(device):
+            raise NotPresentError(f"{self.name} {reason}")
+
+
+def needs_cuda(device: str) -> str | None:
+    """Why kernels for CUDA are not there."""
+    return None if device == "cuda" else "exists on CUDA devices only"
+
+
+def not_installed(error: Exception, package: str) -> str:
+    """Why a package is not there, and how to get it."""
+    return f"is not installed ({error}): python3 -m pip install {package}"

@@ -1,0 +1,113 @@
+"""`accept`: take the level that cases have now as their baseline, with the reason why, for everyone to read.
+
+The only way for a baseline to move. Afterwards it prints how every case stands: slower or faster than accepted, new,
+missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from benchmarks import accepted, gpus, lines, store, trend
+from benchmarks.accepted import Acceptance, Standing, State
+from benchmarks.checkout import git
+from benchmarks.commands import options
+from benchmarks.store import Series
+
+SUMMARY = "move baselines to the level that cases have now, with a reason"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which cases, and why."""
+    parser.add_argument(
+        "--case",
+        required=True,
+        dest="cases",
+        type=lambda text: text.split(","),
+        metavar="A,B",
+        help="modes or patterns of case names, such as 'decode/*/nsa'",
+    )
+    parser.add_argument("--reason", required=True, metavar="TEXT", help="why the new level is right")
+    options.add_gpu(parser)
+    options.add_out(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Append one acceptance per case; the last line of stdout is JSON."""
+    if not arguments.reason.strip():
+        raise ValueError("--reason must say why the baseline moves; got an empty one")
+    machine = arguments.gpu or gpus.machine(None, gpus.visible_gpu()).id
+    with store.opened(arguments.out) as opened:
+        history = opened.history(machine)
+    moved = _acceptances(machine, _chosen(history, arguments.cases, machine), arguments.reason, arguments.out)
+    for acceptance in moved:
+        lines.append(accepted.path(arguments.out), acceptance)
+        print(f"{acceptance.case}: {_ms(acceptance.previous_ms)} -> {_ms(acceptance.latency_ms)}")
+    standings = accepted.standings(machine, history, accepted.current(arguments.out))
+    print("\n" + "\n".join(map(_line, standings)))
+    summary = {
+        "accepted": [acceptance.case for acceptance in moved],
+        "states": dict(Counter(standing.state.value for standing in standings)),
+        "missing": [standing.case for standing in standings if standing.state is State.MISSING],
+        "new": [standing.case for standing in standings if standing.state is State.NEW],
+        "baselines": str(accepted.path(arguments.out)),
+    }
+    print(json.dumps(summary))
+    return 0
+
+
+def _chosen(history: Sequence[Series], patterns: Sequence[str], machine: str) -> list[Series]:
+    for pattern in patterns:
+        if not any(options.named(series.newest.key, pattern) for series in history):
+            raise ValueError(f"--case: no case that {machine} has measured is named {pattern!r}")
+    return [series for series in history if any(options.named(series.newest.key, pattern) for pattern in patterns)]
+
+
+def _acceptances(machine: str, chosen: Sequence[Series], reason: str, results: Path) -> list[Acceptance]:
+    """ValueError for a case whose last run is an unconfirmed change."""
+    baselines, utc, who = accepted.current(results), _now(), _who()
+    found = []
+    for series in chosen:
+        key, last = series.newest.key, series.points[-1].fingerprint
+        now = trend.of_points(series.points)
+        if now.confirmation_wanted:
+            change = now.changes[-1].change
+            raise ValueError(
+                f"--case: the last run of {key.name} differs by {change:+.1%} from its level of {now.level_ms:.4g} ms;"
+                f" a second run must confirm it first: {series.newest.command}"
+            )
+        previous = baselines.get((machine, last.device, key.name))
+        previous_ms = previous.latency_ms if previous else None
+        path = series.newest.gate.path if series.newest.gate else None
+        level = (now.level_ms, last.commit, previous_ms, path, last)
+        found.append(Acceptance(utc, who, reason, machine, last.device, key.name, *level))
+    return found
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _who() -> str:
+    try:
+        return f"{git('config', 'user.name')} <{git('config', 'user.email')}>"
+    except (ValueError, subprocess.CalledProcessError):  # no git, or no name in it
+        return getpass.getuser()
+
+
+def _ms(latency_ms: float | None) -> str:
+    return "none" if latency_ms is None else f"{latency_ms:.4g} ms"
+
+
+def _line(standing: Standing) -> str:
+    asked = "  (the last run differs: run it again)" if standing.unconfirmed else ""
+    asked += "".join(f"  ({why})" for why in standing.differences)
+    levels = f"{_ms(standing.accepted_ms)} accepted, {_ms(standing.level_ms)} now"
+    return f"{standing.state.value:<14} {standing.case:<58} {levels}{asked}"

@@ -1,0 +1,197 @@
+"""`compare`: is HEAD slower than BASE? Both are measured now, here, in turns, by the benches as they are.
+
+Answers FASTER, SLOWER, SAME or UNDECIDED for each case, with the smallest change that could have been seen; FAILED
+where HEAD does not pass it. Exit code 1 for SLOWER or FAILED, 0 otherwise: UNDECIDED is no verdict.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks import calibration, checkout, contest, fingerprint, gpus, judgements, lines, rounds
+from benchmarks.checkout import Sources
+from benchmarks.child import THREADS
+from benchmarks.commands import options
+from benchmarks.contest import NotTimed, Timed
+from benchmarks.gpus import Machine
+from benchmarks.judgements import Judgement, Rules, Verdict
+from benchmarks.records import Key
+
+SUMMARY = "measure two commits in turns: FASTER, SLOWER, SAME or UNDECIDED for each case"
+BAD = (Verdict.SLOWER, Verdict.FAILED)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The two commits, which cases, and how long."""
+    parser.add_argument("base", metavar="BASE", help="a commit: main, HEAD~1, v1.0")
+    parser.add_argument("head", metavar="HEAD", nargs="?", help="another one (default: the working tree)")
+    options.add_gpu(parser)
+    options.add_cases(parser, default="the quick suite but memory")
+    add_rounds(parser)
+    options.add_out(parser)
+
+
+def add_rounds(parser: argparse.ArgumentParser) -> None:
+    """--rounds."""
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=Rules.looks[-1],
+        metavar="N",
+        help=f"most pairs of processes per case before UNDECIDED (default: {Rules.looks[-1]})",
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Measure and answer; the last line of stdout is JSON."""
+    machine = gpus.machine(arguments.gpu, gpus.visible_gpu())
+    keys = options.contenders(machine, arguments.cases)
+    rules = rules_for(arguments.out, machine, arguments.rounds)
+    options.check_writable(arguments.out / "verdicts")
+    begin = time.perf_counter()
+    refs = [arguments.base, arguments.head or checkout.WORKING_TREE]
+    with checkout.sources(refs) as (base, head):
+        print(f"{machine.title}: {len(keys)} cases, {_name(base)} against {_name(head)}", flush=True)
+        found, interrupted = judge(machine, keys, base, head, rules)
+    path = judgements.path(arguments.out, found[0].utc, base.side, head.side)
+    for judgement in found:
+        lines.append(path, judgement)
+    print("\n" + table(found))
+    summary = {
+        "verdicts": dict(Counter(judgement.verdict.value for judgement in found)),
+        "bad": [judgement.key.name for judgement in found if judgement.verdict in BAD],
+        "undecided": [judgement.key.name for judgement in found if judgement.verdict is Verdict.UNDECIDED],
+        "seconds": round(time.perf_counter() - begin, 1),
+        "judgements": str(path),
+    }
+    print(json.dumps(summary))
+    if interrupted:
+        return options.INTERRUPTED
+    return 1 if summary["bad"] else 0
+
+
+def rules_for(results: Path, machine: Machine, rounds: int) -> Rules:
+    """This machine's calibrated thresholds, or the defaults, with looks up to so many rounds. ValueError for too few.
+
+    Machines of one name ("cpu") differ in their noise: thresholds of another processor or GPU are not taken.
+    """
+    calibrated = calibration.load(results, machine.id)
+    if calibrated is not None and (there := calibrated.fingerprint.device) != (
+        here := fingerprint.device_name(machine)
+    ):
+        print(f"thresholds: the defaults; {calibration.path(results, machine.id)} is of {there}, and this is {here}")
+        calibrated = None
+    return (calibrated.rules if calibrated else Rules()).up_to(rounds)
+
+
+def judge(
+    machine: Machine, keys: Sequence[Key], base: Sources, head: Sources, rules: Rules
+) -> tuple[list[Judgement], bool]:
+    """One judgement per key, with a line of progress per round; and whether it was interrupted before the end."""
+    identity = fingerprint.take(machine.id, machine.device)
+    if machine.device == "cpu":
+        identity = dataclasses.replace(identity, threads=THREADS)
+    measure = _Rounds(machine.device, {key.name: key for key in keys}, base, head, rules)
+    answers, interrupted = [contest.Answer(key.name) for key in keys], False
+    try:
+        contest.decide(answers, measure, rules)
+    except KeyboardInterrupt:
+        interrupted = True
+        for answer in answers:
+            if answer.verdict is Verdict.UNDECIDED:
+                answer.reason = f"interrupted after {len(answer.pairs)} pairs of processes"
+    paired = zip(answers, keys, strict=True)
+    return [_judgement(answer, key, identity, base, head, rules) for answer, key in paired], interrupted
+
+
+class _Rounds:
+    """Measures rounds for `contest.play` and says how it goes."""
+
+    def __init__(self, device: str, keys: Mapping[str, Key], base: Sources, head: Sources, rules: Rules) -> None:
+        self._device, self._keys, self._base, self._head, self._rules = device, keys, base, head, rules
+        self._done, self._seconds, self._cases = 0, 0.0, 0
+
+    def __call__(self, cases: Sequence[str]) -> Mapping[str, Timed | NotTimed]:
+        begin = time.perf_counter()
+        keys = [self._keys[case] for case in cases]
+        played = rounds.play(self._base, self._head, self._device, keys, self._rules, self._done % 2)
+        self._done += 1
+        self._seconds += time.perf_counter() - begin
+        self._cases += len(cases)
+        print(self._progress(len(cases)), flush=True)
+        timed = (result if isinstance(result, NotTimed) else result.timed() for result in played)
+        return dict(zip(cases, timed, strict=True))
+
+    def _progress(self, cases: int) -> str:
+        """Time left to the next look; how many cases go on after it is not known before it."""
+        what, looks = f"round {self._done}, {cases} case{'s' if cases > 1 else ''}", self._rules.looks
+        look = next((look for look in looks if look >= self._done), self._done)
+        if look == self._done:
+            return f"[{what}] {self._seconds:.0f} s"
+        left_s = (look - self._done) * cases * self._seconds / self._cases
+        return f"[{what}] {self._seconds:.0f} s, {left_s:.0f} s to the look after round {look}, {looks[-1]} at most"
+
+
+def _judgement(
+    answer: contest.Answer,
+    key: Key,
+    identity: fingerprint.Fingerprint,
+    base: Sources,
+    head: Sources,
+    rules: Rules,
+) -> Judgement:
+    effect = answer.effect(rules)
+    return Judgement(
+        identity.utc,
+        base.side,
+        head.side,
+        identity,
+        key,
+        rules,
+        answer.verdict,
+        answer.reason,
+        _command(base, head, identity.machine, key, rules),
+        change=effect.change if effect else None,
+        interval=effect.interval if effect else None,
+        detectable=effect.detectable if effect else None,
+        p_value=answer.p_value if effect else None,
+        base_ms=effect.base_ms if effect else None,
+        head_ms=effect.head_ms if effect else None,
+        changes=tuple(pair.change for pair in answer.pairs),
+        base_outcome=answer.stopped.base if answer.stopped else None,
+        head_outcome=answer.stopped.head if answer.stopped else None,
+    )
+
+
+def _command(base: Sources, head: Sources, machine: str, key: Key, rules: Rules) -> str:
+    refs = [side.ref for side in (base.side, head.side) if side.ref != checkout.WORKING_TREE]
+    rest = ["--gpu", machine, "--cases", key.name, "--rounds", str(rules.looks[-1])]
+    return shlex.join(["python", "-m", "benchmarks", "compare", *refs, *rest])
+
+
+def _name(sources: Sources) -> str:
+    side = sources.side
+    return f"{side.ref} ({(side.commit or side.nsa_sha256)[:10]}{', changed' if side.dirty else ''})"
+
+
+def table(found: Sequence[Judgement]) -> str:
+    """One line per case, what needs a person first."""
+    order = [Verdict.FAILED, Verdict.SLOWER, Verdict.UNDECIDED, Verdict.FASTER, Verdict.SAME]
+    return "\n".join(map(_line, sorted(found, key=lambda judgement: order.index(judgement.verdict))))
+
+
+def _line(judgement: Judgement) -> str:
+    words = [f"{judgement.verdict.value:<10} {judgement.key.name:<58}"]
+    if judgement.change is not None and judgement.interval is not None and judgement.detectable is not None:
+        low, high = judgement.interval
+        words.append(f"{judgement.change:+.1%} [{low:+.1%}, {high:+.1%}]")
+        words.append(f"{judgement.base_ms:.4g} -> {judgement.head_ms:.4g} ms")
+        words.append(f"could see {judgement.detectable:.1%}")
+    return "  ".join([*words, judgement.reason or ""]).rstrip()

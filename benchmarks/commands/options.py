@@ -1,0 +1,90 @@
+"""Arguments that several subcommands take, and what their values mean."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import fingerprint, gpus, suite
+from benchmarks.cases import NSA
+from benchmarks.gpus import Machine
+from benchmarks.records import Key
+
+RESULTS = Path(os.environ.get("NSA_RESULTS") or fingerprint.ROOT / "results")
+INTERRUPTED = 130  # 128 + SIGINT, as shells say it
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
+    """--out."""
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help=f"(default: {RESULTS})")
+
+
+def add_gpu(parser: argparse.ArgumentParser) -> None:
+    """--gpu, also known as --require."""
+    parser.add_argument(
+        "--gpu",
+        "--require",
+        dest="gpu",
+        choices=gpus.known_ids(),
+        help="refuse any other machine; 'gpu' is one that is not listed, 'cpu' measures the CPU also where there is a"
+        " GPU (default: what is found)",
+    )
+
+
+def add_cases(parser: argparse.ArgumentParser, default: str = "every mode but memory") -> None:
+    """--cases."""
+    parser.add_argument(
+        "--cases",
+        type=lambda text: text.split(","),
+        metavar="A,B",
+        help=f"modes ({', '.join(suite.MODES)}) or patterns of case names, such as 'decode/*/nsa' (default: {default})",
+    )
+
+
+def chosen(keys: Sequence[Key], patterns: Sequence[str] | None, whole: Sequence[Key] = ()) -> list[Key]:
+    """The keys that the patterns name. Raises ValueError for a pattern that names none.
+
+    `whole` is the suite of which `keys` are the quick part: it tells a wrong name from a case that is not quick.
+    """
+    if patterns is None:
+        return [key for key in keys if key.mode in suite.DEFAULT_MODES]
+    for pattern in patterns:
+        if any(named(key, pattern) for key in keys):
+            continue
+        if any(named(key, pattern) for key in whole):
+            raise ValueError(f"--cases: {pattern!r} is not in the quick suite; leave out --quick to run it")
+        modes = ", ".join(dict.fromkeys(key.mode for key in keys))
+        raise ValueError(f"--cases: no case here is named {pattern!r}; modes: {modes}; --list prints the names")
+    return [key for key in keys if any(named(key, pattern) for pattern in patterns)]
+
+
+def contenders(machine: Machine, patterns: Sequence[str] | None) -> list[Key]:
+    """NSA's cases that two versions of it can be compared on: the quick suite, or what the patterns name in the whole.
+
+    Raises ValueError where no such case is named.
+    """
+    shapes, on_gpu = gpus.suite(machine.suite), machine.device == "cuda"
+    planned = suite.planned(shapes, quick=patterns is None, backend="auto", on_gpu=on_gpu)
+    keys = [key for key in chosen(planned, patterns) if key.implementation == NSA and key.mode != "memory"]
+    if not keys:
+        raise ValueError(f"--cases: {','.join(patterns or ())!r} names no case of NSA that is timed")
+    return keys
+
+
+def named(key: Key, pattern: str) -> bool:
+    """Whether a pattern of `--cases` means this key."""
+    return key.mode == pattern or fnmatch.fnmatchcase(key.name, pattern)
+
+
+def check_writable(folder: Path) -> None:
+    """Before hours of measuring, not after. Raises ValueError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"--out: cannot write in {folder}: {error.strerror}") from error

@@ -1,0 +1,95 @@
+"""`run`: recognise the machine, measure its suite, write records, build the page."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import json
+import shlex
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from benchmarks import ceilings, console, fingerprint, gpus, records, runner, suite, verdict, worker
+from benchmarks.commands import options
+from benchmarks.commands.report import build_page
+from benchmarks.records import Key
+from nsa import backends
+
+SUMMARY = "measure, write records, build the page"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is measured, on which machine, and where it is written."""
+    parser.add_argument("--quick", action="store_true", help="fewer shapes and samples: under a minute on a CPU")
+    options.add_gpu(parser)
+    options.add_cases(parser)
+    parser.add_argument("--backend", choices=backends.NAMES, default="auto", help="NSA's backend (default: auto)")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases and measure nothing")
+    options.add_out(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Measure; the last line of stdout is JSON. 1 where NSA is wrong on a case, 2 where it has no figure at all."""
+    machine = gpus.machine(arguments.gpu, gpus.visible_gpu())
+    on_gpu = machine.device == "cuda"
+    shapes = gpus.suite(machine.suite)
+    quick, whole = (
+        suite.planned(shapes, quick=part, backend=arguments.backend, on_gpu=on_gpu) for part in (True, False)
+    )
+    keys = options.chosen(quick if arguments.quick else whole, arguments.cases, whole)
+    keys = suite.absent_once(keys, machine.device)
+    if arguments.list:
+        print("\n".join(key.name for key in keys))
+        return 0
+    for folder in (arguments.out / "runs" / machine.id, arguments.out / "report"):
+        options.check_writable(folder)
+    identity = fingerprint.take(machine.id, machine.device, ceilings.measure(machine))
+    path = records.create_run(arguments.out, identity)
+    print(f"{machine.title}: {len(keys)} measurements -> {path}", flush=True)
+
+    def command(key: Key) -> str:
+        return reproducer(key, machine.id, arguments.backend, quick=arguments.quick)
+
+    begin = time.perf_counter()
+    done: list[records.Record] = []
+    plan = runner.QUICK if arguments.quick else runner.FULL
+    try:
+        with console.Progress(keys) as progress:
+            for record in worker.run(keys, machine.device, plan, identity, command):
+                records.append(path, record)
+                progress.finished(record)
+                done.append(record)
+    except KeyboardInterrupt:
+        return _interrupted(arguments.out, path, len(done), len(keys))
+    page = build_page(arguments.out)
+    print("\n" + console.table(verdict.comparisons(done)))
+    print(f"\nThe page: {page}")
+    wrong = verdict.faults(done)
+    summary = {
+        "machine": machine.id,
+        "outcomes": dict(Counter(record.outcome.value for record in done)),
+        "faults": [record.key.name for record in wrong],
+        "seconds": round(time.perf_counter() - begin, 1),
+        "records": str(path),
+        "page": str(page),
+    }
+    print(json.dumps(summary))
+    if verdict.blind(done):
+        print("python -m benchmarks: NSA was measured on no case; the page says why", file=sys.stderr)
+        return 2
+    return 1 if wrong else 0
+
+
+def reproducer(key: Key, machine_id: str, backend: str, *, quick: bool) -> str:
+    """What measures this key again, as typed in a shell in the repository's root."""
+    words = ["python", "-m", "benchmarks", "run", "--gpu", machine_id, "--backend", backend]
+    return shlex.join([*words, *["--quick"] * quick, "--cases", glob.escape(key.name)])
+
+
+def _interrupted(results: Path, path: Path, done: int, total: int) -> int:
+    print(f"python -m benchmarks: interrupted; {done} of {total} measurements are in {path}", file=sys.stderr)
+    if done:
+        print(f"The page: {build_page(results)}")
+    return options.INTERRUPTED

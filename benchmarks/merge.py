@@ -1,0 +1,165 @@
+"""Results of several runners into one folder: every line that is whole comes along, none is changed or dropped.
+
+Runs, regressions, verdicts and accepted levels are files of lines that are only appended to: two versions of one file
+differ by whole lines. Pages are not merged but built again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import jsonl, schema, whole
+from benchmarks.accepted import Acceptance
+from benchmarks.judgements import Judgement
+from benchmarks.records import Record
+
+LINES = ("runs/*/*.jsonl", "regression/*/*.jsonl", "verdicts/*.jsonl", "baselines/accepted.jsonl")
+WHOLE = ("calibration/*.json", "laws/*.xml")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass
+class Merged:
+    """What came of a merge."""
+
+    new_files: int = 0
+    new_lines: int = 0
+    known_lines: int = 0
+    """Lines that were there already."""
+    refused: list[str] = field(default_factory=list)
+    """Each thing that did not come along: where it stands, and why."""
+
+
+def merge(source: Path, results: Path, merged: Merged) -> None:
+    """Bring what `source` (a results folder, or one that holds such folders) has into `results`.
+
+    Raises ValueError where `source` is no folder or holds no results at all, OSError where `results` cannot be written.
+    """
+    if not source.is_dir():
+        raise ValueError(f"a folder of results is needed; {source} is none")
+    folders = [folder for folder in (source, *sorted(source.iterdir())) if _holds_results(folder)]
+    if not folders:
+        raise ValueError(f"{source} holds no results: no {', no '.join((*LINES, *WHOLE))} in it or one folder below")
+    results.mkdir(parents=True, exist_ok=True)
+    with _alone(results):
+        for folder in folders:
+            for path in _found(folder, LINES, merged):
+                _merge_lines(path, results / path.relative_to(folder), merged)
+            for path in _found(folder, WHOLE, merged):
+                _merge_whole(path, results / path.relative_to(folder), merged)
+
+
+def _holds_results(folder: Path) -> bool:
+    return folder.is_dir() and any(next(folder.glob(pattern), None) for pattern in (*LINES, *WHOLE))
+
+
+def _found(folder: Path, patterns: tuple[str, ...], merged: Merged) -> Iterator[Path]:
+    """Plain files with plain names; what comes from elsewhere may be a link that leads anywhere."""
+    for pattern in patterns:
+        for path in sorted(folder.glob(pattern)):
+            parts = path.relative_to(folder).parts
+            if path.resolve() != folder.resolve() / path.relative_to(folder) or not path.is_file():
+                merged.refused.append(f"{path}: is no plain file")
+            elif not all(_NAME.fullmatch(part) for part in parts):
+                merged.refused.append(f"{path}: a name must be of letters, digits, '.', '_' and '-'")
+            else:
+                yield path
+
+
+def _merge_lines(path: Path, target: Path, merged: Merged) -> None:
+    known = {line for _, line in jsonl.lines(target)} if target.exists() else set()
+    fresh = []
+    for number, raw in jsonl.lines(path):
+        line = raw.rstrip(b"\r")  # a copy that went through another system
+        if line in known:
+            merged.known_lines += 1
+        elif (why := _why_damaged(line, path)) is not None:
+            merged.refused.append(f"{path}:{number}: {why}")
+        else:
+            known.add(line)
+            fresh.append(line)
+    if not fresh:
+        return
+    if target.exists():
+        for line in fresh:
+            jsonl.append(target, line.decode())
+    else:
+        whole.replace(target, b"".join(line + b"\n" for line in fresh))
+        merged.new_files += 1
+    merged.new_lines += len(fresh)
+
+
+def _why_damaged(line: bytes, path: Path) -> str | None:
+    """What is wrong with a line; a run's must be a whole record of the machine whose folder it lies in."""
+    kind = path.parent.parent.name if path.parent.parent.name in _KINDS else path.parent.name
+    try:
+        found = json.loads(line.decode())
+        if not isinstance(found, dict):
+            raise TypeError("a line must be a JSON object")
+        _KINDS[kind](found, path.parent.name)
+    except (ValueError, TypeError, RecursionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _record(found: dict[str, Any], machine: str) -> None:
+    own = Record.from_json(json.dumps(found)).fingerprint.machine
+    if own != machine:
+        raise ValueError(f"a record of {own!r} must not lie in {machine}/")
+
+
+def _replayed(found: dict[str, Any], _machine: str) -> None:
+    missing = {"fingerprint", "incident", "verdict", "schema_version"} - set(found)
+    if missing:
+        raise ValueError(f"a replayed incident must have {', '.join(sorted(missing))}")
+
+
+def _judgement(found: dict[str, Any], _folder: str) -> None:
+    schema.build(Judgement, found, "judgement")
+
+
+def _acceptance(found: dict[str, Any], _folder: str) -> None:
+    schema.build(Acceptance, found, "acceptance")
+
+
+_KINDS: dict[str, Callable[[dict[str, Any], str], None]] = {
+    "runs": _record,
+    "regression": _replayed,
+    "verdicts": _judgement,
+    "baselines": _acceptance,
+}
+"""What a line must be, by the folder."""
+
+
+def _merge_whole(path: Path, target: Path, merged: Merged) -> None:
+    content = path.read_bytes()
+    if not target.exists() or (path.suffix == ".json" and _made(content) > _made(target.read_bytes())):
+        whole.replace(target, content)
+        merged.new_files += 1
+    elif path.suffix == ".json" and _made(content) < _made(target.read_bytes()):
+        return
+    elif target.read_bytes() != content:
+        merged.refused.append(f"{path}: differs from {target}; remove the one that is not wanted")
+
+
+def _made(calibration: bytes) -> str:
+    """When a machine was calibrated, UTC; the newest calibration counts. "" where the file does not say."""
+    try:
+        return str(json.loads(calibration)["fingerprint"]["utc"])
+    except (ValueError, TypeError, KeyError):
+        return ""
+
+
+@contextmanager
+def _alone(results: Path) -> Iterator[None]:
+    """Two merges into one folder take turns, else both would add the same line."""
+    with (results / ".merging").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

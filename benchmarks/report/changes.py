@@ -1,0 +1,87 @@
+"""Changes over the runs in tables: where a case went to another level, and how it stands beside what was accepted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from benchmarks import trend
+from benchmarks.accepted import Standing, State
+from benchmarks.report.table import BAD, CODE, GOOD, NAME, PLAIN, Cell, Table, digits, number, percent, when
+from benchmarks.store import Series
+from benchmarks.trend import Change, Trend
+
+STATES = (State.SLOWER, State.MISSING, State.NOT_COMPARABLE, State.NEW, State.FASTER, State.AT_BASELINE)
+"""What asks for a decision first."""
+KINDS = {
+    State.SLOWER: BAD,
+    State.MISSING: BAD,
+    State.NOT_COMPARABLE: PLAIN,
+    State.NEW: PLAIN,
+    State.FASTER: GOOD,
+    State.AT_BASELINE: GOOD,
+}
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A series and what became of it."""
+
+    series: Series
+    trend: Trend
+
+
+def follow(history: Iterable[Series]) -> list[Followed]:
+    """Find the changes of every series."""
+    return [Followed(series, trend.of_points(series.points)) for series in history]
+
+
+def news(followed: Sequence[Followed], found: Sequence[Standing]) -> str:
+    """Both in a sentence each."""
+    changes = [change for one in followed for change in one.trend.changes]
+    slower = sum(change.change > 0 for change in changes)
+    unsure = sum(not change.confirmed for change in changes)
+    kinds = f"{slower} slower, {len(changes) - slower} faster, {unsure} not seen again yet"
+    said = f"Changes of level over the runs: {kinds if changes else 'none'}."
+    counts = Counter(one.state for one in found)
+    beside = ", ".join(f"{counts[state]} {state.value}" for state in STATES if counts[state])
+    return f"{said} Beside the accepted baselines: {beside}." if beside else f"{said} No baseline is accepted."
+
+
+def table(followed: Sequence[Followed]) -> Table:
+    """A row per change, newest first."""
+    head = ("when", "case", "commit", "time, change", "seen again")
+    rows = [(one.series, change) for one in followed for change in one.trend.changes]
+    newest_first = sorted(rows, key=lambda row: row[0].points[row[1].index].utc, reverse=True)
+    return Table(head, [_row(series, change) for series, change in newest_first])
+
+
+def _row(series: Series, change: Change) -> list[Cell]:
+    point, kind = series.points[change.index], BAD if change.change > 0 else GOOD
+    again = "yes" if change.confirmed else f"not yet: {series.newest.command}"
+    return [
+        when(point.utc),
+        Cell(series.newest.key.name, NAME),
+        Cell((point.fingerprint.commit or "unknown")[:10], CODE),
+        Cell(percent(change.change), kind),
+        Cell(again, PLAIN if change.confirmed else NAME),
+    ]
+
+
+def standings(found: Iterable[Standing]) -> Table:
+    """A row per case that is not where its accepted baseline is; those without any baseline are no news."""
+    head = ("case", "beside its baseline", "now, ms", "accepted, ms", "last run")
+    ordered = sorted(found, key=lambda one: (STATES.index(one.state), one.case))
+    rows = [
+        [
+            Cell(one.case, NAME),
+            Cell("; ".join([one.state.value, *one.differences]), KINDS[one.state]),
+            number(None if one.level_ms is None else digits(one.level_ms)),
+            number(None if one.accepted_ms is None else digits(one.accepted_ms)),
+            Cell("differs: run it again" if one.unconfirmed else "agrees"),
+        ]
+        for one in ordered
+        if one.state is not State.AT_BASELINE
+    ]
+    return Table(head, rows)

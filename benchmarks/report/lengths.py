@@ -1,0 +1,200 @@
+"""Pictures of the newest figures over the length: throughput and speed-up, parts, memory, distance from the limit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.cases import NSA
+from benchmarks.published import Series
+from benchmarks.records import Key, Record
+from benchmarks.report import look, references
+from benchmarks.report.album import Album, Picture
+from benchmarks.report.references import Points, Reference
+from benchmarks.verdict import Comparison, speed_up
+
+TITLES = {
+    "prefill-forward": "Prefill, forward",
+    "prefill-forward-backward": "Prefill, forward + backward",
+    "decode": "Decode",
+    "train-step": "Train step",
+}
+MEMORY_MODES = ("memory", "prefill-forward-backward", "train-step")
+PART = "part-"
+"""How the modes begin that time one part of the forward pass."""
+_REFERENCE_MARKERS = "+x12|_34"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line over the length."""
+
+    label: str
+    points: Points
+    look: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Comparisons that differ in length alone."""
+
+    mode: str
+    label: str
+    """Shape, dtype and whatever is not usual: "64x4x128 bfloat16 cold graph"."""
+    compared: tuple[Comparison, ...]
+    """By length; where batches differ at one length, that with the largest."""
+
+    def records(self) -> list[Record]:
+        """NSA and baselines."""
+        return [record for comparison in self.compared for record in (comparison.nsa, *comparison.baselines)]
+
+    def lines(self, value: Callable[[Record], float | None]) -> list[Line]:
+        """A line per implementation that has a value."""
+        points: dict[str, Points] = {}
+        for record in self.records():
+            y = value(record)
+            if y is not None and y > 0:
+                points.setdefault(record.key.implementation, []).append((record.key.num_keys, y))
+        return [Line(name, line, look.of_implementation(name)) for name, line in points.items()]
+
+
+def label(key: Key) -> str:
+    """What a case is beside its mode, batch and length."""
+    words = key.case.removeprefix(f"{key.mode}/{key.what}/b{key.batch}/s{key.num_keys}/").split("/")
+    return " ".join([key.what, *words])
+
+
+def groups(compared: Sequence[Comparison]) -> list[Group]:
+    """The comparisons of one machine by mode and label."""
+    best: dict[tuple[str, str], dict[int, Comparison]] = {}
+    for comparison in compared:
+        key = comparison.nsa.key
+        at_lengths = best.setdefault((key.mode, label(key)), {})
+        known = at_lengths.get(key.num_keys)
+        if known is None or known.nsa.key.batch <= key.batch:
+            at_lengths[key.num_keys] = comparison
+    return [
+        Group(mode, name, tuple(found for _, found in sorted(at_lengths.items())))
+        for (mode, name), at_lengths in sorted(best.items())
+    ]
+
+
+def throughput(album: Album, machine: str, group: Group, known: Sequence[Series]) -> list[Picture]:
+    """Tokens per second, and below how many times as fast as each baseline NSA is."""
+    ours = group.lines(lambda record: record.tokens_per_s)
+    if not _drawable(ours):
+        return []
+    key, ratios = group.compared[0].nsa.key, _speed_ups(group)
+    batches = {one.nsa.key.num_keys: one.nsa.key.batch for one in group.compared}
+    panels = [("tokens per second", [*ours, *_dotted(references.throughput(known, key, machine, batches))])]
+    if ratios:
+        panels.append(("NSA is × as fast as", [*ratios, *_dotted(references.speed_up(known, key))]))
+    title = f"{TITLES[group.mode]}, {group.label}"
+    lines = [line for _, of_panel in panels for line in of_panel]
+    legend = look.legend_inch(line.label for line in lines)
+
+    def draw(figure: Figure) -> None:
+        heights = [3, 2][: len(panels)]
+        grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)
+        axes: list[Axes] = list(grid[:, 0])
+        for axis, (unit, of_panel) in zip(axes, panels, strict=True):
+            _lines(axis, of_panel)
+            look.logarithmic(axis, unit)
+        if ratios:
+            axes[1].axhline(1, color=look.BLACK, linewidth=1)
+        _finish(figure, axes, lines, title, legend)
+
+    height = 3.4 + 1.5 * (len(panels) - 1) + legend
+    return [album.picture(f"{title}: throughput and speed-up", (machine, group.mode, group.label), height, draw)]
+
+
+def _speed_ups(group: Group) -> list[Line]:
+    points: dict[str, Points] = {}
+    for comparison in group.compared:
+        for other in comparison.baselines:
+            faster = speed_up(comparison.nsa, other)
+            if faster is not None:
+                points.setdefault(other.key.implementation, []).append((comparison.nsa.key.num_keys, faster))
+    return [Line(name, line, look.of_implementation(name)) for name, line in points.items()]
+
+
+def memory(album: Album, machine: str, group: Group) -> list[Picture]:
+    """Peak memory above the inputs."""
+    lines = group.lines(lambda record: record.peak_mem_mib)
+    title = f"Peak memory, {TITLES.get(group.mode, 'forward + backward').lower()}, {group.label}"
+    return _single(album, title, (machine, "memory", group.mode, group.label), lines, "MiB above the inputs")
+
+
+def parts(album: Album, machine: str, name: str, of_label: Sequence[Group]) -> list[Picture]:
+    """Latency of each part of the forward pass, and of the whole."""
+    lines = []
+    for number, group in enumerate(group for group in of_label if group.mode.startswith(PART)):
+        points = [(c.nsa.key.num_keys, c.nsa.latency_ms) for c in group.compared if c.nsa.latency_ms is not None]
+        lines.append(Line(group.mode.removeprefix(PART), points, look.nth(number + 1)))
+    whole = [line for g in of_label if g.mode == "prefill-forward" for line in g.lines(lambda r: r.latency_ms)]
+    lines += [Line("whole forward", line.points, line.look) for line in whole if line.label == NSA]
+    return _single(album, f"Parts of the forward pass, {name}", (machine, "parts", name), lines, "ms")
+
+
+def limits(album: Album, machine: str, mode: str, of_mode: Sequence[Group]) -> list[Picture]:
+    """NSA's share of the device's limit, a line per label."""
+    lines = []
+    for number, group in enumerate(of_mode):
+        shares = [(c.nsa.key.num_keys, c.nsa.share_of_limit) for c in group.compared]
+        points = [(x, 100 * share) for x, share in shares if share is not None]
+        lines.append(Line(group.label, points, look.nth(number)))
+    title = f"{TITLES.get(mode, mode)}: share of the measured limit"
+    return _single(album, title, (machine, "limit", mode), lines, "% of the measured limit", from_zero=True)
+
+
+def _single(
+    album: Album, title: str, words: tuple[str, ...], lines: Sequence[Line], unit: str, *, from_zero: bool = False
+) -> list[Picture]:
+    """One pair of axes; [] where no line has two lengths."""
+    if not _drawable(lines):
+        return []
+    legend = look.legend_inch(line.label for line in lines)
+
+    def draw(figure: Figure) -> None:
+        axis = figure.subplots()
+        _lines(axis, lines)
+        if from_zero:
+            axis.set_ylim(0, max(100.0, 1.05 * max(y for line in lines for _, y in line.points)))
+            axis.set_ylabel(unit)
+            axis.grid(True, axis="y", **look.GRID)
+        else:
+            look.logarithmic(axis, unit)
+        _finish(figure, [axis], lines, title, legend)
+
+    return [album.picture(title, words, 3.3 + legend, draw)]
+
+
+def _drawable(lines: Sequence[Line]) -> bool:
+    return any(len(line.points) > 1 for line in lines)
+
+
+def _dotted(known: Sequence[Reference]) -> list[Line]:
+    """Published figures as lines below ours."""
+    markers = itertools.cycle(_REFERENCE_MARKERS)
+    return [Line(one.label, one.points, {**look.PUBLISHED, "marker": next(markers), "zorder": 1}) for one in known]
+
+
+def _lines(axis: Axes, lines: Sequence[Line]) -> None:
+    for line in lines:
+        if line.points:
+            axis.plot(*zip(*line.points, strict=True), label=look.drawable(line.label), **line.look)
+
+
+def _finish(figure: Figure, axes: Sequence[Axes], lines: Sequence[Line], title: str, legend: float) -> None:
+    look.over_lengths(axes[-1], [x for line in lines for x, _ in line.points])
+    for axis in axes[:-1]:
+        axis.grid(True, axis="x", **look.GRID)
+    axes[-1].set_xlabel("length in tokens")
+    look.headline(figure, title)
+    look.frame(figure, bottom=0.5 + legend)
+    look.legend_below(figure, axes)

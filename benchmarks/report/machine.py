@@ -1,0 +1,171 @@
+"""The page of one machine: its figures, how they came about over the runs, and what they leave to gain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks import accepted
+from benchmarks.accepted import Acceptance
+from benchmarks.published import Series as Published
+from benchmarks.records import Key
+from benchmarks.report import changes, headlines, lengths, look, measured, references, trends
+from benchmarks.report.album import Album, Picture
+from benchmarks.report.changes import Followed
+from benchmarks.report.lengths import Group
+from benchmarks.report.references import Reference
+from benchmarks.report.table import Cell, Table
+from benchmarks.report.trends import Boundary, Row
+from benchmarks.store import Series, Store
+from benchmarks.verdict import Comparison
+
+PARTS = "Parts of the forward pass"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the page shows."""
+
+    id: str
+    device: str
+    summary: str
+    headlines: Table
+    figures: Table
+    lengths: Sequence[Picture]
+    trends: Sequence[Picture]
+    news: str
+    changes: Table
+    standings: Table
+    boundaries: Table
+    memory: Sequence[Picture]
+    limit_pictures: Sequence[Picture]
+    limits: Table
+    missing: Table
+    doubtful: Table
+    about: Table
+
+    @property
+    def page(self) -> str:
+        """File name; the prefix keeps a machine of any name apart from the other pages."""
+        return f"machine-{self.id}.html"
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known beside the measurements."""
+
+    published: Sequence[Published]
+    baselines: Mapping[tuple[str, str, str], Acceptance]
+    """By (machine, device, case)."""
+
+
+def look_at(album: Album, store: Store, name: str, here: Sequence[Comparison], known: Known) -> Machine:
+    """Draw the pictures of one machine and fill its tables. `here`: its newest comparisons, at least one."""
+    newest = max((comparison.nsa.fingerprint for comparison in here), key=lambda fingerprint: fingerprint.utc)
+    groups = lengths.groups(here)
+    history = store.history(name)
+    followed = changes.follow(history)
+    marked = trends.boundaries(store.runs(name))
+    standings = accepted.standings(name, history, known.baselines) if known.baselines else []
+    return Machine(
+        id=name,
+        device=newest.device,
+        summary=measured.summary(here),
+        headlines=headlines.table(groups),
+        figures=measured.figures(here),
+        lengths=_lengths(album, name, groups, known.published),
+        trends=_trends(album, name, followed, known.published, marked),
+        news=changes.news(followed, standings),
+        changes=changes.table(followed),
+        standings=changes.standings(standings),
+        boundaries=_boundaries(marked),
+        memory=_memory(album, name, groups),
+        limit_pictures=_limits(album, name, groups),
+        limits=measured.limits(here),
+        missing=measured.missing(here),
+        doubtful=measured.doubtful(here),
+        about=measured.machine(newest),
+    )
+
+
+def _lengths(album: Album, name: str, groups: Sequence[Group], known: Sequence[Published]) -> list[Picture]:
+    pictures = [
+        picture
+        for mode in lengths.TITLES
+        for group in groups
+        if group.mode == mode
+        for picture in lengths.throughput(album, name, group, known)
+    ]
+    for label in dict.fromkeys(group.label for group in groups if group.mode.startswith(lengths.PART)):
+        pictures += lengths.parts(album, name, label, [group for group in groups if group.label == label])
+    return pictures
+
+
+def _memory(album: Album, name: str, groups: Sequence[Group]) -> list[Picture]:
+    shown = [group for mode in lengths.MEMORY_MODES for group in groups if group.mode == mode]
+    return [picture for group in shown for picture in lengths.memory(album, name, group)]
+
+
+def _limits(album: Album, name: str, groups: Sequence[Group]) -> list[Picture]:
+    return [
+        picture
+        for mode in lengths.TITLES
+        for picture in lengths.limits(album, name, mode, [group for group in groups if group.mode == mode])
+    ]
+
+
+def _trends(
+    album: Album, name: str, followed: Sequence[Followed], known: Sequence[Published], marked: Sequence[Boundary]
+) -> list[Picture]:
+    """A picture per mode and shape; all parts of the forward pass on one."""
+    kinds: dict[tuple[str, str], list[Followed]] = {}
+    for one in followed:
+        key = one.series.newest.key
+        title = PARTS if key.mode.startswith(lengths.PART) else lengths.TITLES.get(key.mode, key.mode)
+        kinds.setdefault((title, lengths.label(key)), []).append(one)
+    pictures = []
+    for (title, label), alike in kinds.items():
+        several_paths = len({_path(one.series) for one in alike}) > 1
+        rows = [
+            Row(
+                _row_label(one.series, several_paths),
+                one.series,
+                one.trend.changes,
+                _at_length(known, one.series.newest.key, name),
+            )
+            for one in sorted(alike, key=_by_size)
+        ]
+        pictures += trends.draw(album, name, f"{title}, {label}", rows, marked)
+    return pictures
+
+
+def _by_size(one: Followed) -> tuple[str, int, int, str]:
+    key = one.series.newest.key
+    return key.mode, key.num_keys, key.batch, _path(one.series)
+
+
+def _path(series: Series) -> str:
+    return series.newest.gate.path if series.newest.gate else ""
+
+
+def _row_label(series: Series, with_path: bool) -> str:
+    key = series.newest.key
+    batch = "" if key.batch == 1 else f", batch {key.batch}"
+    part = f"{key.mode.removeprefix(lengths.PART)}, " if key.mode.startswith(lengths.PART) else ""
+    return part + look.in_k(key.num_keys) + batch + (f", {_path(series)}" if with_path else "")
+
+
+def _at_length(known: Sequence[Published], key: Key, name: str) -> list[Reference]:
+    """The throughput that others measured of exactly this case."""
+    lines = references.throughput([one for one in known if not one.expected], key, name, {key.num_keys: key.batch})
+    return [
+        Reference(line.of, line.label, [(tokens, value)])
+        for line in lines
+        for tokens, value in line.points
+        if tokens == key.num_keys
+    ]
+
+
+def _boundaries(marked: Sequence[Boundary]) -> Table:
+    rows = [[Cell(boundary.utc), Cell("; ".join(boundary.differences))] for boundary in reversed(marked)]
+    return Table(("from the run of", "what changed"), rows)

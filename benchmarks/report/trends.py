@@ -1,0 +1,191 @@
+"""Pictures of the throughput over the runs of one machine: a row per case with its noise band and its changes.
+
+All rows of a picture share one pair of axes, each with a scale of its own that its label tells: axes take half the time
+of a picture, and there are many cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks import trend
+from benchmarks.fingerprint import Fingerprint
+from benchmarks.report import look
+from benchmarks.report.album import Album, Picture
+from benchmarks.report.references import Reference
+from benchmarks.report.table import NBSP, percent
+from benchmarks.store import Point, Series
+from benchmarks.trend import Change
+
+ROWS = 8
+"""More cases than this are drawn on further pictures."""
+TICKS = 6
+_ROW_INCH = 0.72
+_MIDDLE, _HALF = 0.56, 0.38
+"""Of a row's height: where the middle of its line is and how far that goes; below it there is room for words."""
+_LEAST_REACH = 0.02  # noise alone does not fill a row
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case over the runs."""
+
+    label: str
+    """What tells it from the other rows of its picture: "64k", "b32 8k"."""
+    series: Series
+    changes: Sequence[Change]
+    """Of the latency, as `benchmarks.trend` found them."""
+    references: Sequence[Reference]
+    """Published throughput of the same case on the same machine: (tokens, tokens per second)."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """From a throughput to the height in the picture."""
+
+    bottom: float
+    """Height of the row's lower edge; a row is 1 high."""
+    value: float
+    """The throughput there."""
+    reach: float
+    """How far the row goes on both sides, as a share of it."""
+
+    @classmethod
+    def of(cls, row: Row, bottom: float) -> Scale:
+        """Of a row whose points and bands fill it."""
+        lows, highs = zip(*map(_band, row.series.points), strict=True)
+        value = (min(lows) + max(highs)) / 2
+        return cls(bottom, value, max(_LEAST_REACH, max(highs) / value - 1))
+
+    @property
+    def middle(self) -> float:
+        """Height of `value`."""
+        return self.bottom + _MIDDLE
+
+    def __call__(self, throughput: float) -> float:
+        return self.middle + _HALF * (throughput / self.value - 1) / self.reach
+
+    def all(self, throughputs: Iterable[float]) -> list[float]:
+        """The height of each."""
+        return [self(throughput) for throughput in throughputs]
+
+    def __str__(self) -> str:
+        return f"{look.in_short(self.value)}/s ±{100 * self.reach:.0f}{NBSP}%"
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Between two runs whose figures are not comparable."""
+
+    utc: str
+    """Of the later one."""
+    differences: tuple[str, ...]
+
+
+def boundaries(runs: Sequence[Fingerprint]) -> list[Boundary]:
+    """Where machine, software or harness changed between one run and the next, oldest first."""
+    return [Boundary(runs[found.index].utc, found.differences) for found in trend.breaks(runs)]
+
+
+def draw(album: Album, machine: str, title: str, rows: Sequence[Row], marked: Sequence[Boundary]) -> list[Picture]:
+    """The cases that have two runs or more, `ROWS` on a picture."""
+    long = [row for row in rows if len(row.series.points) > 1]
+    pieces = [long[first : first + ROWS] for first in range(0, len(long), ROWS)]
+    pictures = []
+    for number, piece in enumerate(pieces, start=1):
+        numbered = title if len(pieces) == 1 else f"{title} ({number} of {len(pieces)})"
+        pictures.append(_picture(album, machine, numbered, piece, marked))
+    return pictures
+
+
+def _picture(album: Album, machine: str, title: str, rows: Sequence[Row], marked: Sequence[Boundary]) -> Picture:
+    commits = {point.utc: _commit(point) for row in rows for point in row.series.points}
+    runs = sorted(commits)
+    at = {utc: number for number, utc in enumerate(runs)}
+    scales = [Scale.of(row, bottom=-number) for number, row in enumerate(rows)]
+
+    def paint(figure: Figure) -> None:
+        axis = figure.subplots()
+        for row, scale in zip(rows, scales, strict=True):
+            _row(axis, row, scale, at)
+        for boundary in marked:
+            if runs[0] < boundary.utc <= runs[-1]:
+                after = min(number for utc, number in at.items() if utc >= boundary.utc)
+                axis.axvline(after - 0.5, color=look.GREY, linewidth=1, linestyle=(0, (4, 3)))
+        labels = [f"{look.drawable(row.label)}\n{scale}" for row, scale in zip(rows, scales, strict=True)]
+        axis.set_yticks([scale.middle for scale in scales], labels, size="small")
+        axis.set_ylim(1 - len(rows), 1)
+        axis.set_xlim(-0.5, len(runs) - 0.5)
+        step = -(-len(runs) // TICKS)
+        axis.set_xticks(range(0, len(runs), step), [commits[utc] for utc in runs[::step]], size="small")
+        axis.set_xlabel("commit of the run, oldest first")
+        look.headline(figure, title)
+        look.frame(figure, left=1.2, bottom=0.55)
+
+    height = 1.0 + _ROW_INCH * len(rows)
+    return album.picture(f"{title}: throughput over the runs", (machine, "trend", title), height, paint)
+
+
+def _commit(point: Point) -> str:
+    return (point.fingerprint.commit or "unknown")[:7] + ("+" if point.fingerprint.dirty else "")
+
+
+def _row(axis: Axes, row: Row, scale: Scale, at: dict[str, int]) -> None:
+    x = [at[point.utc] for point in row.series.points]
+    lows, highs = zip(*map(_band, row.series.points), strict=True)
+    axis.axhline(scale.middle, **look.GRID)
+    axis.axhline(scale.bottom, color=look.GREY, linewidth=0.4)
+    axis.fill_between(x, scale.all(lows), scale.all(highs), color=look.BLUE, alpha=0.2, linewidth=0)
+    axis.plot(x, scale.all(map(_throughput, row.series.points)), color=look.BLUE, marker="o", markersize=3, linewidth=1)
+    for change in row.changes:
+        point = row.series.points[change.index]
+        place = (at[point.utc], scale(_throughput(point)))
+        _mark(axis, place, change, at_end=at[point.utc] > 0.8 * len(at))
+    _refer(axis, row.references, scale)
+
+
+def _throughput(point: Point) -> float:
+    """Tokens per second; calls per second where the work has no tokens."""
+    return 1e3 / point.latency_ms if point.tokens_per_s is None else point.tokens_per_s
+
+
+def _band(point: Point) -> tuple[float, float]:
+    """The throughput at both ends of the latency's confidence interval; the point itself where there is none."""
+    value = _throughput(point)
+    if point.interval_ms is None:
+        return value, value
+    low_ms, high_ms = point.interval_ms
+    return value * point.latency_ms / high_ms, value * point.latency_ms / low_ms if low_ms > 0 else value
+
+
+def _mark(axis: Axes, place: tuple[float, float], change: Change, *, at_end: bool) -> None:
+    """A filled diamond where a second run confirmed it, else a hollow one; beside it the change of the throughput."""
+    colour = look.VERMILION if change.change > 0 else look.GREEN
+    axis.plot(*place, "D", color=colour, markersize=8, markerfacecolor=colour if change.confirmed else "white")
+    words = percent(1 / (1 + change.change) - 1) + ("" if change.confirmed else "?")
+    style: dict[str, Any] = {"size": "small", "color": colour, "weight": "bold", "ha": "right" if at_end else "left"}
+    style["bbox"] = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 0.5}
+    axis.annotate(words, place, (-8 if at_end else 8, 5), textcoords="offset points", **style)
+
+
+def _refer(axis: Axes, references: Sequence[Reference], scale: Scale) -> None:
+    """Lines where they are in sight; the others in words, so that they do not flatten what was measured."""
+    style: dict[str, Any] = {"ha": "right", "va": "bottom", "size": "x-small", "color": look.PUBLISHED["color"]}
+    style["transform"] = axis.get_yaxis_transform()
+    away = []
+    for reference in references:
+        ((_, value),) = reference.points
+        if abs(scale(value) - scale.middle) < 1 - _MIDDLE:
+            axis.axhline(scale(value), **look.PUBLISHED)
+            words = f"{reference.label} {look.in_short(value)}"
+            axis.text(0.995, scale(value), look.drawable(words), **style)
+        else:
+            away.append(f"{reference.of} {look.in_short(value)}")
+    if away:
+        words = look.drawable(f"published: {', '.join(away)}", 78)
+        axis.text(0.995, scale.bottom + 0.01, words, **style)

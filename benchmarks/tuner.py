@@ -1,0 +1,94 @@
+"""Which tiles are the fastest: candidates around those of the table, what was found of each, and the next table.
+
+The pure core of `python -m benchmarks tune`: nothing here runs a kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from nsa.triton_backend.tuning import MIN_DOT, Table, Tuned
+
+MAX_ROWS, MAX_KEYS, MAX_WARPS, MAX_STAGES = 128, 128, 8, 4
+WORTH = 0.02
+"""A gain below this share of the latency is not worth another table."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was found of one candidate."""
+
+    kernel: str
+    tuned: Tuned
+    outcome: str
+    """"measured", "does not fit", "wrong" or "failed"."""
+    latency_ms: float | None = None
+    interval_ms: tuple[float, float] | None = None
+    """Where the median lies."""
+    detail: str | None = None
+    """How wrong, or the error."""
+
+
+def candidates(current: Tuned) -> list[Tuned]:
+    """The present launch, then every one whose sizes are half, the same or twice, with a stage more or less."""
+    found = [current]
+    for rows, keys, warps, stages in product(
+        _around(current.rows, MIN_DOT, MAX_ROWS),
+        _around(current.keys, MIN_DOT, MAX_KEYS),
+        _around(current.num_warps, 1, MAX_WARPS),
+        range(max(current.num_stages - 1, 1), min(current.num_stages + 1, MAX_STAGES) + 1),
+    ):
+        for registers in {current.max_registers, None}:
+            candidate = Tuned(rows, keys, warps, stages, registers)
+            if candidate not in found:
+                found.append(candidate)
+    return found
+
+
+def _around(size: int, least: int, most: int) -> list[int]:
+    return [x for x in (size, size // 2, size * 2) if least <= x <= most]
+
+
+def best(trials: Sequence[Trial]) -> Trial:
+    """The fastest candidate that is right; the first, which is the table's own, unless another is surely faster.
+
+    Surely: the intervals of the two medians do not meet, and the gain is worth it. Raises ValueError where the table's
+    own was not measured, since then nothing is known to be better.
+    """
+    own = trials[0]
+    if own.outcome != "measured" or own.latency_ms is None or own.interval_ms is None:
+        raise ValueError(f"{own.kernel}: the table's own launch was not measured: {own.outcome} ({own.detail})")
+    fastest = own
+    for trial in trials[1:]:
+        if trial.latency_ms is None or trial.interval_ms is None:
+            continue
+        sure = trial.interval_ms[1] < own.interval_ms[0] and trial.latency_ms < own.latency_ms * (1 - WORTH)
+        if sure and trial.latency_ms < (fastest.latency_ms or 0.0):
+            fastest = trial
+    return fastest
+
+
+def changed(table: Table, width: str, chosen: Mapping[str, Tuned], how: str) -> Table:
+    """The table with other launches for one width, "narrow" or "wide"."""
+    if width not in ("narrow", "wide"):
+        raise ValueError(f"width must be 'narrow' or 'wide'; got {width!r}")
+    launches: Mapping[str, Tuned] = getattr(table, width)
+    return dataclasses.replace(table, how=how, **{width: {**launches, **chosen}})
+
+
+def text(table: Table) -> str:
+    """A table as the file that `nsa.triton_backend.tuning.table` reads: one launch per line."""
+    widths = []
+    for width in ("narrow", "wide"):
+        launches: Mapping[str, Tuned] = getattr(table, width)
+        rows = [f'    "{name}": {json.dumps(_given(tuned))}' for name, tuned in launches.items()]
+        widths.append(f'  "{width}": {{\n' + ",\n".join(rows) + "\n  }" if rows else f'  "{width}": {{}}')
+    return f'{{\n  "how": {json.dumps(table.how, ensure_ascii=False)},\n' + ",\n".join(widths) + "\n}\n"
+
+
+def _given(tuned: Tuned) -> dict[str, int]:
+    return {name: value for name, value in dataclasses.asdict(tuned).items() if value is not None}

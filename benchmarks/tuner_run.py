@@ -1,0 +1,93 @@
+"""`python -m benchmarks tune`, kernel after kernel: candidates, trials, the record of them, the table."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks import fingerprint, lines, tuner, whole
+from benchmarks.tuner import Trial
+from benchmarks.tuner_trials import Workload, fits
+from nsa.triton_backend import tuning
+from nsa.triton_backend.tuning import Tuned
+
+DTYPE = torch.bfloat16
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Tune kernel after kernel; each starts from what the ones before it chose."""
+    architecture = _architecture(arguments)
+    table = tuning.table(architecture)
+    group, dk, dv = _heads(arguments.heads)
+    width = {1: "narrow", 2: "wide"}.get(tuning.times_narrow(dk, dv, DTYPE))
+    if width is None:
+        raise ValueError(f"--heads: rows of {dk} and {dv} channels are wider than any table; got {arguments.heads!r}")
+    workload = Workload(architecture, width, group, dk, dv, arguments.kv_heads, arguments.tokens)
+    chosen: dict[str, Tuned] = {}
+    for kernel in _kernels(arguments.kernels, table):
+        current = getattr(table, width).get(kernel, table.narrow[kernel])
+        found = tuner.candidates(current)
+        fitting = [tuned for tuned in found if fits(kernel, tuned, table, workload)]
+        print(f"{kernel}: {len(fitting)} of {len(found)} candidates fit", flush=True)
+        if arguments.dry_run:
+            print("\n".join(f"  {tuned}" for tuned in fitting))
+            continue
+        trials = [workload.trial(kernel, tuned, table) for tuned in fitting]
+        best = tuner.best(trials)
+        print(f"  {_ms(trials[0])} -> {_ms(best)} ms: {best.tuned}", flush=True)
+        chosen[kernel] = best.tuned
+        table = tuner.changed(table, width, {kernel: best.tuned}, table.how)
+        _record(arguments.out, architecture, trials)
+    if chosen:
+        identity = fingerprint.take(f"sm{architecture}", "cuda")
+        how = (
+            f"Measured by `python -m benchmarks tune --heads {arguments.heads} --tokens {arguments.tokens}` on a"
+            f" {identity.device} (torch {identity.torch}, Triton {identity.triton}, commit {identity.commit}):"
+            f" {', '.join(chosen)} ({width}). Before: {tuning.table(architecture).how}"
+        )
+        print(_write(architecture, tuner.text(tuner.changed(table, width, chosen, how))))
+    return 0
+
+
+def _architecture(arguments: argparse.Namespace) -> int:
+    if arguments.architecture is not None and arguments.dry_run:
+        return int(arguments.architecture)
+    if not torch.cuda.is_available():
+        raise ValueError("tune needs an NVIDIA GPU; --dry-run --architecture 89 lists the candidates without one")
+    here = tuning.architecture(torch.device("cuda", torch.cuda.current_device()))
+    if arguments.architecture not in (None, here):
+        raise ValueError(f"--architecture: this GPU is {here}; got {arguments.architecture}")
+    return here
+
+
+def _heads(given: str) -> tuple[int, int, int]:
+    sizes = [int(size) if size.isdecimal() else 0 for size in given.split(",")]
+    if len(sizes) != 3 or min(sizes) < 1:
+        raise ValueError(f"--heads must be three positive numbers G,DK,DV; got {given!r}")
+    return sizes[0], sizes[1], sizes[2]
+
+
+def _kernels(given: str | None, table: tuning.Table) -> Sequence[str]:
+    chosen = list(table.narrow) if given is None else given.split(",")
+    if unknown := [name for name in chosen if name not in table.narrow]:
+        raise ValueError(f"--kernels: no kernel {unknown[0]!r}; known: {', '.join(table.narrow)}")
+    return chosen
+
+
+def _ms(trial: Trial) -> str:
+    return "unknown" if trial.latency_ms is None else f"{trial.latency_ms:.3f}"
+
+
+def _record(results: Path, architecture: int, trials: Sequence[Trial]) -> None:
+    for trial in trials:
+        lines.append(results / "tuning" / f"sm{architecture}.jsonl", trial)
+
+
+def _write(architecture: int, text: str) -> Path:
+    """Replace the table in one step, on the disk when this returns."""
+    file = tuning.TABLES / f"sm{architecture}.json"
+    whole.replace(file, text.encode())
+    return file

@@ -1,0 +1,148 @@
+"""Measuring in a process of its own: a kernel that hangs or dies costs one record, not the run.
+
+The process is kept from case to case, so that kernels stay compiled; one that stalled, died or crashed on a GPU (whose
+context may be poisoned) is replaced.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import re
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import IO
+
+from benchmarks import runner
+from benchmarks.cases.prepare import prepare
+from benchmarks.fingerprint import Fingerprint
+from benchmarks.records import Key, Outcome, Record
+from benchmarks.runner import Prepare
+from benchmarks.timing import Plan
+
+DEADLINE_S = 600.0
+"""Per case, compilation and oracle included: some thirty times the longest that was seen (20 s)."""
+_START_S = 300.0
+_STACKS_S = 2.0
+
+
+def run(
+    keys: Sequence[Key],
+    device: str,
+    plan: Plan,
+    fingerprint: Fingerprint,
+    command: Callable[[Key], str],
+    prepare: Prepare = prepare,
+    deadline_s: float = DEADLINE_S,
+) -> Iterator[Record]:
+    """One record per key, in order, whatever happens to the process that measures."""
+    worker: _Worker | None = None
+    try:
+        for key in keys:
+            worker = worker or _Worker(device, plan, fingerprint, prepare)
+            record = worker.measure(key, command(key), deadline_s)
+            if worker.ended or (device == "cuda" and record.outcome is Outcome.CRASHED):
+                worker.close()
+                worker = None
+            yield record
+    finally:
+        if worker is not None:
+            worker.close()
+
+
+class _Worker:
+    """The process, and the pipe to it."""
+
+    def __init__(self, device: str, plan: Plan, fingerprint: Fingerprint, prepare: Prepare) -> None:
+        spawn = multiprocessing.get_context("spawn")  # CUDA does not live through a fork
+        self._fingerprint = fingerprint
+        self._pipe, theirs = spawn.Pipe()
+        self._stacks = tempfile.NamedTemporaryFile(prefix="nsa-stacks-")  # noqa: SIM115 - closed with the process
+        self._process = spawn.Process(
+            target=_serve, args=(theirs, self._stacks.name, device, plan, fingerprint, prepare), daemon=True
+        )
+        self._process.start()
+        theirs.close()  # the process holds the only other end: when it dies, this one ends
+        self.ended = False
+        self._started = False
+
+    def measure(self, key: Key, command: str, deadline_s: float) -> Record:
+        """The record of a key; STALLED or CRASHED where the process does not give one."""
+        try:
+            if not self._started:  # importing PyTorch counts for no case
+                self._started = self._pipe.poll(_START_S) and self._pipe.recv()
+            self._pipe.send((key, command))
+            if self._pipe.poll(deadline_s):
+                record: Record = self._pipe.recv()
+                return record
+            reason = f"no answer within {deadline_s:.0f} s; it stood {self._where()}"
+            outcome = Outcome.STALLED
+        except (EOFError, OSError):
+            self._process.join()
+            reason, outcome = f"the process that measured it {_ending(self._process.exitcode)}", Outcome.CRASHED
+        self.ended = True
+        return Record(key, outcome, reason, self._fingerprint, command)
+
+    def close(self) -> None:
+        """End it, whatever it does, and leave nothing behind."""
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+        self._stacks.close()
+
+    def _where(self) -> str:
+        """Where its main thread stands: the innermost line of this project, or of anything."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGUSR1)
+        end = time.monotonic() + _STACKS_S
+        while time.monotonic() < end and os.path.getsize(self._stacks.name) == 0:
+            time.sleep(0.05)
+        time.sleep(0.05)  # the rest of the stack
+        return innermost(_text(self._stacks))
+
+
+def innermost(stacks: str) -> str:
+    """Of faulthandler's stacks, innermost first, the line that a person looks at."""
+    main = stacks.rpartition("Current thread")[2] or stacks
+    frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', main)
+    if not frames:
+        return "where no stack could be had"
+    ours = [frame for frame in frames if re.search(r"/(nsa|benchmarks)/", frame[0])]
+    path, line, function = (ours or frames)[0]
+    return f"in {function}, {'/'.join(path.split('/')[-3:])}:{line}"
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+def _ending(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with code {code}"
+
+
+def _first(command: str, _key: Key) -> str:
+    return command
+
+
+def _serve(pipe: Connection, stacks: str, device: str, plan: Plan, fingerprint: Fingerprint, prepare: Prepare) -> None:
+    """Measure what is asked for until nobody asks any more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one who asks was told too, and ends this
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with open(stacks, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        pipe.send(True)
+        while True:
+            try:
+                key, command = pipe.recv()
+            except EOFError:
+                return
+            (record,) = runner.run([key], device, plan, fingerprint, partial(_first, command), prepare)
+            pipe.send(record)

@@ -1,0 +1,112 @@
+"""A measurement that hangs, dies or breaks its process costs one record."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from benchmarks import runner, worker
+from benchmarks.cases import Work
+from benchmarks.records import Key, Outcome, Record
+from benchmarks.timing import Plan
+from tests.benchmarks.synthetic import FINGERPRINT, key
+
+PLAN = Plan(min_samples=3, min_time_s=0.0, wall_limit_s=5.0, warmup_calls=1)
+SOUND, HANGS, DIES = 64, 65, 66
+"""Lengths: what a case of this length does."""
+
+
+def prepare(the_key: Key, device: str) -> Work:
+    """As always, but for the lengths that name a fault."""
+    if the_key.num_keys == HANGS:
+        hang_in_a_kernel()
+    if the_key.num_keys == DIES:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return runner.prepare(the_key, device)
+
+
+def hang_in_a_kernel() -> None:
+    while True:
+        time.sleep(0.1)
+
+
+def measured(*lengths: int, deadline_s: float = 60.0) -> list[Record]:
+    keys = [key(length=length) for length in lengths]
+    return list(worker.run(keys, "cpu", PLAN, FINGERPRINT, lambda one: f"measure {one.num_keys}", prepare, deadline_s))
+
+
+def outcomes(records: Sequence[Record]) -> list[str]:
+    return [record.outcome.value for record in records]
+
+
+def test_a_hung_case_is_stalled_where_it_stood_and_the_next_is_measured() -> None:
+    records = measured(HANGS, SOUND, deadline_s=5.0)
+    assert outcomes(records) == ["STALLED", "PASSED"]
+    assert records[0].reason is not None
+    assert "no answer within 5 s; it stood in hang_in_a_kernel, tests/benchmarks/test_worker.py:" in records[0].reason
+    assert records[0].latency_ms is None
+    assert [record.command for record in records] == [f"measure {HANGS}", f"measure {SOUND}"]
+
+
+def test_a_case_that_ends_the_process_says_how() -> None:
+    records = measured(SOUND, DIES, SOUND)
+    assert outcomes(records) == ["PASSED", "CRASHED", "PASSED"]
+    assert records[1].reason == "the process that measured it was ended by SIGSEGV"
+
+
+def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    spawn = worker._Worker.__init__
+
+    def noted(self: worker._Worker, *arguments: object) -> None:
+        spawn(self, *arguments)  # type: ignore[arg-type]
+        started.append(self._process.pid or 0)
+
+    monkeypatch.setattr(worker._Worker, "__init__", noted)
+    run = worker.run([key(length=SOUND), key(length=HANGS)], "cpu", PLAN, FINGERPRINT, str, prepare)
+    next(run)
+    run.close()  # type: ignore[attr-defined]
+    assert len(started) == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(started[0], 0)
+
+
+def test_a_crash_on_a_gpu_is_given_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A poisoned CUDA context would fail every case after it."""
+
+    class Fake:
+        made = 0
+        ended = False
+
+        def __init__(self, *_: object) -> None:
+            Fake.made += 1
+
+        def measure(self, the_key: Key, command: str, _: float) -> Record:
+            return Record(the_key, Outcome.CRASHED, "an illegal memory access", FINGERPRINT, command)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(worker, "_Worker", Fake)
+    for device, processes in (("cuda", 3), ("cpu", 1)):
+        Fake.made = 0
+        list(worker.run([key()] * 3, device, PLAN, FINGERPRINT, str))
+        assert Fake.made == processes
+
+
+@pytest.mark.parametrize(
+    ("stacks", "where"),
+    [
+        ('Current thread 0x1 (most recent call first):\n  File "/x/torch/a.py", line 3 in sync\n'
+         '  File "/home/me/nsa/benchmarks/timing.py", line 9 in time\n', "in time, nsa/benchmarks/timing.py:9"),
+        ('Thread 0x2:\n  File "/x/b.py", line 1 in other\n\nCurrent thread 0x1:\n  File "/lib/c.py", line 7 in f\n',
+         "in f, lib/c.py:7"),
+        ("", "where no stack could be had"),
+    ],
+)  # fmt: skip
+def test_innermost(stacks: str, where: str) -> None:
+    assert worker.innermost(stacks).replace("/lib", "lib") == where
