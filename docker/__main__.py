@@ -1,0 +1,191 @@
+"""The host's side of the containers.
+
+    python -m docker image --family a100      build the image for a family (default: for what is here)
+    python -m docker run -- python -m pytest  run a command in the image for what is here
+    python -m docker preflight                engine, driver, GPU inside the container, room on the disk
+    python -m docker pipeline --base main     all of it in turn, as CI does, with a summary for a reviewer
+
+Exit code: the command's own; 2 for a wrong argument, another machine than asked for, or an engine that does not do its
+part; 130 where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from docker import container, engine, host, image, pipeline
+
+ROOM_GB = {"cpu": 8, "gpu": 40}
+"""Free disk that building an image and running the suites in it takes."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments, each with its default."""
+    top = argparse.ArgumentParser(
+        prog="python -m docker", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = top.add_subparsers(dest="command", required=True)
+    summaries = {
+        "image": "build an image",
+        "run": "run a command in it",
+        "preflight": "check that this machine can run the suites",
+        "pipeline": "image, preflight, tests, regress, bench, compare, report",
+    }
+    subs = {name: commands.add_parser(name, help=summary) for name, summary in summaries.items()}
+    for sub in subs.values():
+        _add_machine(sub)
+    for name in ("image", "run", "preflight"):
+        _add_recipe(subs[name])
+    for name in ("run", "preflight"):
+        _add_surroundings(subs[name])
+    subs["run"].add_argument("--repository", action="store_true", help="run in the working tree, with its git history")
+    subs["run"].add_argument("words", nargs="+", metavar="-- command", help="what to run")
+    subs["pipeline"].add_argument(
+        "--base", metavar="COMMIT", help="what `compare` judges against (default: no compare)"
+    )
+    subs["pipeline"].add_argument("--quick", action="store_true", help="some tests, quick benches: minutes")
+    subs["pipeline"].add_argument(
+        "--logs",
+        type=Path,
+        default=host.ROOT / "results" / "pipeline",
+        metavar="DIR",
+        help="(default: results/pipeline)",
+    )
+    return top
+
+
+def _add_machine(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--engine",
+        choices=(*engine.NAMES, engine.NONE),
+        default=os.environ.get("NSA_ENGINE") or None,
+        help="(default: NSA_ENGINE, else docker, then podman, then none)",
+    )
+    sub.add_argument(
+        "--family",
+        choices=(*host.FAMILIES, host.ANY_GPU, host.CPU),
+        help="refuse any other GPU; 'gpu' is any (default: what is here, else cpu)",
+    )
+
+
+def _add_recipe(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--base-image",
+        default=os.environ.get("NSA_BASE_IMAGE"),
+        metavar="NAME",
+        help="in place of nvidia/cuda (default: NSA_BASE_IMAGE, else the Dockerfile's)",
+    )
+    sub.add_argument(
+        "--wheels",
+        type=Path,
+        default=os.environ.get("NSA_WHEELS"),
+        metavar="DIR",
+        help="wheels to take before any others (default: NSA_WHEELS, else none)",
+    )
+
+
+def _add_surroundings(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--image", metavar="NAME", help="one that is there already, in place of building")
+    sub.add_argument(
+        "--results",
+        type=Path,
+        default=Path(os.environ.get("NSA_RESULTS") or host.ROOT / "results"),
+        metavar="DIR",
+        help="the host's folder for results (default: NSA_RESULTS, else results)",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command."""
+    arguments = parser().parse_args(argv)
+    try:
+        chosen = engine.choose(arguments.engine)
+        print(chosen.said, flush=True)
+        if arguments.command == "pipeline":
+            return chain(chosen, arguments)
+        if chosen.engine is None:
+            raise engine.EngineError("an image needs a container engine; install Docker or Podman")
+        return {"image": build, "run": run, "preflight": preflight}[arguments.command](chosen.engine, arguments)
+    except (engine.EngineError, host.HostError, ValueError, OSError) as error:
+        print(f"python -m docker: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("python -m docker: interrupted", file=sys.stderr)
+        return 130
+
+
+def build(found: engine.Engine, arguments: argparse.Namespace) -> int:
+    """An image can be built for a GPU that is elsewhere."""
+    asked = arguments.family
+    family = asked if asked in (*host.FAMILIES, host.CPU) else host.target(asked).family
+    begin = time.perf_counter()
+    name = image.build(found, image.recipe(family, arguments.base_image, arguments.wheels))
+    print(f"image: {name}  {image.identity(found, name)}  {time.perf_counter() - begin:.1f} s")
+    return 0
+
+
+def run(found: engine.Engine, arguments: argparse.Namespace) -> int:
+    """Everything that can be refused is refused before anything is built."""
+    target = _target(arguments)
+    name = _image(found, target, arguments)
+    line = container.command(found, target, name, arguments.words, arguments.results, repository=arguments.repository)
+    return container.run(found, target, line)
+
+
+def preflight(found: engine.Engine, arguments: argparse.Namespace) -> int:
+    """One line per check; the first that fails ends it."""
+    target = _target(arguments)
+    if target.gpu is None:
+        print("GPU: none; the suites run on the CPU")
+    else:
+        print(f"GPU: {target.gpu.name}, driver {target.gpu.driver}, CUDA {image.cuda_version()} in the image")
+    free_gb = shutil.disk_usage(host.ROOT).free / 1e9
+    wanted_gb = ROOM_GB["cpu" if target.gpu is None else "gpu"]
+    if free_gb < wanted_gb:
+        raise host.HostError(f"{host.ROOT} has {free_gb:.0f} GB free; an image and its suites need {wanted_gb} GB")
+    print(f"disk: {free_gb:.0f} GB free")
+    name = _image(found, target, arguments)
+    look = ["python", "-c", "import torch; print('inside: torch', torch.__version__, 'CUDA', torch.version.cuda)"]
+    line = container.command(found, target, name, look, arguments.results, repository=False)
+    return container.run(found, target, line)
+
+
+def chain(chosen: engine.Choice, arguments: argparse.Namespace) -> int:
+    """Every step; 1 where one is red. The summary is printed last, and kept beside the logs."""
+    logs: Path = arguments.logs
+    steps = pipeline.plan(chosen, arguments.family, arguments.base, quick=arguments.quick, logs=logs)
+    done = pipeline.run(steps, logs)
+    text = pipeline.summary(done)
+    (logs / pipeline.SUMMARY).write_text(text)
+    print(f"\n{text}\nThe logs: {logs}")
+    if any(one.code == pipeline.INTERRUPTED for one in done):
+        return pipeline.INTERRUPTED
+    return int(any(one.code for one in done))
+
+
+def _target(arguments: argparse.Namespace) -> host.Target:
+    target = host.target(arguments.family)
+    if target.gpu is not None:
+        host.check_driver(target.gpu, image.cuda_version())
+    return target
+
+
+def _image(found: engine.Engine, target: host.Target, arguments: argparse.Namespace) -> str:
+    if arguments.image is None:
+        return image.build(found, image.recipe(target.family, arguments.base_image, arguments.wheels))
+    if image.identity(found, arguments.image) is None:
+        raise engine.EngineError(f"--image: {found.name} has no image {arguments.image}")
+    return str(arguments.image)
+
+
+if __name__ == "__main__":
+    for stop in (signal.SIGTERM, signal.SIGHUP):  # a cancelled job and a lost terminal also end their container
+        signal.signal(stop, signal.default_int_handler)
+    sys.exit(main())

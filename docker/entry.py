@@ -1,0 +1,62 @@
+"""What an image runs first: is this the GPU that the image was made for, and can PyTorch use it? Then the command.
+
+    NSA_FAMILY  the GPU family of the image ("a100", "cpu"; set in the Dockerfile)
+    NSA_EXPECT  the family that the session is named for (default: NSA_FAMILY); "gpu" is any GPU
+
+Exit code 2, with what was seen, where the GPU is missing or another one: a suite that quietly ran on the CPU would be
+green and worth nothing. Else the command's own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started by its path, in any working directory
+
+
+def devices() -> str:
+    """What there is of a GPU in here, for a message."""
+    return ", ".join(sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*"))) or "no /dev/nvidia0"
+
+
+def refusal(expected: str) -> str | None:
+    """Why this is not the machine that was asked for; None where it is."""
+    from benchmarks import gpus  # imports PyTorch
+
+    wanted = "a GPU" if expected == gpus.UNKNOWN_GPU else gpus.named(expected)
+    found = gpus.visible_gpu()
+    if found is None:
+        return (
+            f"this session needs {wanted}; PyTorch {version('torch')} sees no GPU in the container ({devices()}). Start"
+            " it with --gpus all (podman: --device nvidia.com/gpu=all) on a host that has the NVIDIA driver and"
+            " container toolkit"
+        )
+    if expected == gpus.UNKNOWN_GPU:
+        return None
+    try:
+        gpus.machine(expected, found)
+    except gpus.WrongMachineError as error:
+        return str(error)
+    return None
+
+
+def main(command: Sequence[str]) -> NoReturn:
+    """Look, then become the command."""
+    expected = os.environ.get("NSA_EXPECT") or os.environ.get("NSA_FAMILY") or "cpu"
+    if expected != "cpu" and (why := refusal(expected)) is not None:
+        print(f"docker/entry.py: {why}", file=sys.stderr)
+        sys.exit(2)
+    try:
+        os.execvp(command[0], list(command))
+    except OSError as error:
+        print(f"docker/entry.py: {command[0]}: {error.strerror}", file=sys.stderr)
+        sys.exit(127)  # as shells say it
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

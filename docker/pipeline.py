@@ -1,0 +1,181 @@
+"""The whole chain on one machine, as CI runs it: image, preflight, tests, regress, bench, compare, report.
+
+    python -m docker pipeline --base main      the full suites, then: is the working tree slower than main?
+    python -m docker pipeline --quick          minutes in place of hours
+
+Each step is a nox session. The first red one ends the chain, but pages and summary are made of what there is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from docker import engine, host
+
+SUMMARY = "summary.md"
+QUICK_TESTS = ("tests/docker", "tests/nsa", "tests/benchmarks/test_merge.py", "--ignore", "tests/nsa/triton_backend")
+QUICK_COMPARE = ("--cases", "part-window", "--rounds", "14")
+REPORT = "report"
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Step:
+    """One nox session of the chain."""
+
+    name: str
+    session: str
+    words: tuple[str, ...]
+    skipped: str | None = None
+    """Why it does not run; None where it does."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a step ended."""
+
+    step: Step
+    code: int | None
+    """Exit code; None where it did not run."""
+    seconds: float
+    told: dict[str, Any]
+    """The JSON that the suite's last line is; empty without one."""
+
+
+def plan(chosen: engine.Choice, family: str | None, base: str | None, *, quick: bool, logs: Path) -> list[Step]:
+    """The chain for this machine. Pure but for asking git whether nsa/ differs from the base."""
+    which = (
+        "--engine",
+        chosen.engine.name if chosen.engine else engine.NONE,
+        *(("--family", family) if family else ()),
+    )
+    bare = None if chosen.engine else "no container engine: the suites run in the host's environment"
+    unchanged = _why_no_compare(base)
+    return [
+        Step("image", "image", which, bare),
+        Step("preflight", "preflight-machine", which, bare),
+        Step("tests", "tests", (*which, *(QUICK_TESTS if quick else ()))),
+        Step("regress", "regress", (*which, "--junitxml", str(logs / "regress.xml"))),
+        Step("bench", f"bench-{family}" if family else "bench", (*which, *(("--quick",) if quick else ()))),
+        Step("compare", "compare", (*which, base or "", *(QUICK_COMPARE if quick else ())), unchanged),
+        Step(REPORT, "report", which),
+    ]
+
+
+def _why_no_compare(base: str | None) -> str | None:
+    if base is None:
+        return "no --base was given"
+    git = ["git", "-C", str(host.ROOT)]
+    known = subprocess.run(
+        [*git, "rev-parse", "--verify", "--end-of-options", f"{base}^{{commit}}"], capture_output=True, text=True
+    )
+    if known.returncode:
+        raise ValueError(f"--base must name a commit of {host.ROOT}; git says: {known.stderr.strip()}")
+    same = subprocess.run([*git, "diff", "--quiet", known.stdout.strip(), "--", "nsa"])
+    return f"nsa/ is what it is in {base}" if same.returncode == 0 else None
+
+
+def run(steps: Sequence[Step], logs: Path) -> list[Done]:
+    """Every step to the first red one, and the report; what each printed is kept in logs/<step>.log."""
+    logs.mkdir(parents=True, exist_ok=True)
+    done: list[Done] = []
+    for step in steps:
+        red = next((before for before in done if before.code), None)
+        if step.skipped is not None or (red is not None and step.name != REPORT):
+            done.append(Done(step, None, 0.0, {}))
+            continue
+        print(f"\n== {step.name}", flush=True)
+        begin = time.perf_counter()
+        code, last = _stream(step, logs / f"{step.name}.log")
+        done.append(Done(step, code, time.perf_counter() - begin, _json(last)))
+        if code == INTERRUPTED:
+            return done
+    return done
+
+
+def _stream(step: Step, log: Path) -> tuple[int, str]:
+    """Run a session, show and keep what it prints; its exit code, and the last line that is JSON.
+
+    An interrupt is passed on once, and what the session prints while it ends is still read: with its pipe closed it
+    could not end its container.
+    """
+    command = [sys.executable, "-m", "nox", "--session", step.session, "--", *step.words]
+    with log.open("w") as kept:
+        process = subprocess.Popen(
+            command,
+            cwd=host.ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # the terminal's Ctrl-C would reach it beside the one that is passed on
+        )
+        with process:
+            try:
+                last = _shown(process, kept)
+            except KeyboardInterrupt:
+                os.killpg(process.pid, signal.SIGINT)
+                _shown(process, kept)
+                process.wait()
+                return INTERRUPTED, ""
+            return process.wait(), last
+
+
+def _shown(process: subprocess.Popen[str], kept: IO[str]) -> str:
+    """Everything to the end of what it prints; the last line that is JSON."""
+    assert process.stdout is not None
+    last = ""
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        kept.write(line)
+        last = line if line.startswith("{") else last
+    return last
+
+
+def _json(line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def summary(done: Sequence[Done]) -> str:
+    """Markdown, what a reviewer must know first: verdicts, then steps."""
+    red = [one.step.name for one in done if one.code]
+    head = f"## RED: {', '.join(red)}" if red else "## GREEN"
+    rows = ["| step | result | time |", "|---|---|---|", *map(_row, done)]
+    return "\n\n".join([head, *_verdicts(done), "\n".join(rows)]) + "\n"
+
+
+def _row(one: Done) -> str:
+    if one.code is None:
+        return f"| {one.step.name} | not run: {one.step.skipped or 'a step before it is red'} | |"
+    return f"| {one.step.name} | {'green' if one.code == 0 else f'RED, exit code {one.code}'} | {one.seconds:.0f} s |"
+
+
+def _verdicts(done: Sequence[Done]) -> Iterator[str]:
+    """What each suite's own summary says, the comparison first."""
+    wanted = (("compare", ("bad", "undecided", "verdicts")), ("regress", ("red",)), ("bench", ("faults", "outcomes")))
+    told = {one.step.name: one.told for one in done}
+    for name, keys in wanted:
+        for key in keys:
+            if value := told.get(name, {}).get(key):
+                yield f"**{name}, {key}**: {_said(value)}"
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{count} {name}" for name, count in value.items())
+    if isinstance(value, list):
+        return ", ".join(f"`{item}`" for item in value)
+    return str(value)

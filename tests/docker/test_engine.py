@@ -1,0 +1,73 @@
+"""Which engine is taken, and that an absent one is said and not guessed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from docker import engine
+from docker.engine import Engine, EngineError
+from tests.docker import machines
+
+
+@pytest.mark.parametrize(
+    ("there", "asked", "wanted"),
+    [
+        ({"docker", "podman"}, None, "docker"),
+        ({"podman"}, None, "podman"),
+        ({"docker", "podman"}, "podman", "podman"),
+        (set(), None, None),
+        ({"docker"}, "none", None),
+    ],
+)
+def test_docker_then_podman_then_none(
+    monkeypatch: pytest.MonkeyPatch, there: set[str], asked: str | None, wanted: str | None
+) -> None:
+    monkeypatch.delenv("NSA_ENGINE", raising=False)
+    choice = engine.choose(asked, lambda name: Engine(name, "1.2") if name in there else "not installed")
+    assert (choice.engine.name if choice.engine else None) == wanted
+    assert (wanted or "none") in choice.said
+    assert "\n" not in choice.said
+
+
+def test_without_any_the_reasons_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NSA_ENGINE", raising=False)
+    said = engine.choose(None, lambda name: f"{name} is broken").said
+    assert "docker: docker is broken; podman: podman is broken" in said
+
+
+def test_an_engine_that_was_asked_for_is_not_replaced() -> None:
+    with pytest.raises(EngineError, match="docker: not installed"):
+        engine.choose("docker", lambda name: Engine(name, "1") if name == "podman" else "not installed")
+    with pytest.raises(ValueError, match="docker, podman, none; got 'lxc'"):
+        engine.choose("lxc")
+
+
+def test_a_client_without_its_daemon_is_no_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machines.program(monkeypatch, tmp_path, "docker", "echo 'Cannot connect to the Docker daemon' >&2; exit 1")
+    assert engine.ask("docker") == "does not answer (Cannot connect to the Docker daemon)"
+
+
+@pytest.mark.parametrize(
+    ("words", "asked", "rest"),
+    [
+        (["-k", "x"], None, ["-k", "x"]),
+        (["--engine", "none", "-k", "x"], "none", ["-k", "x"]),
+        (["-k", "x", "--engine=podman"], "podman", ["-k", "x"]),
+    ],
+)
+def test_an_option_is_taken_out_of_the_arguments(words: list[str], asked: str | None, rest: list[str]) -> None:
+    assert engine.taken("--engine", words) == (asked, rest)
+
+
+def test_an_option_needs_a_value() -> None:
+    with pytest.raises(ValueError, match="--engine needs a value"):
+        engine.taken("--engine", ["--engine"])
+
+
+def test_engine_comes_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSA_ENGINE", "podman")
+    there = engine.choose(None, lambda name: Engine(name, "1"))
+    assert there.engine == Engine("podman", "1")
+    assert engine.choose("none", lambda name: Engine(name, "1")).engine is None

@@ -1,0 +1,66 @@
+"""What an image runs first: nothing on another GPU than its name says, and nothing without one."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpus
+from benchmarks.gpus import Found
+from docker import entry
+from docker.host import ROOT
+from nsa.train import environment
+
+A100 = Found("NVIDIA A100-SXM4-80GB", (8, 0))
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "why"),
+    [
+        ("a100", A100, None),
+        ("gpu", Found("Tesla V100", (7, 0)), None),
+        ("h100", A100, "needs an NVIDIA H100; found: NVIDIA A100-SXM4-80GB"),
+        ("a100", None, "needs an NVIDIA A100; PyTorch"),
+        ("gpu", None, "needs a GPU; PyTorch"),
+    ],
+)
+def test_refusal(monkeypatch: pytest.MonkeyPatch, expected: str, found: Found | None, why: str | None) -> None:
+    monkeypatch.setattr(gpus, "visible_gpu", lambda: found)
+    refused = entry.refusal(expected)
+    if why is None:
+        assert refused is None
+    else:
+        assert refused is not None
+        assert why in refused
+
+
+def started(expected: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "docker" / "entry.py"), *words]
+    environment = {"NSA_FAMILY": expected, "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True)
+
+
+def test_without_the_gpu_the_command_does_not_run(tmp_path: Path) -> None:
+    done = started("a100", "touch", "ran", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "sees no GPU in the container" in done.stderr
+    assert "--gpus all" in done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_command_takes_over_with_its_exit_code(tmp_path: Path) -> None:
+    assert started("cpu", "sh", "-c", "exit 7", cwd=tmp_path).returncode == 7
+    assert started("cpu", "no-such-program", cwd=tmp_path).returncode == 127
+
+
+def test_training_knows_every_variable_that_a_container_or_a_workflow_has() -> None:
+    """It refuses unknown ones by name."""
+    places = [ROOT / "docker" / "Dockerfile", ROOT / ".ci" / "containers", *(ROOT / ".github").rglob("*.yml")]
+    places += sorted((ROOT / "docker").glob("*.py"))
+    named = {name for path in places for name in re.findall(r"\bNSA_[A-Z_]+\b", path.read_text())}
+    assert {"NSA_DIRTY", "NSA_RESULTS", "NSA_ENGINE"} <= named
+    environment.read(dict.fromkeys(named - {"NSA_GPUS"}, "1"))  # GitHub's own variable

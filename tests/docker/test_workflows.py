@@ -1,0 +1,56 @@
+"""What the workflows promise: nothing unpinned, no hidden exit code, no fork on a GPU machine, one run per GPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from docker.host import ROOT
+
+yaml = pytest.importorskip("yaml")
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def loaded(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(path.read_text())
+    return found
+
+
+@pytest.fixture(params=WORKFLOWS, ids=lambda path: path.stem)
+def workflow(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return loaded(request.param)
+
+
+def steps(workflow: dict[str, Any]) -> list[dict[str, Any]]:
+    return [step for job in workflow["jobs"].values() for step in job["steps"]]
+
+
+def test_actions_are_pinned_by_commit(workflow: dict[str, Any]) -> None:
+    used = [step["uses"] for step in steps(workflow) if "uses" in step]
+    assert used
+    for action in used:
+        assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action), action
+
+
+def test_a_pipe_cannot_hide_an_exit_code(workflow: dict[str, Any]) -> None:
+    assert workflow["defaults"]["run"]["shell"] == "bash -euo pipefail {0}"
+    assert not [step for step in steps(workflow) if "shell" in step]
+
+
+def test_nothing_of_an_event_is_pasted_into_a_shell(workflow: dict[str, Any]) -> None:
+    assert not [step["run"] for step in steps(workflow) if "${{" in step.get("run", "")]
+
+
+def test_the_token_may_read_unless_a_job_says_more(workflow: dict[str, Any]) -> None:
+    assert workflow["permissions"] == {"contents": "read"}
+    assert "pull_request_target" not in workflow[True]  # YAML 1.1 reads the key `on` as true
+
+
+def test_a_gpu_is_for_one_run_of_this_repository_at_a_time() -> None:
+    job = loaded(ROOT / ".github" / "workflows" / "gpu.yml")["jobs"]["suites"]
+    assert job["concurrency"] == {"group": "gpu-${{ matrix.gpu }}", "cancel-in-progress": False}
+    assert "head.repo.full_name == github.repository" in job["if"]
+    assert "self-hosted" in job["runs-on"]
