@@ -63,6 +63,8 @@ class Fingerprint:
     """Hash of nsa/**/*.py: which implementation was measured, with or without git."""
     benchmarks_sha256: str
     """Hash of `MEASURING`: how it was measured."""
+    cudnn: str | None = None
+    """cuDNN that PyTorch loads, whose attention is a baseline: "9.19.0"; None without a GPU."""
     flash_attn: str | None = None
     """Versions of the flash-attn packages that are installed: "flash-attn 2.8.3, flash-attn-4 4.0.0"."""
     image: str | None = None
@@ -85,8 +87,8 @@ _DIRTY = {"0": False, "1": True}
 """NSA_DIRTY beside NSA_COMMIT: whether the copy differs from that commit; unknown without it."""
 
 CONDITIONS = (
-    "machine", "device", "driver", "cuda", "torch", "triton", "flash_attn", "python", "platform", "cpu", "threads",
-    "omp_wait_policy", "gpu_clocks", "benchmarks_sha256",
+    "machine", "device", "driver", "cuda", "cudnn", "torch", "triton", "flash_attn", "python", "platform", "cpu",
+    "threads", "omp_wait_policy", "gpu_clocks", "benchmarks_sha256",
 )  # fmt: skip
 """What two figures must share to be compared. The rest is when, which NSA (what is compared), and measured itself."""
 
@@ -131,6 +133,7 @@ def take(machine: str, device: str, ceilings: Ceilings | None = None) -> Fingerp
         dirty=_DIRTY.get(os.environ.get("NSA_DIRTY", "")) if os.environ.get("NSA_COMMIT") else _dirty(),
         nsa_sha256=sources_sha256(ROOT / "nsa"),
         benchmarks_sha256=sources_sha256(ROOT / "benchmarks", MEASURING),
+        cudnn=_cudnn() if on_gpu else None,
         flash_attn=_flash_attn(),
         image=os.environ.get("NSA_IMAGE"),
         gpu_clocks=clocks.limits() if on_gpu else None,
@@ -158,6 +161,12 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _cudnn() -> str | None:
+    """PyTorch gives one number: 91900 is 9.19.0."""
+    number = torch.backends.cudnn.version()
+    return None if number is None else f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
 def _flash_attn() -> str | None:

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from benchmarks import fingerprint, lines, tuner, whole
+from benchmarks.fingerprint import Fingerprint
 from benchmarks.tuner import Trial
 from benchmarks.tuner_trials import Workload, fits
 from nsa.triton_backend import tuning
 from nsa.triton_backend.tuning import Tuned
 
 DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One line of results/tuning/: a candidate, for which shape, and where."""
+
+    trial: Trial
+    group: int
+    head_dim_k: int
+    head_dim_v: int
+    kv_heads: int
+    tokens: int
+    fingerprint: Fingerprint
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,12 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.dry_run:
             print("\n".join(f"  {tuned}" for tuned in fitting))
             continue
-        trials = [workload.trial(kernel, tuned, table) for tuned in fitting]
+        trials = list(_tried(kernel, fitting, table, workload, arguments.out))
         best = tuner.best(trials)
         print(f"  {_ms(trials[0])} -> {_ms(best)} ms: {best.tuned}", flush=True)
         chosen[kernel] = best.tuned
         table = tuner.changed(table, width, {kernel: best.tuned}, table.how)
-        _record(arguments.out, architecture, trials)
     if chosen:
         identity = fingerprint.take(f"sm{architecture}", "cuda")
         how = (
@@ -81,9 +96,17 @@ def _ms(trial: Trial) -> str:
     return "unknown" if trial.latency_ms is None else f"{trial.latency_ms:.3f}"
 
 
-def _record(results: Path, architecture: int, trials: Sequence[Trial]) -> None:
-    for trial in trials:
-        lines.append(results / "tuning" / f"sm{architecture}.jsonl", trial)
+def _tried(
+    kernel: str, candidates: Sequence[Tuned], table: tuning.Table, workload: Workload, results: Path
+) -> Iterator[Trial]:
+    """Each candidate's trial, which is on the disk before the next one begins."""
+    file = results / "tuning" / f"sm{workload.architecture}.jsonl"
+    where = fingerprint.take(f"sm{workload.architecture}", workload.device)
+    shape = (workload.group, workload.dk, workload.dv, workload.kv_heads, workload.tokens)
+    for tuned in tqdm(candidates, kernel, unit="candidate", leave=False, dynamic_ncols=True, disable=None):
+        trial = workload.trial(kernel, tuned, table)
+        lines.append(file, Tried(trial, *shape, where))
+        yield trial
 
 
 def _write(architecture: int, text: str) -> Path:

@@ -205,8 +205,8 @@ def test_what_was_reached_comes_from_the_case_s_own_count() -> None:
 
 def test_reads_records_of_schema_1() -> None:
     new = json.loads(passed(key()).to_json())
-    added = {"launch", "flash_attn", "image", "gpu_clocks", "ceilings", "interval_ms", "end_to_end_ms", "queued_ahead",
-             "compile_s", "unmet", "clocks", "flops", "bytes_moved"}  # fmt: skip
+    added = {"launch", "cudnn", "flash_attn", "image", "gpu_clocks", "ceilings", "interval_ms", "end_to_end_ms",
+             "queued_ahead", "compile_s", "unmet", "clocks", "flops", "bytes_moved"}  # fmt: skip
 
     def without(part: Any) -> Any:
         if not isinstance(part, dict):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from benchmarks import timing, tuner_run, tuner_trials
+from benchmarks import lines, timing, tuner_run, tuner_trials
 from benchmarks.tuner_trials import Workload, difference
 from nsa.triton_backend import tuning
 from nsa.triton_backend.tuning import Tuned
@@ -57,6 +58,18 @@ def test_a_candidate_that_the_device_refuses_is_kept_as_failed(
     monkeypatch.setattr(timing, "measure", refused)
     trial = workload.trial("scores", SMALL, tuning.table(86))
     assert (trial.outcome, trial.detail) == ("failed", "RuntimeError: out of resource: shared memory")
+
+
+def test_a_trial_is_on_the_disk_before_the_next_one_begins(workload: Workload, tmp_path: Path) -> None:
+    table = tuning.table(86)
+    trials = tuner_run._tried("scores", [SMALL, SMALL], table, workload, tmp_path)
+    first = next(trials)
+    found, damaged = lines.read(tmp_path / "tuning" / "sm86.jsonl", tuner_run.Tried)
+    assert not damaged
+    (line,) = found
+    assert line.trial == first
+    assert (line.group, line.head_dim_k, line.head_dim_v, line.kv_heads, line.tokens) == (2, 16, 16, 1, 40)
+    assert line.fingerprint.torch == torch.__version__
 
 
 def test_rounding_is_no_difference_and_more_is() -> None:
