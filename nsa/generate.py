@@ -104,9 +104,10 @@ def _steps(
     uniform = _uniform(len(texts), max_new_tokens, sampling.seed, model.embedding.weight.device)  # [new, rows]
     sequences, logits = _prefill(model, cache, texts, prefill_chunk)
     alive = list(range(len(texts)))
+    own = uniform
     step: Callable[[Tensor], Tensor] | None = None
     for number in range(max_new_tokens):
-        tokens = draw(logits, sampling, uniform[number, alive])
+        tokens = draw(logits, sampling, own[number])
         found = dict(zip(alive, tokens.tolist(), strict=True))
         if NOT_FINITE in found.values():
             row = next(row for row, token in found.items() if token == NOT_FINITE)
@@ -120,7 +121,7 @@ def _steps(
                 if found[row] == eos:
                     cache.free(sequences[row])
             tokens, alive = tokens[going], [alive[i] for i in going]
-            step = None
+            own, step = uniform[:, alive], None
         step = step or _step(model, cache.rows([sequences[row] for row in alive]), cuda_graph)
         with torch.inference_mode():
             logits = step(tokens[:, None])[:, -1]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -14,8 +18,9 @@ from nsa.paged_rows import PagedRows
 class GraphedStep:
     """`num_tokens` more tokens in each of `rows`, again and again: tokens [B, num_tokens] -> logits.
 
-    Capturing runs the step twice on tokens 0 and takes them back. Then only what the host must do is done by the
-    host: pages for the new rows, and their tables and lengths brought to the device; the graph reads them there.
+    Capturing runs the step twice on tokens 0, by which the sequences do not grow. Then only what the host must do is
+    done by the host: pages for the new rows, and their tables and lengths brought to the device; the graph reads them
+    there.
 
     Raises ValueError where the model is not on a GPU, or a layer's backend cannot decode from pages: another one
     computes what it captures for the lengths of that moment.
@@ -50,18 +55,30 @@ class GraphedStep:
     @torch.no_grad()
     def _capture(self) -> None:
         device = self._tokens.device
-        aside = torch.cuda.Stream(device)
-        aside.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(aside):  # compiles kernels and warms up libraries, which a capture must not
-            self._model(self._tokens, self.rows)
-        torch.cuda.current_stream(device).wait_stream(aside)
-        self._take_back()
-        self.rows.prepare(self.num_tokens)
-        with torch.cuda.graph(self._graph):
-            self._logits = self._model(self._tokens, self.rows)
-        self._take_back()
+        aside = _stream_aside(device)
+        with torch.cuda.device(device), _own_casts(), self.rows.rehearsal():
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):  # compiles kernels and warms up libraries, which a capture must not
+                self._model(self._tokens, self.rows)
+            torch.cuda.current_stream().wait_stream(aside)
+            self.rows.prepare(self.num_tokens)
+            with torch.cuda.graph(self._graph, stream=aside):
+                self._logits = self._model(self._tokens, self.rows)
 
-    def _take_back(self) -> None:
-        cache = self.rows.cache
-        for sequence in self.rows.sequences:
-            cache.truncate(sequence, cache.length(sequence) - self.num_tokens)
+
+@cache
+def _stream_aside(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: cuBLAS keeps a workspace for each stream that it has seen."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _own_casts() -> Iterator[None]:
+    """Under autocast the graph casts weights itself: those that autocast keeps are freed when it ends."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)

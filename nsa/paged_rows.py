@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,6 +45,7 @@ class PagedRows:
             }
         self.every_step_alike = False
         """Whether a step that completes no compressed block does the same as one that does, as in a CUDA graph."""
+        self._rehearsing = False
         self._uploaded: dict[tuple[str, int], int] = {}
         self._num_tokens = 0
         self._places: Places | None = None
@@ -65,8 +67,20 @@ class PagedRows:
         """Whether there is room for just the step that comes."""
         return self.cache.step is self and self._num_tokens == num_tokens
 
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Steps in here leave the sequences as they were."""
+        self._rehearsing = True
+        try:
+            yield
+        finally:
+            self._rehearsing = False
+            self.abandon()
+
     def commit(self, num_tokens: int) -> None:
         """Let the sequences grow by what was prepared."""
+        if self._rehearsing:
+            return
         if not self.prepared(num_tokens):
             raise RuntimeError(f"a step of {num_tokens} tokens was not prepared, or another call has ended it")
         self._bookkeeping.commit(self.sequences, num_tokens)

@@ -100,14 +100,18 @@ def compressed_attention(
 
 
 def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: Tensor | None = None) -> Tensor:
-    """Eq. 8 to 12: each group's best n blocks, forced ones first, ties to the lower index."""
-    config, k, first_slots = layout.config, _heads_first(k_cmp.detach()), _first_slots(layout)
+    """Eq. 8 to 12: each group's best n blocks, forced ones first, ties to the lower index.
+
+    The scores that are ranked are float32; what they are made of is float64, so that the order in which a sum was
+    taken does not show in them, and equal scores are equal.
+    """
+    config, k, first_slots = layout.config, _heads_first(k_cmp.detach()).double(), _first_slots(layout)
     chosen = torch.full((*q.shape[:2], k.shape[1], config.n_sel), -1, dtype=torch.int32, device=q.device)
     for i, start, t in _rows(layout):
         first, seen, current = first_slots[start], geometry.num_visible_compressed(t, config), t // config.l_sel
         visible = torch.ones(*k.shape[:2], seen, dtype=torch.bool, device=q.device)
         keys = k[:, :, first : first + seen]
-        p = _attend(_grouped(q.detach(), i, k.shape[1]), keys, keys, visible, scale)[2]
+        p = _attend(_grouped(q.detach(), i, k.shape[1]).double(), keys, keys, visible, scale)[2]
         overlap = [[geometry.overlap_tokens(c, j, config) for j in range(current + 1)] for c in range(seen)]
         weights = torch.tensor(overlap, dtype=p.dtype, device=q.device).view(seen, current + 1) / config.d
         score = (p.sum(2) @ weights).float().nan_to_num(nan=0.0)  # [B, Hkv, blocks]; ranked in float32

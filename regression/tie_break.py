@@ -58,7 +58,8 @@ def _lowest(t: int) -> list[int]:
 def _examine(step: Step, backends: Sequence[str]) -> Evidence:
     wrong: list[str] = []
     for n, backend in enumerate(backends):
-        shapes = ((1, 1, 24),) if interpreted(backend, step.device) else ((1, 1, 64), (2, 1, 40), (3, 2, 64))
+        # 6, 10, 16 and 38 columns: a CPU adds those behind a multiple of its vectors in another way
+        shapes = ((1, 1, 24),) if interpreted(backend, step.device) else ((1, 1, 64), (2, 1, 40), (3, 2, 64), (1, 1, 152))
         for batch, kv_heads, tokens in shapes:
             call = draw(tokens, step.device, config=TIED, batch=batch, kv_heads=kv_heads, group=16)
             equal = torch.zeros_like(call.compressed_keys(backend))

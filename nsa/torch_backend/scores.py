@@ -30,12 +30,24 @@ def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: T
         s = (rows[:, part] @ keys[:, k0:k1].mT * scale).unflatten(1, (-1, group)).masked_fill_(~visible, -torch.inf)
         total = s.logsumexp(-1) if lse_rows is None else lse_rows[:, part].unflatten(1, (-1, group))
         total = total.masked_fill(total == -torch.inf, 0)
-        p = s.sub_(total[..., None]).exp_().float().sum(2)  # [kv rows, queries, slots]
+        p = _added_heads(s.sub_(total[..., None]).exp_().float())
         if layout.cu_seqlens is not None:
             p = _in_document(p, lo[first:last])
         num_tokens = layout.num_keys - length + last  # no later token matters to these queries
         chosen[:, first:last] = _best(block_scores(p, num_tokens, layout.config), layout.positions[first:last], layout)
     return chosen.view(batch, num_kv_heads, length, layout.config.n_sel).transpose(1, 2)
+
+
+def _added_heads(p: Tensor) -> Tensor:
+    """Eq. 10: p [kv rows, queries, G, slots], overwritten, summed over the heads: [kv rows, queries, slots].
+
+    Half after half, because `sum` adds the last columns in another order than the others: equal scores would differ
+    in the last bit, and the tie would not go to the lower index (seen with AVX-512, 16 heads and 37 columns).
+    """
+    while (heads := p.shape[2]) > 1:
+        p[:, :, : heads // 2] += p[:, :, heads - heads // 2 :]
+        p = p[:, :, : heads - heads // 2]
+    return p[:, :, 0]
 
 
 def _in_document(p: Tensor, lo: Tensor) -> Tensor:

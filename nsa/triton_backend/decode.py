@@ -89,6 +89,7 @@ def attend(
 
     tiles_of_choice = config.n_sel * triton.cdiv(config.l_sel, shape.keys)
     near_selected = _shares(batch * kv_heads * length, tiles_of_choice, tiles_of_choice)
+    near_selected = 2 ** (near_selected.bit_length() - 1)  # compiled in: not for every number of sequences anew
     tiles_of_window = triton.cdiv(config.w, shape.keys)
     near_window = max(near_selected * tiles_of_window // tiles_of_choice, 1)
     near = near_selected + near_window

@@ -141,25 +141,26 @@ class PagedMachine(RuleBasedStateMachine):
         if not hasattr(self, "texts") or not self.texts:
             return
         assert self.cache.sequences == list(self.texts)
+        held = [rows.flatten(0, 1)[:, 0].cpu() for rows in (self.cache.stores[0].k, self.cache.stores[0].v)]
+        offsets = {"selected": SELECTED, "window": WINDOW, "source": SOURCE, "tokens": SOURCE}
         for sequence, text in self.texts.items():
             assert self.cache.length(sequence) == len(text)
-            offsets = {"selected": SELECTED, "window": WINDOW, "source": SOURCE, "tokens": SOURCE}
             for kind in self.tables.kinds:
                 if kind.name == "compressed":
-                    self.equal(sequence, kind, 0, self.blocks(text))
+                    self.equal(held, sequence, kind, 0, self.blocks(text))
                 else:
                     first = self.tables.table(sequence, kind.name).first_row
                     shortest = max(self.longest[sequence] - MAX_ROLLBACK, 0)
                     assert first <= first_held(kind.name, shortest), "released too early"
-                    self.equal(sequence, kind, first, [token + offsets[kind.name] for token in text[first:]])
+                    self.equal(held, sequence, kind, first, [token + offsets[kind.name] for token in text[first:]])
 
-    def equal(self, sequence: int, kind: Stream, first: int, wanted: list[float]) -> None:
+    def equal(self, held: list[torch.Tensor], sequence: int, kind: Stream, first: int, wanted: list[float]) -> None:
         """Hold the rows from `first` on of a stream to what they should be, in keys and, plus VALUE, in values."""
-        pages, store = self.tables.table(sequence, kind.name).pages, self.cache.stores[0]
+        pages = self.tables.table(sequence, kind.name).pages
         rows = range(first, first + len(wanted))
         place = [pages[row // self.page_size] * self.page_size + row % self.page_size for row in rows]
-        for stored, offset in ((store.k, 0), (store.v, VALUE)):
-            found = stored.flatten(0, 1)[place][:, 0].cpu() if place else torch.empty(0, CHANNELS)
+        for stored, offset in zip(held, (0, VALUE), strict=True):
+            found = stored[place] if place else torch.empty(0, CHANNELS)
             expected = torch.tensor(wanted, dtype=torch.float64)[:, None].expand(-1, CHANNELS) + offset
             assert torch.equal(found.double(), expected), f"{kind.name} of sequence {sequence}"
 
