@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nsa.gates import Gates
 from regression import host_cost
-from regression.calls import draw
+from regression.calls import COMPILING_S, draw
 from regression.evidence import Bound, Evidence
 from regression.incident import Incident, Step
 from regression.operators import Operators
@@ -28,6 +28,7 @@ INCIDENT = Incident(
     cause="seven host syncs per token and layer, against a fixed watchdog of 180 s",
     detector="no host sync in a layer's step, nor in the statistics that a call returns",
     expects=Verdict.SLOW,
+    floor_s=COMPILING_S,
 )
 
 _healthy = Gates.forward

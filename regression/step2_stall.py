@@ -16,7 +16,7 @@ from torch import Tensor
 from nsa.geometry import Layout
 from nsa.torch_backend import selected_attention as healthy
 from regression import host_cost
-from regression.calls import draw, in_every_backend
+from regression.calls import COMPILING_S, draw, in_every_backend
 from regression.evidence import Evidence
 from regression.incident import Incident, Step
 from regression.verdict import Verdict
@@ -28,6 +28,7 @@ INCIDENT = Incident(
     detector="no host sync (CUDA's own debug mode on a GPU); the forward can be captured as a CUDA graph",
     expects=Verdict.SLOW,
     fires=("host_syncs",),
+    floor_s=COMPILING_S,
 )
 
 
@@ -80,6 +81,7 @@ def _captured(backend: str) -> str | None:
     """Why a CUDA graph of the forward cannot be captured or gives other numbers; None where all is well."""
     call = draw(256, "cuda")
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # a capture wants a stream of its own, and kernels that are compiled
         expected = call.whole(backend)[0]
     torch.cuda.current_stream().wait_stream(side)

@@ -18,6 +18,7 @@ from torch import Tensor
 from nsa import layer, nsa_attention
 from nsa.geometry import num_compressed_blocks
 from regression import host_cost
+from regression.calls import COMPILING_S
 from regression.evidence import Evidence
 from regression.incident import Incident, Step
 from regression.verdict import Verdict
@@ -28,6 +29,7 @@ INCIDENT = Incident(
     cause="per-token Python prefill, and a log that is silent from step 5 to 20: slow, no hang",
     detector="operators and host syncs of a layer's forward and backward bounded by a constant, whatever S",
     expects=Verdict.SLOW,
+    floor_s=COMPILING_S,
 )
 
 

@@ -34,6 +34,10 @@ TIED = NSAConfig(l=4, d=4, l_sel=4, n_sel=4, w=8, init_blocks=0, local_blocks=1)
 """One compressed block per selection block, so that equal keys give equal scores."""
 
 
+SHAPES = (1, 1, 64), (2, 1, 40), (3, 2, 64), (1, 1, 152)
+"""B, Hkv, T; of 16, 10 and 38 blocks, as a CPU may add those behind a multiple of its vectors in another order."""
+
+
 def _jittered(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: Tensor | None = None) -> Tensor:
     """topk promises no order among equals; from the last to the first is one that it may take."""
     begun, forced = choice.candidates(layout)
@@ -58,8 +62,7 @@ def _lowest(t: int) -> list[int]:
 def _examine(step: Step, backends: Sequence[str]) -> Evidence:
     wrong: list[str] = []
     for n, backend in enumerate(backends):
-        # 6, 10, 16 and 38 columns: a CPU adds those behind a multiple of its vectors in another way
-        shapes = ((1, 1, 24),) if interpreted(backend, step.device) else ((1, 1, 64), (2, 1, 40), (3, 2, 64), (1, 1, 152))
+        shapes = ((1, 1, 24),) if interpreted(backend, step.device) else SHAPES
         for batch, kv_heads, tokens in shapes:
             call = draw(tokens, step.device, config=TIED, batch=batch, kv_heads=kv_heads, group=16)
             equal = torch.zeros_like(call.compressed_keys(backend))

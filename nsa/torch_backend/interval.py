@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nsa.torch_backend.rows import from_key_rows, from_query_rows, key_rows, query_rows
-from nsa.torch_backend.tile import attend, attend_backward, finite, mark
+from nsa.torch_backend.tile import attend, attend_backward, finite, mark, without_autocast
 
 Span = Callable[[int, int], tuple[int, int]]
 
@@ -61,6 +61,7 @@ class IntervalAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, do: Tensor, dlse: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse, lo, hi = ctx.saved_tensors
         num_kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from nsa.geometry import Layout
 from nsa.torch_backend.grouping import add_rows, batches, merge, steps, sum_over_blocks
 from nsa.torch_backend.rows import compute_dtype, from_key_rows, from_query_rows, key_rows, query_rows
-from nsa.torch_backend.tile import attend, attend_backward, finite, mark
+from nsa.torch_backend.tile import attend, attend_backward, finite, mark, without_autocast
 
 MANY = 256  # (query, block) pairs from which on it pays to prepare every key once
 
@@ -85,6 +85,7 @@ class SelectedAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, do: Tensor, dlse: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse, block_indices = ctx.saved_tensors
         num_kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]

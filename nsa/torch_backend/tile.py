@@ -10,8 +10,14 @@ the rows that see one into NaN, and through it their probabilities, again in the
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
 import torch
 from torch import Tensor
+
+Backward = TypeVar("Backward", bound=Callable[..., tuple[Tensor | None, ...]])
 
 
 def finite(x: Tensor) -> Tensor:
@@ -23,6 +29,17 @@ def mark(x: Tensor, *causes: Tensor) -> Tensor:
     """x with NaN in every row in which one of `causes` is not finite."""
     good = torch.stack([cause.isfinite().all(-1) for cause in causes]).all(0)
     return x.masked_fill(~good[..., None], torch.nan)
+
+
+def without_autocast(backward: Backward) -> Backward:
+    """A backward pass in the types of its tensors: a compiled one is traced under the autocast of the forward pass."""
+
+    @functools.wraps(backward)
+    def in_own_types(ctx: Any, do: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(do.device.type, enabled=False):
+            return backward(ctx, do, *others)
+
+    return cast(Backward, in_own_types)
 
 
 def _hide(s: Tensor, visible: Tensor, value: float) -> Tensor:

@@ -38,7 +38,13 @@ class Documents:
         held_out: bool = False,
         report: Callable[[str], None] | None = None,
     ) -> None:
-        from datasets.distributed import split_dataset_by_node
+        try:
+            from datasets.distributed import split_dataset_by_node
+        except ImportError as error:
+            raise ValueError(
+                f"data.dataset must be 'synthetic' without the package datasets (pip install -e '.[train]'); "
+                f"got {data.dataset!r} ({error})"
+            ) from error
 
         self.name, self._column, self._held_out = describe(data), data.text_field, held_out
         self._report, self._report_every = report, data.report_docs

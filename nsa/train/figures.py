@@ -45,7 +45,10 @@ class _Asked(Generic[Told]):
 class OnTheirWay(Generic[Told]):
     """A queue of asked and arrived figures."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_step: bool = False) -> None:
+        """`in_step` where several ranks must read the same figures in the same step, as they answer with collectives:
+        then each waits for DEPTH, instead of for whatever its own GPU has done."""
+        self._in_step = in_step
         self._asked: deque[_Asked[Told]] = deque()
         self._before: float | torch.cuda.Event | None = None
 
@@ -70,9 +73,9 @@ class OnTheirWay(Generic[Told]):
         out = []
         while self._asked:
             first = self._asked[0]
-            if isinstance(first.done, torch.cuda.Event) and not first.done.query():
-                if not all_of_them and len(self._asked) < DEPTH:
-                    break
+            if not all_of_them and len(self._asked) < DEPTH and (self._in_step or not _is_done(first.done)):
+                break
+            if isinstance(first.done, torch.cuda.Event):
                 first.done.synchronize()
             out.append(self._read(self._asked.popleft()))
         return out
@@ -91,6 +94,10 @@ def _copy(x: Tensor) -> Tensor:
     if x.device.type != "cuda":
         return x.clone()
     return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+
+
+def _is_done(done: float | torch.cuda.Event) -> bool:
+    return not isinstance(done, torch.cuda.Event) or done.query()
 
 
 def _seconds(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:

@@ -51,10 +51,11 @@ class Loop:
         self._trainer, self._batches, self._held_out, self._account = trainer, batches, held_out, account
         self._guard, self._asked, self._checkpoints, self._allow_toy = guard, asked, checkpoints, allow_toy
         self._settings, self._own = trainer.settings, trainer.own
-        self._coming: OnTheirWay[Told] = OnTheirWay()
+        self._coming: OnTheirWay[Told] = OnTheirWay(in_step=trainer.own.several)
         self._first = trainer.done
         self._saved = trainer.done
         self._stop_after: int | None = None
+        self._saw_gradients = False
 
     def run(self) -> Outcome:
         """Until the last step, a signal, or an alarm after which it makes no sense to go on."""
@@ -93,10 +94,11 @@ class Loop:
         for _ in range(train.accumulate_grad_batches):
             batches.append(next(self._batches).to(self._trainer.device))
             waited_s += self._batches.waited_s
-        observe = logged and self._settings.telemetry.statistics
+        # what is compiled with an observer around it stays in pieces without one
+        compiles = self._settings.runtime.compile and number == self._first + 1
+        observe = logged and self._settings.telemetry.statistics and not compiles
         stepped = self._trainer.step(batches, observe=observe, stop=self._asked.asked is not None)
-        if number == self._first + 1:
-            self._account.judge(self._account.health.gradients(self._trainer.gradient_norms()), number)
+        self._see_gradients(stepped)
         self._ask(stepped, Told(number, stepped.lr, self._settings.tokens_per_step, waited_s, logged))
         self._read()
         if number == self._first + PREDICTED_AFTER:
@@ -107,6 +109,12 @@ class Loop:
         if train.val_every and (number % train.val_every == 0 or number == train.steps):
             self._read(all_of_them=True)
             self._validate()
+
+    def _see_gradients(self, stepped: Stepped) -> None:
+        """Once, after the first step whose gradients are finite: clipping makes 0 of all others where one is not."""
+        if not self._saw_gradients and bool(stepped.grad_norm.isfinite()):
+            self._saw_gradients = True
+            self._account.judge(self._account.health.gradients(self._trainer.gradient_norms()), self._trainer.done)
 
     def _ask(self, stepped: Stepped, told: Told) -> None:
         values = {"figures": torch.stack([stepped.loss, stepped.grad_norm, stepped.targets, stepped.asked_to_stop])}

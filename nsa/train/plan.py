@@ -16,6 +16,7 @@ from nsa.train.trainer import COMPUTE, model_config
 
 MIB = 2**20
 _PROBED_TOKENS = 256
+"""The difference between so many tokens and twice as many is what they take: casts of weights are kept once."""
 OWN_FILES = {"heartbeat_rank0.jsonl", "checkpoints", "training.csv", "metrics.json"}
 """What a run leaves in its folder."""
 
@@ -72,16 +73,21 @@ def while_running(settings: Settings, predicted_hours: float) -> Plan:
 def peak_mem_mib(settings: Settings, ranks: int = 1) -> float:
     """An estimate for one device: weights, gradients and AdamW's state, and what the forward pass keeps.
 
-    The latter is counted, on a block of the real width: the bytes that autograd saves for a token.
+    The latter is counted, on a block of the real width: the bytes that autograd saves for a token. Where a part of a
+    block is computed again, it and its gradients come on top.
     """
     runtime, model = settings.runtime, settings.model
-    weights = num_parameters(settings) * (16 if runtime.fp32_master_weights or runtime.precision == "fp32" else 8)
+    bytes_each = 16 if runtime.fp32_master_weights or runtime.precision == "fp32" else 8
+    if runtime.fp32_master_weights and runtime.precision != "fp32":
+        bytes_each += 2  # what autocast makes of the weights stands until the backward pass has used it
+    weights = num_parameters(settings) * bytes_each
     block, mlp = _saved_bytes_per_token(settings)
     every = model.n_layers
-    per_token = {True: every * 4 * model.dim + block, "selective": every * (block - mlp) + mlp, False: every * block}
+    again = {True: block, "selective": mlp, False: 0.0}[runtime.gradient_checkpointing]
+    kept = {True: 4 * model.dim, "selective": block - mlp, False: block}[runtime.gradient_checkpointing]
     tokens = settings.train.batch_size * settings.train.seq_len / ranks
     sharded = ranks if runtime.parallel == "fsdp2" else 1
-    return (weights / sharded + tokens * (per_token[runtime.gradient_checkpointing] + block)) / MIB
+    return (weights / sharded + tokens * (every * kept + 2 * again)) / MIB
 
 
 def checkpoint_mib(settings: Settings) -> float:
@@ -94,12 +100,15 @@ def _saved_bytes_per_token(settings: Settings) -> tuple[float, float]:
     """(of a whole block, of its MLP): bytes that one forward pass leaves for the backward pass."""
     config = dataclasses.replace(model_config(settings), n_layers=1, backend="auto")
     block = Block(config)
-    x = torch.randn(1, _PROBED_TOKENS, config.dim, requires_grad=True)
     compute = COMPUTE[settings.runtime.precision]
-    with torch.autocast("cpu", dtype=compute, enabled=compute != torch.float32):
-        whole = _saved_bytes(block, lambda: block(x, None, None))
-        mlp = _saved_bytes(block, lambda: block.mlp(x))
-    return whole / _PROBED_TOKENS, mlp / _PROBED_TOKENS
+
+    def saved(num_tokens: int) -> tuple[int, int]:
+        x = torch.randn(1, num_tokens, config.dim, requires_grad=True)
+        with torch.autocast("cpu", dtype=compute, enabled=compute != torch.float32):
+            return _saved_bytes(block, lambda: block(x, None, None)), _saved_bytes(block, lambda: block.mlp(x))
+
+    fewer, more = saved(_PROBED_TOKENS), saved(2 * _PROBED_TOKENS)
+    return (more[0] - fewer[0]) / _PROBED_TOKENS, (more[1] - fewer[1]) / _PROBED_TOKENS
 
 
 def _saved_bytes(module: nn.Module, call: object) -> int:

@@ -63,6 +63,7 @@ class Trainer:
         self.observation = Observation(lm, compiled=runtime.compile)
         objective.recompute(lm, runtime.gradient_checkpointing)
         if runtime.compile:
+            torch._dynamo.config.optimize_ddp = False  # a block is a graph already; cutting it at buckets gains nothing
             for block in lm.blocks:
                 block.compile()
         self.lm = lm

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nsa import NSAConfig
+from regression.host_cost import no_waiting
 from tests.laws.cases import Case
 from tests.laws.parts import BRANCHES, Parts
 
@@ -93,18 +92,6 @@ def test_growth(growth_law: Callable[[Parts, str], None], branch: str) -> None:
     growth_law(Parts("torch", torch.device("cpu")), branch)
 
 
-@contextmanager
-def _no_waiting() -> Iterator[None]:
-    """CUDA raises on a synchronisation; PyTorch warns that this mode does not yet know all of them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("branch", BRANCHES)
@@ -115,7 +102,7 @@ def test_gpu_is_never_waited_for(backend: str, branch: str) -> None:
         x = case.inputs(parts.device)
         upstream = torch.ones(1, case.queries, case.group, case.dv, device=parts.device)
         parts.gradients(case, x, branch, upstream)  # compiles, which may wait
-        with _no_waiting():
+        with no_waiting():
             parts.gradients(case, x, branch, upstream)
 
 

@@ -73,6 +73,14 @@ def test_documents_and_a_negative_scale_are_compiled_too(device: torch.device, f
     agree(call, draw(device, 24, 24))
 
 
+def test_autocast_around_a_compiled_call_changes_nothing_in_it(device: torch.device, fast_backend: str) -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            return nsa.nsa_attention(q, k, v, gates, CONFIG, backend=fast_backend)
+
+    agree(call, draw(device, 24, 24))
+
+
 def test_what_a_call_did_is_known_from_a_graph(device: torch.device, fast_backend: str) -> None:
     inputs = draw(device, 24, 24)
 

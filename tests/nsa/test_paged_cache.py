@@ -82,6 +82,21 @@ def test_a_rejected_step_is_taken_back() -> None:
         cache.truncate(sequence, length + kept)
 
 
+def test_a_rehearsed_step_leaves_no_trace() -> None:
+    """What a CUDA graph is captured with, even where nothing could be taken back."""
+    layer, x = make_layer(), tokens(1, 30)
+    wanted, cache = full(layer, x), make_cache(layer, max_rollback=0)
+    sequence = cache.new()
+    feed(cache, [sequence], x[:, :23])
+    free, rows = cache.num_free_pages, cache.rows([sequence])
+    with torch.no_grad(), rows.rehearsal():
+        rows.layers[0].store.layer(torch.zeros(1, 5, DIM).double(), rows.layers[0])
+        rows.prepare(5)
+        rows.layers[0].store.layer(torch.zeros(1, 5, DIM).double(), rows.layers[0])
+    assert (cache.length(sequence), cache.num_free_pages) == (23, free)
+    close(feed(cache, [sequence], x[:, 23:]), wanted[:, 23:])
+
+
 def test_pages_of_the_window_and_the_source_are_released() -> None:
     layer, x = make_layer(), tokens(1, MAX_TOKENS)
     cache, held = make_cache(layer, max_rollback=0), []

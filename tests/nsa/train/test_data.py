@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -167,6 +168,12 @@ def test_a_tokenizer_must_fit_the_vocabulary(tmp_path: Path) -> None:
         tokenizer(str(path), 3)
     with pytest.raises(ValueError, match=r"data\.tokenizer must be"):
         tokenizer("byte", 256)
+
+
+def test_without_datasets_text_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets.distributed", None)
+    with pytest.raises(ValueError, match=r"data\.dataset must be 'synthetic' without the package datasets .* 'python'"):
+        Documents(Data(dataset="python"))
 
 
 def test_pythons_own_sources_are_text() -> None:

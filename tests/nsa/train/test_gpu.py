@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from nsa.train.distributed import Ranks
 from nsa.train.figures import OnTheirWay
 from nsa.train.settings import Settings
 from nsa.train.trainer import Trainer
+from regression.host_cost import no_waiting
 from tests.nsa.train import runs
 from tests.nsa.train.runs import settings, train
 
@@ -27,15 +26,6 @@ def _trainer(chosen: Settings) -> Trainer:
     return Trainer(chosen, torch.device("cuda"), Ranks())
 
 
-@contextmanager
-def _no_host_sync() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("how", [False, True, "selective"])
 def test_a_step_waits_for_nothing(packed: bool, how: bool | str, tmp_path: Path) -> None:
@@ -45,7 +35,7 @@ def test_a_step_waits_for_nothing(packed: bool, how: bool | str, tmp_path: Path)
     for batch in batches[:2]:
         trainer.step([batch])  # compiles and tunes
     coming: OnTheirWay[int] = OnTheirWay()
-    with _no_host_sync():
+    with no_waiting():
         for number, batch in enumerate(batches[2:]):
             stepped = trainer.step([batch])
             coming.ask(number, {"loss": stepped.loss}, (stepped.forward_begin, stepped.forward_end))

@@ -17,6 +17,7 @@ from nsa.train import packing
 from nsa.train.__main__ import ALARMED, main
 from nsa.train.health import LAWFUL_SKIPS, Figures, Health, StoppedError
 from nsa.train.objective import Objective
+from nsa.train.trainer import Trainer
 from tests.nsa.train import runs
 from tests.nsa.train.runs import settings, train
 
@@ -32,6 +33,26 @@ def _spoil(monkeypatch: pytest.MonkeyPatch, after: int, change: Callable[[Object
         return change(self, loss) if calls > after else loss
 
     monkeypatch.setattr(Objective, "forward", forward)
+
+
+def test_a_step_that_the_scaler_skips_is_no_missing_gradient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One gradient overflows, so that clipping makes 0 of all others: the next step says whether they are there."""
+    healthy, calls = Trainer._update, 0
+
+    def overflowing(self: Trainer) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            next(p for p in self.lm.parameters() if p.grad is not None).grad.fill_(torch.inf)  # type: ignore[union-attr]
+        return healthy(self)
+
+    asked: list[int] = []
+    gradients = Health.gradients
+    monkeypatch.setattr(Trainer, "_update", overflowing)
+    monkeypatch.setattr(Health, "gradients", lambda self, norms: asked.append(calls) or gradients(self, norms))
+    train(settings(tmp_path, train__steps=3, runtime__precision="fp16"))
+    assert asked == [2]
+    assert "missing_gradients" not in _events(tmp_path / "run")
 
 
 def _events(folder: Path) -> list[str]:

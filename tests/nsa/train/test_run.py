@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nsa.train import checkpoint, files, status
 from nsa.train.__main__ import main
@@ -202,6 +203,14 @@ def test_leaves_every_artefact(tmp_path: Path) -> None:
     assert all(beat["fallbacks"] == 0 for beat in beats if "keys_read" in beat)
     targets = 2 * 48 - 4  # two rows of two documents, whose last tokens have no next one
     assert [beat["tokens_seen"] for beat in beats] == [targets * step for step in range(1, 9)]
+
+
+def test_the_step_that_compiles_is_not_observed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled with an observer in the middle would stay in pieces for the rest of the run."""
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: None)
+    train(settings(tmp_path, train__steps=3, train__log_every=1, runtime__compile=True))
+    beats = [record for record in runs.records(tmp_path / "run") if "loss" in record]
+    assert ["backends" in beat for beat in beats] == [False, True, True]
 
 
 def test_what_is_switched_off_is_not_written(tmp_path: Path) -> None:
