@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("head", metavar="HEAD", nargs="?", help="another one (default: the working tree)")
     options.add_gpu(parser)
     options.add_cases(parser, default="the quick suite but memory")
+    parser.add_argument("--quick", action="store_true", help="of the named cases only those of the quick suite")
     add_rounds(parser)
     options.add_out(parser)
 
@@ -52,7 +53,7 @@ def add_rounds(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Measure and answer; the last line of stdout is JSON."""
     machine = gpus.machine(arguments.gpu, gpus.visible_gpu())
-    keys = options.contenders(machine, arguments.cases)
+    keys = options.contenders(machine, arguments.cases, quick=arguments.quick)
     rules = rules_for(arguments.out, machine, arguments.rounds)
     options.check_writable(arguments.out / "verdicts")
     begin = time.perf_counter()

@@ -62,14 +62,15 @@ def chosen(keys: Sequence[Key], patterns: Sequence[str] | None, whole: Sequence[
     return [key for key in keys if any(named(key, pattern) for pattern in patterns)]
 
 
-def contenders(machine: Machine, patterns: Sequence[str] | None) -> list[Key]:
+def contenders(machine: Machine, patterns: Sequence[str] | None, *, quick: bool = False) -> list[Key]:
     """NSA's cases that two versions of it can be compared on: the quick suite, or what the patterns name in the whole.
 
-    Raises ValueError where no such case is named.
+    With `quick`, what they name in the quick suite. Raises ValueError where no such case is named.
     """
     shapes, on_gpu = gpus.suite(machine.suite), machine.device == "cuda"
-    planned = suite.planned(shapes, quick=patterns is None, backend="auto", on_gpu=on_gpu)
-    keys = [key for key in chosen(planned, patterns) if key.implementation == NSA and key.mode != "memory"]
+    few, whole = (suite.planned(shapes, quick=part, backend="auto", on_gpu=on_gpu) for part in (True, False))
+    planned = few if quick or patterns is None else whole
+    keys = [key for key in chosen(planned, patterns, whole) if key.implementation == NSA and key.mode != "memory"]
     if not keys:
         raise ValueError(f"--cases: {','.join(patterns or ())!r} names no case of NSA that is timed")
     return keys
