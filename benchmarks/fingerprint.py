@@ -133,7 +133,7 @@ def take(machine: str, device: str, ceilings: Ceilings | None = None) -> Fingerp
         dirty=_DIRTY.get(os.environ.get("NSA_DIRTY", "")) if os.environ.get("NSA_COMMIT") else _dirty(),
         nsa_sha256=sources_sha256(ROOT / "nsa"),
         benchmarks_sha256=sources_sha256(ROOT / "benchmarks", MEASURING),
-        cudnn=_cudnn() if on_gpu else None,
+        cudnn=_cudnn(torch.backends.cudnn.version()) if on_gpu else None,
         flash_attn=_flash_attn(),
         image=os.environ.get("NSA_IMAGE"),
         gpu_clocks=clocks.limits() if on_gpu else None,
@@ -163,9 +163,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _cudnn() -> str | None:
-    """PyTorch gives one number: 91900 is 9.19.0."""
-    number = torch.backends.cudnn.version()
+def _cudnn(number: int | None) -> str | None:
+    """PyTorch gives one number, since cuDNN 9: 91900 is 9.19.0."""
     return None if number is None else f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 

@@ -82,8 +82,8 @@ class PageTables:
             first, rows = kind.first_needed(length), kind.num_rows(length)
             if first < min(rows, kept.tables[kind.name].first_row):
                 raise ValueError(
-                    f"length must be at least {kept.shortest}, max_rollback ({self.max_rollback}) behind the longest "
-                    f"that sequence {sequence} was, or 0: stream {kind.name!r} released what comes before; got {length}"
+                    f"length must be at least {kept.shortest}, or 0: with max_rollback={self.max_rollback} stream "
+                    f"{kind.name!r} of sequence {sequence} released what comes before; got {length}"
                 )
         kept.length, kept.shortest = length, min(kept.shortest, length)
         self._trim(kept)

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (LostRankError, StoppedError) as error:
         print(error, file=sys.stderr)
         return LOST if isinstance(error, LostRankError) else ALARMED
-    except (ValueError, ImportError, NoFirstBatchError, DamagedCheckpointError) as error:
+    except (ValueError, NoFirstBatchError, DamagedCheckpointError) as error:
         print(error, file=sys.stderr)
         return REFUSED
 
@@ -72,7 +72,7 @@ def _preflight(options: argparse.Namespace) -> int:
     trouble = None
     try:
         feed.Feed(settings, Share()).close()
-    except (ValueError, OSError, RuntimeError, ImportError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         trouble = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     asked = plan.of(settings, data_trouble=trouble)
     print(f"{plan.num_parameters(settings):,} parameters, {settings.tokens_per_step:,} tokens per step")

@@ -38,6 +38,7 @@ class Documents:
         held_out: bool = False,
         report: Callable[[str], None] | None = None,
     ) -> None:
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read when the library is imported
         try:
             from datasets.distributed import split_dataset_by_node
         except ImportError as error:
@@ -113,7 +114,6 @@ def files(data: Data) -> tuple[str, list[str]]:
 
 def _open(data: Data) -> Any:
     """The whole dataset, as a stream."""
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read when the library is imported
     import datasets
 
     if data.dataset == "fineweb_edu":

@@ -109,7 +109,7 @@ class Health:
         return self._new(found)
 
     def gradients(self, norms: Mapping[str, float | None]) -> list[Alarm]:
-        """After the first backward pass."""
+        """After the first step whose gradients are finite."""
         return self._new([sentinels.missing_gradients(norms)])
 
     def leak(self, worst: float, allowed: float) -> list[Alarm]:

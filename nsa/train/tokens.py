@@ -36,7 +36,13 @@ class FileTokenizer:
     """A tokenizer.json; a document ends with its <|endoftext|>, if it has one."""
 
     def __init__(self, path: Path) -> None:
-        import tokenizers
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise ValueError(
+                f"data.tokenizer must be 'bytes' without the package tokenizers (pip install -e '.[train]'); "
+                f"got {str(path)!r} ({error})"
+            ) from error
 
         self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         self.vocab_size = self._tokenizer.get_vocab_size()

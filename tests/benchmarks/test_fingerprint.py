@@ -85,3 +85,8 @@ def test_whatever_the_runner_imports_is_in_the_hash_or_known_not_to_matter() -> 
     hashed = {part.removesuffix(".py") for part in fingerprint.MEASURING}
     assert imported - hashed == NOT_MEASURING
     assert all((fingerprint.ROOT / "benchmarks" / part).exists() for part in fingerprint.MEASURING)
+
+
+@pytest.mark.parametrize(("number", "version"), [(91900, "9.19.0"), (90701, "9.7.1"), (None, None)])
+def test_cudnn_is_named_as_its_makers_do(number: int | None, version: str | None) -> None:
+    assert fingerprint._cudnn(number) == version

@@ -141,7 +141,7 @@ def test_equal_scores_choose_the_lowest_index(parts: Parts, case: Case) -> None:
 
 @pytest.mark.parametrize("tokens", [29, 64, 101, 152, 158])
 def test_ties_of_many_heads_go_to_the_lowest_index_in_every_column(parts: Parts, tokens: int) -> None:
-    """A sum over 16 heads in another order for the last columns would make them differ in the last bit."""
+    """A sum over 16 heads in another order for the last columns makes them differ in the last bit (AVX-512)."""
     if parts.backend == "triton" and parts.device.type == "cpu" and tokens > 64:
         pytest.skip("takes seconds each in Triton's interpreter, which adds every column alike")
     config, n = NSAConfig(l=4, d=4, l_sel=4, n_sel=3, w=8, init_blocks=0, local_blocks=0), tokens // 4
@@ -149,8 +149,8 @@ def test_ties_of_many_heads_go_to_the_lowest_index_in_every_column(parts: Parts,
     equal = torch.zeros(1, n, 1, 16, device=parts.device)
     found = nsa.select_blocks(q, equal, config, tokens, backend=parts.backend)[0, :, 0].tolist()
     for t, chosen in enumerate(found):
-        ended, begun = (t + 1) // 4, t // 4 + 1
-        assert chosen == [j if j < min(max(ended, 3), begun) else -1 for j in range(3)], t
+        begun = t // 4 + 1
+        assert chosen == [j if j < begun else -1 for j in range(3)], t
 
 
 @law(cases(least_keys=1))

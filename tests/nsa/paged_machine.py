@@ -103,15 +103,19 @@ class PagedMachine(RuleBasedStateMachine):
         sequence = self.one(data)
         text = self.texts[sequence]
         length = max(len(text) - taken_back, 0)
+        refusal = None
         try:
             self.cache.truncate(sequence, length)
-        except ValueError:
-            assert length < self.longest[sequence] - MAX_ROLLBACK
-            assert not self.shared_kv
-            assert length
-        else:
+        except ValueError as error:
+            refusal = str(error)
+        if refusal is None:
             del text[length:]
             self.longest[sequence] = min(self.longest[sequence], length + MAX_ROLLBACK)  # so far back nothing is lost
+            return
+        shortest = self.longest[sequence] - MAX_ROLLBACK
+        assert 0 < length < shortest
+        assert not self.shared_kv
+        assert f"at least {shortest}, or 0" in refusal
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data())
