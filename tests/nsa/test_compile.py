@@ -74,11 +74,21 @@ def test_documents_and_a_negative_scale_are_compiled_too(device: torch.device, f
 
 
 def test_autocast_around_a_compiled_call_changes_nothing_in_it(device: torch.device, fast_backend: str) -> None:
-    def call(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16):
-            return nsa.nsa_attention(q, k, v, gates, CONFIG, backend=fast_backend)
+    """Nor in its backward pass, which is traced while autocast is on."""
 
-    agree(call, draw(device, 24, 24))
+    def call(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+        return nsa.nsa_attention(q, k, v, gates, CONFIG, backend=fast_backend)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+
+    def under_autocast(*inputs: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            o: Tensor = compiled(*inputs)
+        return o
+
+    inputs = draw(device, 24, 24)
+    for found, wanted in zip(outcome(under_autocast, inputs), outcome(call, inputs), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 def test_what_a_call_did_is_known_from_a_graph(device: torch.device, fast_backend: str) -> None:

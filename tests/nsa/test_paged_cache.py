@@ -119,6 +119,30 @@ def test_pages_of_the_window_and_the_source_are_released() -> None:
     assert cache.num_free_pages == 80
 
 
+def test_a_second_rollback_reaches_no_further_than_the_first() -> None:
+    layer, x = make_layer(), tokens(1, 41)
+    cache = make_cache(layer, max_rollback=3)
+    sequence = cache.new()
+    feed(cache, [sequence], x[:, :40])
+    cache.truncate(sequence, 37)
+    feed(cache, [sequence], x[:, 37:38])
+    with pytest.raises(ValueError, match=r"length must be at least 37, or 0: .*; got 20"):
+        cache.truncate(sequence, 20)
+    cache.truncate(sequence, 37)
+    close(feed(cache, [sequence], x[:, 37:]), full(layer, x)[:, 37:])
+
+
+def test_an_emptied_sequence_begins_anew() -> None:
+    """What it was longer than before does not release what it writes now."""
+    layer, x = make_layer(), tokens(1, 40)
+    cache = make_cache(layer, max_rollback=3)
+    sequence = cache.new()
+    feed(cache, [sequence], x)
+    cache.truncate(sequence, 0)
+    close(feed(cache, [sequence], x[:, :10]), full(layer, x)[:, :10])
+    close(feed(cache, [sequence], x[:, 10:12]), full(layer, x)[:, 10:12])
+
+
 def test_shared_keys_are_kept_whole() -> None:
     layer, x = make_layer(shared_kv=True), tokens(1, MAX_TOKENS)
     cache = make_cache(layer)
