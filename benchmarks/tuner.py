@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from nsa.triton_backend.tuning import MIN_DOT, Table, Tuned
+from nsa.triton_backend.tuning import MIN_DOT, WIDTHS, Table, Tuned
 
 MAX_ROWS, MAX_KEYS, MAX_WARPS, MAX_STAGES = 128, 128, 8, 4
 WORTH = 0.02
@@ -73,9 +73,9 @@ def best(trials: Sequence[Trial]) -> Trial:
 
 
 def changed(table: Table, width: str, chosen: Mapping[str, Tuned], how: str) -> Table:
-    """The table with other launches for one width, "narrow" or "wide"."""
-    if width not in ("narrow", "wide"):
-        raise ValueError(f"width must be 'narrow' or 'wide'; got {width!r}")
+    """The table with other launches for one of `WIDTHS`."""
+    if width not in WIDTHS:
+        raise ValueError(f"width must be one of {', '.join(WIDTHS)}; got {width!r}")
     launches: Mapping[str, Tuned] = getattr(table, width)
     return dataclasses.replace(table, how=how, **{width: {**launches, **chosen}})
 
@@ -83,7 +83,7 @@ def changed(table: Table, width: str, chosen: Mapping[str, Tuned], how: str) -> 
 def text(table: Table) -> str:
     """A table as the file that `nsa.triton_backend.tuning.table` reads: one launch per line."""
     widths = []
-    for width in ("narrow", "wide"):
+    for width in WIDTHS:
         launches: Mapping[str, Tuned] = getattr(table, width)
         rows = [f'    "{name}": {json.dumps(_given(tuned))}' for name, tuned in launches.items()]
         widths.append(f'  "{width}": {{\n' + ",\n".join(rows) + "\n  }" if rows else f'  "{width}": {{}}')

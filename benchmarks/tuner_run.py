@@ -38,13 +38,13 @@ def run(arguments: argparse.Namespace) -> int:
     architecture = _architecture(arguments)
     table = tuning.table(architecture)
     group, dk, dv = _heads(arguments.heads)
-    width = {1: "narrow", 2: "wide"}.get(tuning.times_narrow(dk, dv, DTYPE))
-    if width is None:
+    width, times = tuning.width(dk, dv, DTYPE)
+    if times > 1:
         raise ValueError(f"--heads: rows of {dk} and {dv} channels are wider than any table; got {arguments.heads!r}")
     workload = Workload(architecture, width, group, dk, dv, arguments.kv_heads, arguments.tokens)
     chosen: dict[str, Tuned] = {}
     for kernel in _kernels(arguments.kernels, table):
-        current = getattr(table, width).get(kernel, table.narrow[kernel])
+        current = table.of(kernel, width)
         found = tuner.candidates(current)
         fitting = [tuned for tuned in found if fits(kernel, tuned, table, workload)]
         print(f"{kernel}: {len(fitting)} of {len(found)} candidates fit", flush=True)

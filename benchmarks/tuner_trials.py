@@ -29,7 +29,11 @@ PARTS = {
     "by_block": ("selected",),
 }
 """What a kernel is part of."""
-JIT_NAMES = {"scores": "scores._group_probabilities", "by_block": "by_block._partial"}
+JIT_NAMES = {
+    "scores": "scores._group_probabilities",
+    "by_block": "by_block._partial",
+    "selected_backward_kv": "by_block_backward._gradients",
+}
 PLAN = timing.Plan(min_samples=20, min_time_s=0.2, wall_limit_s=5.0, end_to_end=False)
 SAME_BLOCKS = 0.999
 """Of the chosen blocks: a sum in another order may turn a tie in the last bit."""

@@ -44,8 +44,10 @@ class Tiles:
 
 def build(blocks: Tensor, size: int, num_blocks: int) -> Tiles:
     """Tiles over `blocks` (int64 [P]: 0 <= block < num_blocks, negative where a pair has none)."""
-    ordered, order = torch.where(blocks < 0, num_blocks, blocks).sort(stable=True)
-    first_pair = torch.searchsorted(ordered, torch.arange(num_blocks + 1, device=blocks.device))
+    narrow = torch.int16 if num_blocks < 2**15 else torch.int32 if num_blocks < 2**31 else torch.int64
+    key = torch.where(blocks < 0, num_blocks, blocks).to(narrow)  # a radix sort takes a pass per byte
+    ordered, order = key.sort(stable=True)
+    first_pair = torch.searchsorted(ordered, torch.arange(num_blocks + 1, dtype=narrow, device=blocks.device))
     tiles_of_block = (first_pair.diff() + size - 1) // size
     first_tile = pad(tiles_of_block.cumsum(0), (1, 0))
     distinct = min(num_blocks, blocks.numel())

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa.train.objective import Objective
@@ -82,7 +83,7 @@ def noticing_lost_ranks(own: Ranks, step: int) -> Iterator[None]:
         ) from error
 
 
-def wrapped(objective: Objective, own: Ranks, parallel: str) -> nn.Module:
+def wrapped(objective: Objective, own: Ranks, parallel: str, device: torch.device) -> nn.Module:
     """The module that is called: DDP's, FSDP2's, or the objective itself."""
     if not own.several:
         return objective
@@ -90,9 +91,10 @@ def wrapped(objective: Objective, own: Ranks, parallel: str) -> nn.Module:
         return DistributedDataParallel(objective, gradient_as_bucket_view=True, static_graph=False)
     from torch.distributed.fsdp import fully_shard  # here and below: a run alone does not wait for their import
 
+    mesh = init_device_mesh(device.type, (own.ranks,))  # by default FSDP2 moves a run on CPUs to the GPUs it sees
     for block in objective.lm.blocks:
-        fully_shard(block)
-    return cast(nn.Module, fully_shard(objective))
+        fully_shard(block, mesh=mesh)
+    return cast(nn.Module, fully_shard(objective, mesh=mesh))
 
 
 @contextmanager

@@ -1,12 +1,14 @@
-"""Decode: 1 to 8 queries per sequence over many keys, in four launches that read each key once.
+"""Decode: 1 to 8 queries per sequence over many keys, in five launches that read each key once.
 
-1. `decode_compressed.py`: the compressed branch in shares, and its scores; 2. `decode_choice.py`: the blocks;
-3. `decode_near.py`: selected blocks and window in shares; 4. `decode_merge.py`: shares to branches, branches to o.
+1. `decode_compressed.py`: the compressed branch in shares, and its scores; 2. and 3. `decode_choice.py`: the blocks;
+4. `decode_near.py`: selected blocks and window in shares; 5. `decode_merge.py`: shares to branches, branches to o.
 Lengths are read from the device and grids follow from capacities, so that a CUDA graph serves every length.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +20,12 @@ from nsa.config import NSAConfig
 from nsa.decode import Decoded, Rows
 from nsa.triton_backend import decode_choice, decode_compressed, decode_merge, decode_near
 from nsa.triton_backend.launch import LOG2E, on_device, strides, unit_stride
-from nsa.triton_backend.top_n import ELEMENTS_PER_WARP
 from nsa.triton_backend.tuning import ENOUGH_VALUES, MIN_DOT, NARROW, padded
 
-ENOUGH_PROGRAMS = 1056  # eight on each SM of an H200; unmeasured
+SMS = 132  # of an H200
+ENOUGH_PROGRAMS = 2 * SMS  # more of them write more partial outputs, which a launch must merge
+AT_A_TIME = 3 * SMS  # programs of the first launch that fit on the GPU together
+COLUMNS_PER_WARP = 128  # of the choice: one row, whose 31 counts nobody else hides
 MAX_SHARES = 64  # of one row's compressed blocks: what the last launch holds in registers
 MAX_ROWS = 32  # tokens × heads of a group per program, as far as a group is not larger
 KEYS = 64  # per step of a loop, where a row of keys and values is at most NARROW bytes
@@ -82,13 +86,14 @@ def attend(
     out, lse = q.new_empty(*by_head, dv), q.new_empty(3, *by_head, dtype=torch.float32)
     blocks = q.new_empty(*by_group, config.n_sel, dtype=torch.int32)
 
-    shares = _shares(batch * kv_heads, triton.cdiv(compressed.capacity, shape.keys), MAX_SHARES)
+    shares = _in_whole_waves(batch * kv_heads, min(triton.cdiv(compressed.capacity, shape.keys), MAX_SHARES))
     slots = max(triton.cdiv(compressed.capacity, SLOTS), 1) * SLOTS
     scores = q.new_empty(*by_head, slots, dtype=torch.float32)
+    p = q.new_empty(*by_group, slots, dtype=torch.float32)
     o_cmp, lse_cmp, read_cmp = _parts(q, by_head, by_group, shares, dv)
 
     tiles_of_choice = config.n_sel * triton.cdiv(config.l_sel, shape.keys)
-    near_selected = _shares(batch * kv_heads * length, tiles_of_choice, tiles_of_choice)
+    near_selected = max(_shares(batch * kv_heads * length, tiles_of_choice, tiles_of_choice), min(tiles_of_choice, 2))
     near_selected = 2 ** (near_selected.bit_length() - 1)  # compiled in: not for every number of sequences anew
     tiles_of_window = triton.cdiv(config.w, shape.keys)
     near_window = max(near_selected * tiles_of_window // tiles_of_choice, 1)
@@ -100,23 +105,26 @@ def attend(
 
     sizes = (dk, dv, shape.dk, shape.dv)
     with on_device(q):
-        decode_compressed._partial[triton.cdiv(length, shape.tokens) * shares, kv_heads, batch](
+        decode_compressed._compressed[triton.cdiv(length, shape.tokens) * shares, kv_heads, batch](
             q, compressed.k, compressed.v, compressed.table, lengths, scores, o_cmp, lse_cmp, read_cmp, *strides(q),
             *compressed.strides, length, heads, kv_heads, group, slots, shares, to_base_2,
             config.l, config.d, compressed.page_size, length == 1,
             *sizes, shape.tokens, shape.group, shape.keys, **shape.launch,
         )  # fmt: skip
         most_blocks = max(geometry.num_selection_blocks(selected.capacity, config), config.n_sel)
-        columns = triton.next_power_of_2(most_blocks)
-        decode_choice._choose[length, kv_heads, batch](
-            scores, lse_cmp, lengths, blocks, length, heads, kv_heads, group, slots, shares,
-            config.l, config.d, config.l_sel, geometry.overlap_offsets(config).start,
-            tuple(geometry.overlap_weights(config)), config.init_blocks, config.local_blocks, config.n_sel,
-            triton.next_power_of_2(config.n_sel), columns, min(decode_choice.HEADS, triton.next_power_of_2(group)),
-            triton.next_power_of_2(shares),
-            num_warps=min(max(columns * decode_choice.HEADS // ELEMENTS_PER_WARP, 2), 16),
+        columns, heads_in_tile = triton.next_power_of_2(most_blocks), triton.next_power_of_2(group)
+        wide = max(decode_choice.SCORES // heads_in_tile, SLOTS)
+        decode_choice._group_probabilities[length * triton.cdiv(slots, wide), kv_heads, batch](
+            scores, lse_cmp, lengths, p, length, heads, kv_heads, group, slots, shares, triton.cdiv(slots, wide),
+            config.l, config.d, heads_in_tile, wide, triton.next_power_of_2(shares),
         )  # fmt: skip
-        decode_near._partial[length * near, kv_heads, batch](
+        decode_choice._choose[length, kv_heads, batch](
+            p, lengths, blocks, length, kv_heads, slots, config.l, config.d, config.l_sel,
+            geometry.overlap_offsets(config).start, tuple(geometry.overlap_weights(config)), config.init_blocks,
+            config.local_blocks, config.n_sel, triton.next_power_of_2(config.n_sel), columns,
+            num_warps=min(max(columns // COLUMNS_PER_WARP, 1), 16),
+        )  # fmt: skip
+        decode_near._near[length * near, kv_heads, batch](
             q, selected.k, selected.v, selected.table, window.k, window.v, window.table, blocks, lengths,
             o_near, lse_near, read_near, *strides(q), *selected.strides, *window.strides,
             length, heads, kv_heads, group, to_base_2,
@@ -158,6 +166,17 @@ def _unit_stride(rows: Rows) -> Rows:
 def _shares(programs: int, at_most: int, limit: int) -> int:
     """Among how many programs each of `programs` pieces of work is shared."""
     return max(min(triton.cdiv(ENOUGH_PROGRAMS, max(programs, 1)), at_most, limit), 1)
+
+
+@functools.cache
+def _in_whole_waves(programs: int, most: int) -> int:
+    """The same, in four waves of programs at most, with the fewest places free in the last."""
+
+    def free(shares: int) -> float:
+        waves = max(programs, 1) * shares / AT_A_TIME
+        return round(1 - waves / math.ceil(waves), 3)
+
+    return min(range(1, max(min(4 * AT_A_TIME // max(programs, 1), most), 1) + 1), key=free)
 
 
 def _parts(

@@ -20,7 +20,7 @@ def visible_blocks(t, SIZE: tl.constexpr, STRIDE: tl.constexpr):
 
 
 @kernel
-def _partial(
+def _compressed(
     Q, K, V, TABLE, LENGTHS, SCORES, O_PART, LSE_PART, READ, q_b, q_s, q_h,
     table_b, k_o, k_r, k_h, v_o, v_r, v_h, S, HQ, HKV, G, slots, splits, to_base_2,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, PAGE: tl.constexpr, ALONE: tl.constexpr,
@@ -29,6 +29,7 @@ def _partial(
 ):  # fmt: skip
     """SCORES [B, S, Hq, slots] base 2, O_PART [B, S, Hq, splits, Dv], LSE_PART [B, S, Hq, splits] base 2, READ
     [B, S, Hkv, splits]."""
+    slots = tl.multiple_of(slots, 64)  # as `decode.SLOTS` has it, or no store would be wide
     first_token, split = tl.program_id(0) // splits * BT, tl.program_id(0) % splits
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i, g, real = rows_of(first_token, S, G, BT, GP)

@@ -1,8 +1,7 @@
 """The selected branch: a program per token and group reads the blocks that it chose.
 
-The heads of a group share each key they load. The backward pass for keys and values turns the choice around
-(`nsa.inverted_index`): a program takes up to PAIRS queries that chose one block and writes a partial sum, and a
-second kernel adds a block's partial sums in order; no atomics, so it repeats bit for bit.
+The heads of a group share each key they load. For small groups `by_block.py` is the faster forward pass; gradients of
+keys and values, and for small groups of queries, are made in `by_block_backward.py`.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa import inverted_index
 from nsa.geometry import Layout
-from nsa.triton_backend import by_block, tuning
+from nsa.triton_backend import by_block, by_block_backward, tuning
 from nsa.triton_backend.launch import LOG2E, MAX_TILE, backward_rows, on_device, strides, unit_stride
 from nsa.triton_backend.tile import (
     dot,
@@ -26,9 +24,6 @@ from nsa.triton_backend.tile import (
     spoilt,
     store_rows,
 )
-
-PAIRS = 512  # queries per partial sum
-LAST = tl.constexpr(2**31 - 2**30)  # above any query
 
 
 @triton.jit
@@ -125,72 +120,6 @@ def _backward_q(
     store_rows(DQ, row * DK, real, dq * scale, DK, DKP)
 
 
-@kernel
-def _backward_kv(
-    Q, K, V, DO, QUERIES, BEGIN, END, BLOCK, BLOCK_FROM, BLOCK_TO, LSE, DELTA, DK_PART, DV_PART,
-    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, S, ahead, HQ, HKV, G, max_blocks, scale, to_base_2,
-    SIZE: tl.constexpr, SIZEP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    DKP: tl.constexpr, DVP: tl.constexpr, BT: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    tile = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * BN + tl.arange(0, BN)
-    begin, end, number = tl.load(BEGIN + tile), tl.load(END + tile), tl.load(BLOCK + tile)
-    if begin == end:
-        return
-    kv_row = number // max_blocks
-    b, h = kv_row // HKV, kv_row % HKV
-    key = tl.load(BLOCK_FROM + number % max_blocks) + place
-    inside = (place < SIZE) & (key < tl.load(BLOCK_TO + number % max_blocks))
-    k = load_rows(K + b * k_b + h * k_h, key * k_s, inside, DK, DKP)
-    v = load_rows(V + b * v_b + h * v_h, key * v_s, inside, DV, DVP)
-
-    # queries ascend: only the first of them may stand inside the block, at most one per token of it
-    first = begin + tl.arange(0, SIZEP)
-    query = tl.load(QUERIES + first, mask=first < end, other=LAST)
-    partly = tl.sum((query + ahead < tl.max(key, axis=0)).to(tl.int32), axis=0)
-    whole = tl.minimum(begin + tl.cdiv(partly, BT) * BT, end)
-
-    dk, dv = tl.zeros([BN, DKP], tl.float32), tl.zeros([BN, DVP], tl.float32)
-    for stretch in tl.static_range(2):
-        for at in range(begin if stretch == 0 else whole, whole if stretch == 0 else end, BT):
-            pair = at + tl.arange(0, BT * GP) // GP
-            g = tl.arange(0, BT * GP) % GP
-            real = (pair < end) & (g < G)
-            i = tl.load(QUERIES + pair, mask=real, other=0).to(tl.int64)
-            row = (b * S + i) * HQ + h * G + g
-            lse, delta = tl.load(LSE + row, mask=real, other=0.0), tl.load(DELTA + row, mask=real, other=0.0)
-            loaded = real & (lse == lse) if stretch == 0 else real
-            q = load_rows(Q + b * q_b, i * q_s + (h * G + g) * q_h, loaded, DK, DKP)
-            do = load_rows(DO, row * DV, loaded, DV, DVP)
-            p = tl.exp2(product(k, q) * to_base_2 - lse[None, :])  # [keys, rows]
-            ds = p * (product(v, do) - delta[None, :])
-            if stretch == 0:
-                visible = key[:, None] <= (i + ahead)[None, :]
-                p, ds = tl.where(visible, p, 0.0), tl.where(visible, ds, 0.0)
-            dv = dot(p.to(do.dtype), do, dv)
-            dk = dot(ds.to(q.dtype), q, dk)
-    out = tile * SIZE + place
-    store_rows(DK_PART, out * DK, place < SIZE, dk * scale, DK, DKP)
-    store_rows(DV_PART, out * DV, place < SIZE, dv, DV, DVP)
-
-
-@kernel
-def _sum_parts(
-    PART, FIRST_TILE, BLOCK_FROM, BLOCK_TO, OUT, T, HKV, max_blocks,
-    SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """OUT [B, T, Hkv, D] = the sum of each block's parts, tile after tile."""
-    number, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BN + tl.arange(0, BN)
-    kv_row = number // max_blocks
-    key = tl.load(BLOCK_FROM + number % max_blocks) + place
-    inside = (place < SIZE) & (key < tl.load(BLOCK_TO + number % max_blocks))
-    acc = tl.zeros([BN, DP], tl.float32)
-    for tile in range(tl.load(FIRST_TILE + number), tl.load(FIRST_TILE + number + 1)):
-        acc += load_rows(PART, (tile * SIZE + place) * D, inside, D, DP)
-    out = (kv_row // HKV * T + key) * HKV + kv_row % HKV
-    store_rows(OUT, out * D, inside, acc, D, DP)
-
-
 def forward(
     q: Tensor,  # [B, S, Hq, Dk]
     k: Tensor,  # [B, T, Hkv, Dk]
@@ -230,14 +159,16 @@ def backward(
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if dq.numel() == 0:
         return dq, k.new_zeros(k.shape), v.new_zeros(v.shape)
-    sizes, launch = _per_token("selected_backward_q", q, v, block_indices, layout)
-    with on_device(q):
-        _backward_q[length, kv_heads, batch](
-            q, k, v, do, block_indices, layout.starts, lse, delta, dq, *strides(q), *strides(k), *strides(v),
-            length, layout.num_keys - length, heads, kv_heads, heads // kv_heads, scale, scale * LOG2E,
-            *sizes, **launch,
-        )  # fmt: skip
-        dk, dv = _gradients_of_keys(q, k, v, do, lse, delta, block_indices, layout, scale)
+    own_dq = not by_block_backward.gives_dq(q, v, layout)
+    if own_dq:
+        sizes, launch = _per_token("selected_backward_q", q, v, block_indices, layout)
+        with on_device(q):
+            _backward_q[length, kv_heads, batch](
+                q, k, v, do, block_indices, layout.starts, lse, delta, dq, *strides(q), *strides(k), *strides(v),
+                length, layout.num_keys - length, heads, kv_heads, heads // kv_heads, scale, scale * LOG2E,
+                *sizes, **launch,
+            )  # fmt: skip
+    dk, dv = by_block_backward.gradients(q, k, v, do, lse, delta, block_indices, layout, scale, None if own_dq else dq)
     return dq, dk, dv
 
 
@@ -252,40 +183,3 @@ def _per_token(
     n = block_indices.shape[-1]
     constants = (n, triton.next_power_of_2(n), size, steps, dk, dv, shape.dk, shape.dv, tuning.padded(group), keys)
     return constants, shape.launch
-
-
-def _gradients_of_keys(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor,
-    block_indices: Tensor, layout: Layout, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(dk, dv), from partial sums over tiles of queries that chose the same block."""
-    (batch, length, heads, dk), (num_keys, kv_heads, dv) = q.shape, v.shape[1:]
-    size, n, max_blocks = layout.config.l_sel, block_indices.shape[-1], layout.max_blocks
-    chosen = block_indices.transpose(1, 2).long()  # [B, Hkv, S, n]
-    kv_row = torch.arange(batch * kv_heads, device=q.device).view(batch, kv_heads, 1, 1)
-    number = kv_row * max_blocks + layout.blocks_before[:, None] + chosen
-    num_blocks = batch * kv_heads * max_blocks
-    tiles = inverted_index.build(torch.where(chosen < 0, -1, number).flatten(), PAIRS, num_blocks)
-    queries = (tiles.order // n % length).int()
-    block_from, block_to = layout.block_tokens
-
-    shape = tuning.shape("selected_backward_kv", q, v)
-    keys = min(tuning.padded(size), shape.keys)
-    dk_part = q.new_empty(tiles.begin.numel(), size, dk, dtype=torch.float32)
-    dv_part = q.new_empty(tiles.begin.numel(), size, dv, dtype=torch.float32)
-    _backward_kv[tiles.begin.numel(), triton.cdiv(size, keys)](
-        q, k, v, do, queries, tiles.begin, tiles.end, tiles.block, block_from, block_to, lse, delta,
-        dk_part, dv_part, *strides(q), *strides(k), *strides(v),
-        length, num_keys - length, heads, kv_heads, heads // kv_heads, max_blocks, scale, scale * LOG2E,
-        size, tuning.padded(size), dk, dv, shape.dk, shape.dv, shape.tokens, shape.group, keys, **shape.launch,
-    )  # fmt: skip
-
-    gradients = []
-    for part, like in ((dk_part, k), (dv_part, v)):
-        out = like.new_zeros(like.shape)
-        _sum_parts[num_blocks, triton.cdiv(size, keys)](
-            part, tiles.first_tile, block_from, block_to, out, num_keys, kv_heads, max_blocks,
-            size, like.shape[3], tuning.padded(like.shape[3]), keys,
-        )  # fmt: skip
-        gradients.append(out)
-    return gradients[0], gradients[1]

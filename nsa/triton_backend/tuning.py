@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -51,8 +51,16 @@ class Table:
     """Of every kernel, for up to NARROW bytes per row."""
     wide: Mapping[str, Tuned]
     """For up to twice as many, where that is not half of `narrow`."""
+    slim: Mapping[str, Tuned] = field(default_factory=dict)
+    """For up to half as many, where that is not `narrow`."""
+
+    def of(self, kernel: str, width: str) -> Tuned:
+        """The kernel's launch for rows of a width of `WIDTHS`."""
+        launches: Mapping[str, Tuned] = getattr(self, width)
+        return launches.get(kernel, self.narrow[kernel])
 
 
+WIDTHS = ("slim", "narrow", "wide")
 TABLES = Path(__file__).parent / "tables"
 ANYWHERE = 86  # which has the least shared memory
 
@@ -62,8 +70,8 @@ def table(architecture: int) -> Table:
     """The table of a compute capability (80, 86, ...), or one that fits every GPU where it has none of its own."""
     path = TABLES / f"sm{architecture}.json"
     found = json.loads((path if path.exists() else TABLES / f"sm{ANYWHERE}.json").read_text(encoding="utf-8"))
-    narrow, wide = ({name: Tuned(**launch) for name, launch in found[width].items()} for width in ("narrow", "wide"))
-    return Table(found["how"], narrow, wide)
+    widths = {width: {k: Tuned(**launch) for k, launch in found.get(width, {}).items()} for width in WIDTHS}
+    return Table(found["how"], **widths)
 
 
 @dataclass(frozen=True)
@@ -106,9 +114,12 @@ def padded_channels(dk: int, dv: int) -> tuple[int, int]:
     return padded(dk), max(padded(dv), min(padded(dk), ENOUGH_VALUES))
 
 
-def times_narrow(dk: int, dv: int, dtype: torch.dtype) -> int:
-    """How many times NARROW bytes a row takes, a power of two: 1 is `Table.narrow`, 2 `Table.wide`."""
-    return max(triton.next_power_of_2(sum(padded_channels(dk, dv)) * dtype.itemsize) // NARROW, 1)
+def width(dk: int, dv: int, dtype: torch.dtype) -> tuple[str, int]:
+    """(the table's width for a row, how many times as wide as that it is)."""
+    row_bytes = triton.next_power_of_2(sum(padded_channels(dk, dv)) * dtype.itemsize)
+    if row_bytes <= NARROW:
+        return ("slim" if row_bytes <= NARROW // 2 else "narrow"), 1
+    return "wide", row_bytes // (2 * NARROW)
 
 
 def architecture(device: torch.device) -> int:
@@ -127,12 +138,11 @@ def shape(kernel: str, q: Tensor, v: Tensor) -> Shape:
 def fit(kernel: str, capability: int, group: int, dk: int, dv: int, dtype: torch.dtype) -> Shape:
     """Tuned tiles, made smaller as far as head sizes and dtype make rows wider than the tables assume."""
     padded_group, (padded_k, padded_v) = triton.next_power_of_2(group), padded_channels(dk, dv)
-    excess = times_narrow(dk, dv, dtype)
+    of_width, excess = width(dk, dv, dtype)
     tables = table(capability)
-    if excess == 2 and kernel in tables.wide:
-        tuned, excess = tables.wide[kernel], 1
-    else:
-        tuned = tables.narrow[kernel]
+    if of_width == "wide" and (excess > 1 or kernel not in tables.wide):
+        of_width, excess = "narrow", 2 * excess
+    tuned = tables.of(kernel, of_width)
     rows, keys = max(tuned.rows // excess, MIN_DOT), max(tuned.keys // excess, MIN_DOT)
     tokens = max(rows // padded_group, 1, MIN_DOT // padded_group)
     launch = (tuned.num_warps, tuned.num_stages, tuned.max_registers) if excess == 1 else (4, 2, None)

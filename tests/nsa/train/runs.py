@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from nsa.train import environment, files, profile, run
+from nsa.train import environment, files, packing, profile, run
 from nsa.train.loop import Outcome
+from nsa.train.packing import Batch, Row
 from nsa.train.run import Options
 from nsa.train.settings import Settings
 
@@ -41,6 +42,12 @@ def train(chosen: Settings, **options: Any) -> Outcome:
     return run.run(chosen, environment.read({}), Options(**options), {})
 
 
+def packed(*lengths: int, seed: int = 0) -> Batch:
+    """Random documents of these lengths."""
+    tokens = torch.randint(256, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
+    return packing.batch([Row(tokens, lengths)], packing=True, position={})
+
+
 def losses(folder: Path) -> dict[int, float]:
     """By step, from the first rank's heartbeat; of a step that was taken twice the last."""
     records = files.json_lines(folder / "heartbeat_rank0.jsonl")
@@ -66,7 +73,8 @@ def command(folder: Path, *arguments: str, ranks: int = 1) -> list[str]:
 
 
 def start(folder: Path, *arguments: str, ranks: int = 1) -> subprocess.Popen[str]:
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command(folder, *arguments, ranks=ranks),
         cwd=ROOT,

@@ -20,7 +20,7 @@ from nsa.triton_backend import decode, decode_choice, decode_compressed, decode_
 
 CONTEXT = 131072
 SHARES, SELECTED_SHARES, WINDOW_SHARES = 32, 16, 8
-FLOAT32 = {"SCORES", "O_PART", "LSE_PART", "O_CMP", "LSE_CMP", "O_NEAR", "LSE_NEAR", "LSE"}
+FLOAT32 = {"P", "SCORES", "S_CMP", "O_PART", "LSE_PART", "O_CMP", "LSE_CMP", "O_NEAR", "LSE_NEAR", "LSE"}
 INT32 = {"TABLE", "WINDOW_TABLE", "LENGTHS", "READ", "BLOCKS"}
 
 
@@ -46,14 +46,18 @@ def kernels(queries: int, group: int, dk: int, dv: int, page: int) -> list[tuple
     choice |= {"FIRST_OFFSET": geometry.overlap_offsets(config).start, "INIT": config.init_blocks}
     near = {"SEL": config.l_sel, "N": config.n_sel, "W": config.w, "PAGE": page, "WINDOW_PAGE": page}
     near |= {"SELECTED_SPLITS": SELECTED_SHARES, "WINDOW_SPLITS": WINDOW_SHARES}
-    choice |= {"WEIGHTS": tuple(geometry.overlap_weights(config)), "LOCAL": config.local_blocks, "SPLITS": SHARES}
-    choice |= {"BLOCKS": triton.next_power_of_2(geometry.num_selection_blocks(CONTEXT, config))}
-    choice |= {"HEADS": min(decode_choice.HEADS, triton.next_power_of_2(group))}
+    choice |= {"WEIGHTS": tuple(geometry.overlap_weights(config)), "LOCAL": config.local_blocks}
+    columns = triton.next_power_of_2(geometry.num_selection_blocks(CONTEXT, config))
+    choice |= {"BLOCKS": columns}
+    heads = triton.next_power_of_2(group)
+    probabilities = {"SIZE": config.l, "STRIDE": config.d, "GP": heads, "SPLITS": SHARES}
+    probabilities |= {"BN": max(decode_choice.SCORES // heads, decode.SLOTS)}
     merge = {"SELECTED_SPLITS": SELECTED_SHARES, "WINDOW_SPLITS": WINDOW_SHARES, "CMP": SHARES, "SEL": SELECTED_SHARES}
     return [
-        (decode_compressed._partial, sizes | compressed | {"BT": shape.tokens, "GP": shape.group}, shape.launch),
-        (decode_choice._choose, choice, {"num_warps": 16}),
-        (decode_near._partial, sizes | near | {"GP": max(shape.group, 16)}, shape.launch),
+        (decode_compressed._compressed, sizes | compressed | {"BT": shape.tokens, "GP": shape.group}, shape.launch),
+        (decode_choice._group_probabilities, probabilities, {"num_warps": 4}),
+        (decode_choice._choose, choice, {"num_warps": max(columns // decode.COLUMNS_PER_WARP, 1)}),
+        (decode_near._near, sizes | near | {"GP": max(shape.group, 16)}, shape.launch),
         (decode_merge._merge, merge | {"WIN": WINDOW_SHARES, "DV": dv, "DVP": shape.dv}, {"num_warps": 4}),
     ]
 

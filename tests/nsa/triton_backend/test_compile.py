@@ -15,8 +15,17 @@ from nsa.triton_backend.tuning import SHARED_MEMORY_KIB
 from tests.nsa.triton_backend.processes import answer
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
-HEADS = [(16, 128, 128), (16, 192, 128), (16, 256, 256), (4, 128, 128), (64, 128, 128), (64, 192, 128), (64, 256, 256)]
-EACH_TIME = [(86, (64, 192, 128)), (90, (16, 128, 128))]
+HEADS = [
+    (6, 64, 64),
+    (16, 128, 128),
+    (16, 192, 128),
+    (16, 256, 256),
+    (4, 128, 128),
+    (64, 128, 128),
+    (64, 192, 128),
+    (64, 256, 256),
+]
+EACH_TIME = [(86, (64, 192, 128)), (90, (16, 128, 128)), (90, (6, 64, 64))]
 UNMEASURED_ON_HOPPER = [(64, 192, 128), (16, 256, 256), (64, 256, 256)]
 """Its table for wide rows was made for 16 heads of 192/128."""
 FEW_BYTES = 64
@@ -27,7 +36,7 @@ SPILLS = {
     "interval._backward_kv": 360,
     "selected._forward": 360,
     "selected._backward_q": 200,
-    "selected._backward_kv": 360,
+    "by_block_backward._gradients": 360,
     "top_n._top_n": 224,
 }
 """Per thread. On Hopper the tables were measured, and tiles that spill this much were faster than smaller ones; heads

@@ -40,8 +40,8 @@ def test_the_decode_kernels_compile_and_fit_in_shared_memory(architecture: int, 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     needs = json.loads(done.stdout.splitlines()[-1])
-    assert len(needs) == 4
+    assert len(needs) == 5
     limit = SHARED_MEMORY_KIB[architecture] * 1024
     assert not {name: need for name, need in needs.items() if need["shared_bytes"] > limit}
     streams = {name for name, need in needs.items() if need["loads_ahead"]}
-    assert streams == {"decode_compressed._partial", "decode_near._partial"}
+    assert streams == {"decode_compressed._compressed", "decode_near._near"}

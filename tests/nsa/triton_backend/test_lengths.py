@@ -20,7 +20,7 @@ def test_lengths_come_and_go_without_a_compilation(group: int) -> None:
     assert len(found) >= 13
     assert 2 <= found.pop("interval._backward_kv") <= BACKWARD_OF_KEYS
     assert found.pop("top_n._top_n") == 2  # up to 32 and up to 64 blocks
-    assert found.pop("decode_compressed._partial") == 2  # one query alone, and several
+    assert found.pop("decode_compressed._compressed") == 2  # one query alone, and several
     assert found.pop("decode_merge._merge") <= 2  # more queries make fewer shares
     assert set(found.values()) == {1}
 
@@ -28,7 +28,8 @@ def test_lengths_come_and_go_without_a_compilation(group: int) -> None:
 def test_decoding_compiles_the_choice_anew_only_where_the_number_of_blocks_doubles() -> None:
     found = answer("count_compilations", 90, 16, 128, 128, *(f"1/{keys}" for keys in range(1000, 4100, 101)))
     assert found.pop("decode_choice._choose") == 3  # up to 16, 32 and 64 blocks
-    assert found.pop("decode_merge._merge") == 3  # as many shares of the compressed blocks as there are then
+    for kernel in ("decode_choice._group_probabilities", "decode_merge._merge"):
+        assert found.pop(kernel) == 3  # as many shares of the compressed blocks as there are then
     assert set(found.values()) == {1}
 
 

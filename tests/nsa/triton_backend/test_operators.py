@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing._internal import optests
 
 import nsa
 from nsa.geometry import Layout
@@ -60,7 +61,7 @@ def test_an_operator_that_announces_another_shape_is_found_out(device: torch.dev
     schema = "(Tensor o_cmp, Tensor o_sel, Tensor o_win, Tensor gates) -> Tensor"
     wrong = torch.library.custom_op("nsa_tests::gated_sum", gated_sum.forward, mutates_args=(), schema=schema)
     wrong.register_fake(lambda o_cmp, *_: o_cmp.new_empty(o_cmp.shape[:3]))
-    with pytest.raises(torch.testing._internal.optests.OpCheckError, match="test_faketensor"):
+    with pytest.raises(optests.OpCheckError, match="test_faketensor"):
         torch.library.opcheck(wrong, calls(device)["gated_sum"][1], test_utils=CHECKS)
 
 
