@@ -55,7 +55,7 @@ class GraphedStep:
     @torch.no_grad()
     def _capture(self) -> None:
         device = self._tokens.device
-        aside = _stream_aside(device)
+        aside = stream_aside(device)
         with torch.cuda.device(device), _own_casts(), self.rows.rehearsal():
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):  # compiles kernels and warms up libraries, which a capture must not
@@ -67,7 +67,7 @@ class GraphedStep:
 
 
 @cache
-def _stream_aside(device: torch.device) -> torch.cuda.Stream:
+def stream_aside(device: torch.device) -> torch.cuda.Stream:
     """One for all captures: cuBLAS keeps a workspace for each stream that it has seen."""
     return torch.cuda.Stream(device)
 

@@ -49,10 +49,6 @@ def _hide(s: Tensor, visible: Tensor, value: float) -> Tensor:
     return s
 
 
-# `o` and `dq` below are parts of larger tensors. They are written by a method in place: with `out=` the compiler of
-# torch 2.11 writes to a copy, and the larger tensor stays 0.
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, o: Tensor) -> Tensor:
     """lse [N, C·G], and o [N, C·G, Dv] written in place; q and k marked, v finite.
 
@@ -63,7 +59,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, o: Tensor) -> Tenso
     top.masked_fill_(top == -torch.inf, 0)
     p = s.sub_(top).exp_()
     total = p.sum(-1, keepdim=True)
-    o.baddbmm_(p, v, beta=0).div_(total.masked_fill(total == 0, 1))
+    torch.bmm(p, v, out=o).div_(total.masked_fill(total == 0, 1))
     return (total.log() + top).squeeze(-1)
 
 
@@ -78,5 +74,5 @@ def attend_backward(
     p = _hide((q @ k.mT).sub_(lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp_(), visible, 0)
     dv = p.mT @ do
     ds = _hide((do @ v.mT).sub_(delta[..., None]).mul_(p), visible, 0)
-    dq.baddbmm_(ds, k, beta=0)
+    torch.bmm(ds, k, out=dq)
     return ds.mT @ q, dv

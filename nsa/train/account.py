@@ -65,7 +65,8 @@ class Account:
         name = "allocated_mib" if "allocated_mib" in held else "rss_mib"
         figures = Figures(told.step, loss, grad_norm, int(targets), tokens_per_s, held[name], name)
         alarms = self.health.step(figures)
-        self._work_ms.append(arrived.forward_ms + 1000 * told.data_wait_s)
+        if arrived.forward_ms is not None:
+            self._work_ms.append(arrived.forward_ms + 1000 * told.data_wait_s)
         record: dict[str, Any] = {
             "step": told.step,
             "loss": loss,

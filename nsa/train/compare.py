@@ -12,7 +12,9 @@ from nsa.train import files, history, series
 from nsa.train.health import WARM_UP_STEPS
 from nsa.train.history import History
 
-SETTINGS_THAT_MAY_DIFFER = ("model.", "train.out_dir", "telemetry.", "runtime.compile", "runtime.use_flash")
+SETTINGS_THAT_MAY_DIFFER = (
+    "model.", "train.out_dir", "telemetry.", "runtime.compile", "runtime.cuda_graph", "runtime.use_flash",
+)  # fmt: skip
 _MARKS = ("-", "--", ":", "-.")
 
 

@@ -27,8 +27,8 @@ class Arrived(Generic[Told]):
     """What the host knew when it asked."""
     values: dict[str, Tensor]
     """As they were asked for, on the CPU."""
-    forward_ms: float
-    """Of this rank's first forward pass of the step."""
+    forward_ms: float | None
+    """Of this rank's first forward pass of the step; None where it was replayed with its backward pass."""
     step_s: float | None
     """Since the step before was done; None for the first one."""
 
@@ -37,7 +37,7 @@ class Arrived(Generic[Told]):
 class _Asked(Generic[Told]):
     told: Told
     values: dict[str, Tensor]
-    forward: tuple[float | torch.cuda.Event, float | torch.cuda.Event]
+    forward: tuple[float | torch.cuda.Event, float | torch.cuda.Event | None]
     done: float | torch.cuda.Event
     """When the step was done: host seconds, or an event."""
 
@@ -56,7 +56,7 @@ class OnTheirWay(Generic[Told]):
         self,
         told: Told,
         values: dict[str, Tensor],
-        forward: tuple[float | torch.cuda.Event, float | torch.cuda.Event],
+        forward: tuple[float | torch.cuda.Event, float | torch.cuda.Event | None],
     ) -> None:
         """Start the copies; `values` may be on the device, and change after this."""
         copies = {name: _copy(x.detach()) for name, x in values.items()}
@@ -87,7 +87,9 @@ class OnTheirWay(Generic[Told]):
     def _read(self, asked: _Asked[Told]) -> Arrived[Told]:
         step_s = None if self._before is None else _seconds(self._before, asked.done)
         self._before = asked.done
-        return Arrived(asked.told, asked.values, 1000 * _seconds(*asked.forward), step_s)
+        begin, end = asked.forward
+        forward_ms = None if end is None else 1000 * _seconds(begin, end)
+        return Arrived(asked.told, asked.values, forward_ms, step_s)
 
 
 def _copy(x: Tensor) -> Tensor:

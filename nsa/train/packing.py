@@ -75,6 +75,12 @@ class Packer:
         return Row(torch.cat(parts), tuple(part.numel() for part in parts if part.numel()))
 
 
+def with_empty_documents(cu_seqlens: Tensor, num_documents: int) -> Tensor:
+    """The bounds of so many documents: those given, int32 [N+1], and empty ones behind them; no host sync."""
+    missing = num_documents + 1 - cu_seqlens.numel()
+    return torch.cat([cu_seqlens, cu_seqlens[-1:].expand(missing)])
+
+
 def batch(rows: Sequence[Row], *, packing: bool, position: dict[str, Any]) -> Batch:
     """Rows as one batch. This is where labels are shifted: the target at t is the token at t + 1."""
     tokens = torch.stack([row.tokens for row in rows])

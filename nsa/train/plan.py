@@ -74,7 +74,8 @@ def peak_mem_mib(settings: Settings, ranks: int = 1) -> float:
     """An estimate for one device: weights, gradients and AdamW's state, and what the forward pass keeps.
 
     The latter is counted, on a block of the real width: the bytes that autograd saves for a token. Where a part of a
-    block is computed again, it and its gradients come on top.
+    block is computed again, it and its gradients come on top. A CUDA graph keeps the memory of its pass for itself, and
+    a pass that is observed takes as much again.
     """
     runtime, model = settings.runtime, settings.model
     bytes_each = 16 if runtime.fp32_master_weights or runtime.precision == "fp32" else 8
@@ -87,7 +88,9 @@ def peak_mem_mib(settings: Settings, ranks: int = 1) -> float:
     kept = {True: 4 * model.dim, "selective": block - mlp, False: block}[runtime.gradient_checkpointing]
     tokens = settings.train.batch_size * settings.train.seq_len / ranks
     sharded = ranks if runtime.parallel == "fsdp2" else 1
-    return (weights / sharded + tokens * (every * kept + 2 * again)) / MIB
+    observed = settings.telemetry.statistics and model.attention == "nsa"
+    passes = 2 if runtime.cuda_graph and observed else 1
+    return (weights / sharded + passes * tokens * (every * kept + 2 * again)) / MIB
 
 
 def checkpoint_mib(settings: Settings) -> float:

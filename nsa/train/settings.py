@@ -34,6 +34,9 @@ class Runtime:
     """Whether fused attention may run: Triton for NSA, flash and cuDNN for dense. false is for comparisons."""
     compile: bool = False
     """torch.compile, block by block."""
+    cuda_graph: bool = False
+    """Forward, loss and backward of a batch as one CUDA graph, where the host is slower than the GPU; on one GPU, in
+    fp32 or bf16."""
     parallel: str = "ddp"
     """Under torchrun: "ddp" or "fsdp2"."""
 
@@ -42,6 +45,12 @@ class Runtime:
         _one_of("runtime.precision", self.precision, PRECISIONS)
         _one_of("runtime.parallel", self.parallel, PARALLEL)
         _one_of("runtime.gradient_checkpointing", self.gradient_checkpointing, RECOMPUTE)
+        if self.cuda_graph and self.device == "cpu":
+            raise ValueError("runtime.cuda_graph must be false with runtime.device cpu; got true")
+        if self.cuda_graph and self.precision == "fp16":
+            raise ValueError(
+                "runtime.cuda_graph must be false with runtime.precision fp16, whose scaler it does not hold; got true"
+            )
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nsa.model import DecoderLM, ModelConfig
 from nsa.train import distributed, objective, optim, probe
 from nsa.train.distributed import Ranks
+from nsa.train.graphed import GraphedPass
 from nsa.train.objective import Objective
 from nsa.train.observe import Observation
 from nsa.train.packing import Batch
@@ -39,7 +40,8 @@ class Stepped:
     lr: float
     forward_begin: float | torch.cuda.Event
     """Host seconds, or an event."""
-    forward_end: float | torch.cuda.Event
+    forward_end: float | torch.cuda.Event | None
+    """None where the forward pass was replayed with its backward pass, and nobody saw it end."""
     observed: Tensor | None
     """For `Trainer.observation.read`; None unless it was asked for."""
 
@@ -51,6 +53,9 @@ class Trainer:
         runtime = settings.runtime
         if own.several and runtime.parallel == "fsdp2" and runtime.precision == "fp16":
             raise ValueError("runtime.precision must be bf16 or fp32 with fsdp2, whose shards no scaler sees; got fp16")
+        if runtime.cuda_graph and (own.several or device.type != "cuda"):
+            where = f"with {own.ranks} ranks, whose collectives it does not hold" if own.several else "without a GPU"
+            raise ValueError(f"runtime.cuda_graph must be false {where}; got true")
         self.settings, self.device, self.own = settings, device, own
         self.done = 0
         self.tokens_seen = 0
@@ -67,35 +72,41 @@ class Trainer:
             for block in lm.blocks:
                 block.compile()
         self.lm = lm
-        self.model = distributed.wrapped(Objective(lm), own, runtime.parallel)
+        self.model = distributed.wrapped(Objective(lm), own, runtime.parallel, device)
         self.optimizer = optim.adamw(self.model, settings.train)
         self.scaler = torch.amp.GradScaler(device.type, enabled=runtime.precision == "fp16")
+        self._graphed = GraphedPass(self._loss, lm.parameters()) if runtime.cuda_graph else None
 
     def step(self, batches: Sequence[Batch], *, observe: bool = False, stop: bool = False) -> Stepped:
         """One optimiser step over the batches of an accumulation; nothing waits for the device.
 
-        `observe` watches gates and selection in the first batch; `stop` tells the other ranks.
+        `observe` watches gates and selection in the first batch, which is no CUDA graph then; `stop` tells the other
+        ranks.
         """
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=self._graphed is None)
         lr = optim.learning_rate(self.done, self.settings.train)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         observe = observe and bool(self.observation)
         told = [float(sum(batch.num_targets for batch in batches)), float(stop)]
         targets, asked = distributed.added(torch.tensor(told).to(self.device, non_blocking=True), self.own)
+        # DDP and FSDP2 divide by the ranks; what is wanted is the mean over all targets of all of them
+        weight = self.own.ranks / targets.clamp(min=1)
         total = torch.zeros((), device=self.device)
-        begin = self._now()
+        begin, first_end, observed = self._now(), None, None
         for number, batch in enumerate(batches, start=1):
-            if observe and number == 1:
+            watched = observe and number == 1
+            if self._graphed is not None and not watched:
+                total += self._graphed(batch, weight)
+                continue
+            if watched:
                 self.observation.start()
             with distributed.synchronising(self.model, number == len(batches)):
-                loss = self._loss(batch)
-                if number == 1:
-                    end = self._now()
-                # DDP and FSDP2 divide by the ranks; what is wanted is the mean over all targets of all of them
-                self.scaler.scale(loss * (self.own.ranks / targets.clamp(min=1))).backward()
-                total += loss.detach()
-            if observe and number == 1:
+                loss, end = self._pass(batch, weight)
+            total += loss
+            if number == 1:
+                first_end = end
+            if watched:
                 observed = self.observation.stop()
         grad_norm = self._update()
         self.done += 1
@@ -106,8 +117,8 @@ class Trainer:
             asked,
             lr,
             begin,
-            end,
-            observed if observe else None,
+            first_end,
+            observed,
         )
 
     @torch.no_grad()
@@ -165,6 +176,13 @@ class Trainer:
         self.done, self.tokens_seen = state["step"], state["tokens_seen"]
         data: dict[str, Any] = alone["data"]
         return data
+
+    def _pass(self, batch: Batch, weight: Tensor) -> tuple[Tensor, float | torch.cuda.Event]:
+        """Forward and backward; returns the loss, which holds nothing of them, and when the forward pass ended."""
+        loss = self._loss(batch)
+        end = self._now()
+        self.scaler.scale(loss * weight).backward()
+        return loss.detach(), end
 
     def _loss(self, batch: Batch) -> Tensor:
         with self._computing():
