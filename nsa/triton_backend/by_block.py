@@ -22,8 +22,8 @@ from nsa.triton_backend.tile import LN2, dot, kernel, load_rows, product, store_
 MIN_QUERIES = 2048  # below, the sort costs more than it saves
 MAX_GROUP = 8  # from 16 heads on, partial outputs weigh as much as the keys and values that need not travel
 MAX_BLOCK_BYTES = 48 * 2**10  # of keys and values, which stay in shared memory
-CHUNK = 4096  # queries whose partial outputs exist at a time, or fewer where these would pass
-SCRATCH = 2**28  # elements
+CHUNK = 32768  # queries whose partial outputs exist at a time (fewer leave tiles half empty), or fewer where they pass
+SCRATCH = 2**29  # elements
 INDEXED = 65536  # queries whose choice is turned around at a time
 PAIRS = 128  # queries per program
 
