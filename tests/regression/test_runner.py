@@ -19,8 +19,9 @@ import pytest
 
 from benchmarks.fingerprint import ROOT
 from regression import listing, runner
+from regression.calls import COMPILING_S
 from regression.evidence import Bound, Evidence
-from regression.incident import Needs
+from regression.incident import Incident, Needs
 from regression.process import Child
 from regression.runner import Finding, Repro
 from regression.verdict import Verdict
@@ -29,6 +30,7 @@ from tests.regression.test_ledger import PACE
 
 # "cuda", because a child for the CPU first imports PyTorch, and these repros do without
 DEVICE = "cuda"
+LOADS_CUDA = replace(repros.INCIDENT, floor_s=COMPILING_S)  # where the repro itself imports PyTorch and finds the GPU
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +38,8 @@ def these_repros(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listing, "module_of", lambda _id: repros.__name__)
 
 
-def found(part: str) -> Finding:
-    [finding] = runner.run([Repro(repros.INCIDENT, part, DEVICE)], gpus=1, jobs=1)
+def found(part: str, incident: Incident = repros.INCIDENT) -> Finding:
+    [finding] = runner.run([Repro(incident, part, DEVICE)], gpus=1, jobs=1)
     return finding
 
 
@@ -234,14 +236,14 @@ def test_two_gpus_are_needed() -> None:
 
 @pytest.mark.gpu
 def test_a_poisoned_context_does_not_reach_the_next_child() -> None:
-    poisoned = found("poisons_the_context")
+    poisoned = found("poisons_the_context", LOADS_CUDA)
     assert poisoned.verdict is Verdict.CRASHED
     assert "CUDA" in (poisoned.reason or "")
-    assert found("uses_the_gpu").verdict is Verdict.PASSED
+    assert found("uses_the_gpu", LOADS_CUDA).verdict is Verdict.PASSED
 
 
 @pytest.mark.gpu
 def test_a_host_sync_in_a_graph_is_seen_by_the_capture_itself() -> None:
-    finding = found("a_graph_of_a_host_sync")
+    finding = found("a_graph_of_a_host_sync", LOADS_CUDA)
     assert finding.verdict is Verdict.WRONG
     assert "no CUDA graph" in (finding.reason or "")
