@@ -6,7 +6,8 @@ The incidents are another suite's, so that its files are read here by the fields
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ COLUMNS: Mapping[str, frozenset[str]] = {
 }
 """Column -> the aspects that it is about, and the verdicts that make it red."""
 OTHER = "other promises"
-FAULTY = "faulty"
+FAULTY, SOAK = "faulty", "soak"
+NAMED = 3
+"""As many incidents are named; of more it is said how many they are."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,10 @@ def _only(kind: type, data: Any) -> dict[str, Any]:
 
 def rows(entries: Iterable[Entry], speed: Mapping[tuple[str, str], Cell]) -> Table:
     """The newest run of each commit, machine and device, newest first. `speed`: (machine, commit) -> judgement."""
-    head = ("commit", "machine", "when", "speed", *COLUMNS, OTHER, "detectors", "skipped")
-    return Table(head, [_row(run, speed) for run in _newest(entries)])
+    head = ("commit", "machine", "when", "speed", *COLUMNS, OTHER, "detectors", "skipped", "not run")
+    entries = list(entries)
+    known = {entry.incident for entry in entries if entry.part != SOAK}
+    return Table(head, [_row(run, speed, known) for run in _newest(entries)])
 
 
 def red(entries: Iterable[Entry]) -> Table:
@@ -124,7 +129,7 @@ def _newest(entries: Iterable[Entry]) -> list[list[Entry]]:
     return [list(run.values()) for run in newest_first]
 
 
-def _row(run: Sequence[Entry], speed: Mapping[tuple[str, str], Cell]) -> list[Cell]:
+def _row(run: Sequence[Entry], speed: Mapping[tuple[str, str], Cell], known: Set[str]) -> list[Cell]:
     where = max((entry.fingerprint for entry in run), key=lambda where: where.utc)
     product = [entry for entry in run if entry.part != FAULTY and entry.verdict != SKIPPED]
     detectors = [entry for entry in run if entry.part == FAULTY and entry.verdict != SKIPPED]
@@ -137,7 +142,18 @@ def _row(run: Sequence[Entry], speed: Mapping[tuple[str, str], Cell]) -> list[Ce
         *(_column(product, column) for column in (*COLUMNS, OTHER)),
         _count(detectors, [entry.incident for entry in detectors if not entry.ok], "fire"),
         Cell(", ".join(sorted(skipped)) or "none"),
+        _not_run(run, known),
     ]
+
+
+def _not_run(run: Sequence[Entry], known: Set[str]) -> Cell:
+    """Of the incidents that any run knows, those that this one did not replay, or not both ways: it was cut off, or
+    asked for a few, and what is green in its row says nothing of them."""
+    parts = Counter(entry.incident for entry in run if entry.part != SOAK)
+    missing = sorted(incident for incident in known if parts[incident] < 2)
+    if not missing:
+        return Cell("none")
+    return Cell(", ".join(missing) if len(missing) <= NAMED else f"{len(missing)} incidents", BAD)
 
 
 def _commit(where: Where) -> Cell:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,11 @@ class Group:
     compared: tuple[Comparison, ...]
     """By length; where batches differ at one length, that with the largest."""
 
+    @property
+    def batches(self) -> dict[int, int]:
+        """Sequences at each length."""
+        return {one.nsa.key.num_keys: one.nsa.key.batch for one in self.compared}
+
     def records(self) -> list[Record]:
         """NSA and baselines."""
         return [record for comparison in self.compared for record in (comparison.nsa, *comparison.baselines)]
@@ -90,8 +95,8 @@ def throughput(album: Album, machine: str, group: Group, known: Sequence[Series]
     if not _drawable(ours):
         return []
     key, ratios = group.compared[0].nsa.key, _speed_ups(group)
-    batches = {one.nsa.key.num_keys: one.nsa.key.batch for one in group.compared}
-    panels = [("tokens per second", [*ours, *_dotted(references.throughput(known, key, machine, batches))])]
+    published = references.throughput(known, key, machine, group.batches)
+    panels = [("tokens per second", [*ours, *_dotted(published)])]
     if ratios:
         panels.append(("NSA is × as fast as", [*ratios, *_dotted(references.speed_up(known, key))]))
     title = f"{TITLES[group.mode]}, {group.label}"
@@ -107,7 +112,7 @@ def throughput(album: Album, machine: str, group: Group, known: Sequence[Series]
             look.logarithmic(axis, unit)
         if ratios:
             axes[1].axhline(1, color=look.BLACK, linewidth=1)
-        _finish(figure, axes, lines, title, legend)
+        _finish(figure, axes, lines, title, legend, group.batches)
 
     height = 3.4 + 1.5 * (len(panels) - 1) + legend
     return [album.picture(f"{title}: throughput and speed-up", (machine, group.mode, group.label), height, draw)]
@@ -127,7 +132,7 @@ def memory(album: Album, machine: str, group: Group) -> list[Picture]:
     """Peak memory above the inputs."""
     lines = group.lines(lambda record: record.peak_mem_mib)
     title = f"Peak memory, {TITLES.get(group.mode, 'forward + backward').lower()}, {group.label}"
-    return _single(album, title, (machine, "memory", group.mode, group.label), lines, "MiB above the inputs")
+    return _single(album, title, (machine, "memory", group.mode, group.label), lines, "MiB above the inputs", [group])
 
 
 def parts(album: Album, machine: str, name: str, of_label: Sequence[Group]) -> list[Picture]:
@@ -138,7 +143,7 @@ def parts(album: Album, machine: str, name: str, of_label: Sequence[Group]) -> l
         lines.append(Line(group.mode.removeprefix(PART), points, look.nth(number + 1)))
     whole = [line for g in of_label if g.mode == "prefill-forward" for line in g.lines(lambda r: r.latency_ms)]
     lines += [Line("whole forward", line.points, line.look) for line in whole if line.label == NSA]
-    return _single(album, f"Parts of the forward pass, {name}", (machine, "parts", name), lines, "ms")
+    return _single(album, f"Parts of the forward pass, {name}", (machine, "parts", name), lines, "ms", of_label)
 
 
 def limits(album: Album, machine: str, mode: str, of_mode: Sequence[Group]) -> list[Picture]:
@@ -149,16 +154,17 @@ def limits(album: Album, machine: str, mode: str, of_mode: Sequence[Group]) -> l
         points = [(x, 100 * share) for x, share in shares if share is not None]
         lines.append(Line(group.label, points, look.nth(number)))
     title = f"{TITLES.get(mode, mode)}: share of the measured limit"
-    return _single(album, title, (machine, "limit", mode), lines, "% of the measured limit", from_zero=True)
+    return _single(album, title, (machine, "limit", mode), lines, "% of the measured limit", of_mode, from_zero=True)
 
 
 def _single(
-    album: Album, title: str, words: tuple[str, ...], lines: Sequence[Line], unit: str, *, from_zero: bool = False
-) -> list[Picture]:
+    album: Album, title: str, words: tuple[str, ...], lines: Sequence[Line], unit: str, of: Sequence[Group],
+    *, from_zero: bool = False,
+) -> list[Picture]:  # fmt: skip
     """One pair of axes; [] where no line has two lengths."""
     if not _drawable(lines):
         return []
-    legend = look.legend_inch(line.label for line in lines)
+    legend, batches = look.legend_inch(line.label for line in lines), {n: b for g in of for n, b in g.batches.items()}
 
     def draw(figure: Figure) -> None:
         axis = figure.subplots()
@@ -169,7 +175,7 @@ def _single(
             axis.grid(True, axis="y", **look.GRID)
         else:
             look.logarithmic(axis, unit)
-        _finish(figure, [axis], lines, title, legend)
+        _finish(figure, [axis], lines, title, legend, batches)
 
     return [album.picture(title, words, 3.3 + legend, draw)]
 
@@ -190,11 +196,12 @@ def _lines(axis: Axes, lines: Sequence[Line]) -> None:
             axis.plot(*zip(*line.points, strict=True), label=look.drawable(line.label), **line.look)
 
 
-def _finish(figure: Figure, axes: Sequence[Axes], lines: Sequence[Line], title: str, legend: float) -> None:
-    look.over_lengths(axes[-1], [x for line in lines for x, _ in line.points])
+def _finish(
+    figure: Figure, axes: Sequence[Axes], lines: Sequence[Line], title: str, legend: float, batches: Mapping[int, int]
+) -> None:
+    labels = look.over_lengths(axes[-1], [x for line in lines for x, _ in line.points], batches)
     for axis in axes[:-1]:
         axis.grid(True, axis="x", **look.GRID)
-    axes[-1].set_xlabel("length in tokens")
     look.headline(figure, title)
-    look.frame(figure, bottom=0.5 + legend)
+    look.frame(figure, bottom=labels + legend)
     look.legend_below(figure, axes)

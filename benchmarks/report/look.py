@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from matplotlib.artist import Artist
@@ -73,13 +73,21 @@ def drawable(text: str, limit: int = 70) -> str:
     return plain if len(plain) <= limit else plain[: limit - 3] + "..."
 
 
-def over_lengths(axis: Axes, tokens: Iterable[int]) -> None:
-    """A logarithmic axis of lengths with a tick at each that was measured."""
+def over_lengths(axis: Axes, tokens: Iterable[int], batches: Mapping[int, int]) -> float:
+    """A logarithmic axis of lengths with a tick at each that was measured; `batches` of sequences beside it where
+    lengths differ in them, since their figures are no series then. Inches that the labels take below."""
+    several = len(set(batches.values())) > 1
+
+    def name(x: float, _: int) -> str:
+        return f"{in_k(x)}\n× {batches[round(x)]}" if several and round(x) in batches else in_k(x)
+
     axis.set_xscale("log", base=2)
     axis.set_xticks(sorted(set(tokens)))
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: in_k(x)))
+    axis.xaxis.set_major_formatter(FuncFormatter(name))
+    axis.set_xlabel("length in tokens" + " × sequences" * several)
     axis.xaxis.set_minor_locator(NullLocator())
     axis.grid(True, axis="x", **GRID)
+    return 0.68 if several else 0.5
 
 
 def logarithmic(axis: Axes, unit: str) -> None:

@@ -81,6 +81,18 @@ def test_the_ledger_has_a_row_per_commit_newest_first(tmp_path: Path) -> None:
     assert column(table, "NaN") == column(table, "stalls") == ["1 of 1 green"] * 2
     assert column(table, "detectors") == ["4 of 4 fire"] * 2
     assert column(ledger.red(entries), "incident") == ["window-leak"]
+    assert column(table, "not run") == ["none", "none"]
+
+
+def test_a_run_that_was_cut_off_says_what_it_did_not_replay(tmp_path: Path) -> None:
+    whole_results.write_incidents(tmp_path, 1)
+    whole_results.write_incidents(tmp_path, 2)
+    newer = max((tmp_path / "regression").rglob("*.jsonl"))
+    lines = newer.read_text().splitlines()
+    for kept, wanted in ((len(lines) - 1, json.loads(lines[-1])["incident"]), (1, "4 incidents")):
+        newer.write_text("\n".join(lines[:kept]) + "\n")
+        table = ledger.rows(ledger.read(tmp_path)[0], {})
+        assert column(table, "not run") == [wanted, "none"]
 
 
 @pytest.mark.parametrize(
