@@ -19,27 +19,37 @@ def build(kind: type[T], data: Any, name: str) -> T:
     """A dataclass of this kind. Raises TypeError or ValueError naming the field ("record.key.batch")."""
     if not isinstance(data, dict):
         raise TypeError(f"{name} must be a JSON object; got {reprlib.repr(data)}")
-    hints = _hints(kind)  # type: ignore[arg-type]
-    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    if unknown := [key for key in data if key not in fields]:
+    hints, needed = _fields(kind)  # type: ignore[arg-type]
+    if unknown := [key for key in data if key not in hints]:
         raise ValueError(f"{name} has no field {reprlib.repr(unknown[0])}")
-    for field in fields.values():
-        if field.name not in data and field.default is dataclasses.MISSING:
-            raise ValueError(f"{name} must have {field.name!r}")
+    if missing := [key for key in needed if key not in data]:
+        raise ValueError(f"{name} must have {missing[0]!r}")
     return kind(**{key: _value(hints[key], value, f"{name}.{key}") for key, value in data.items()})
 
 
 @cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+def _fields(kind: type) -> tuple[dict[str, Any], list[str]]:
+    """(type of each field, fields without a default)."""
+    fields = dataclasses.fields(kind)
+    hints = get_type_hints(kind)
+    needed = [field.name for field in fields if field.default is dataclasses.MISSING]
+    return {field.name: hints[field.name] for field in fields}, needed
+
+
+@cache
+def _parts(kind: Any) -> tuple[Any, Any]:
+    """(what a generic type is made with, its first argument)."""
+    return get_origin(kind), next(iter(get_args(kind)), None)
 
 
 def _value(kind: Any, value: Any, name: str) -> Any:
-    origin = get_origin(kind)
+    origin, first = _parts(kind)
     if origin in (Union, types.UnionType):  # every union here is "X | None"
-        return None if value is None else _value(get_args(kind)[0], value, name)
+        return None if value is None else _value(first, value, name)
     if origin is tuple and isinstance(value, list):
-        return tuple(_value(get_args(kind)[0], item, f"{name}[{i}]") for i, item in enumerate(value))
+        if first is float and set(map(type, value)) == {float} and all(map(math.isfinite, value)):
+            return tuple(value)  # samples: most of what there is to read
+        return tuple(_value(first, item, f"{name}[{i}]") for i, item in enumerate(value))
     if origin is Mapping and isinstance(value, dict):
         return value
     if isinstance(kind, type):
