@@ -164,7 +164,7 @@ def _single(
     """One pair of axes; [] where no line has two lengths."""
     if not _drawable(lines):
         return []
-    legend, batches = look.legend_inch(line.label for line in lines), {n: b for g in of for n, b in g.batches.items()}
+    legend, batches = look.legend_inch(line.label for line in lines), _batches(of)
 
     def draw(figure: Figure) -> None:
         axis = figure.subplots()
@@ -178,6 +178,13 @@ def _single(
         _finish(figure, [axis], lines, title, legend, batches)
 
     return [album.picture(title, words, 3.3 + legend, draw)]
+
+
+def _batches(of: Sequence[Group]) -> dict[int, int]:
+    """Sequences at each length, where all groups have as many there; else none can stand below a tick."""
+    pairs = {pair for group in of for pair in group.batches.items()}
+    found = dict(pairs)
+    return found if len(found) == len(pairs) else {}
 
 
 def _drawable(lines: Sequence[Line]) -> bool:

@@ -44,8 +44,8 @@ def _gradients(
     inside = (place < SIZE) & (key < tl.load(BLOCK_TO + number % max_blocks))
     k = load_rows(K + b * k_b + h * k_h, key * k_s, inside, DK, DKP)
     v = load_rows(V + b * v_b + h * v_h, key * v_s, inside, DV, DVP)
-    if DQ_PART is not None:  # a query that does not see a key must not meet what is not finite in it; the others' lse
-        k = tl.where((spoilt(k) | spoilt(v))[:, None], 0.0, k)  # is NaN
+    if DQ_PART is not None:  # a query that does not see a key must not meet what is not finite in it
+        finite_k = tl.where(spoilt(k)[:, None], 0.0, k)
 
     # queries ascend: only the first of them may stand inside the block, at most one per token of it
     first = begin + tl.arange(0, SIZEP)
@@ -68,12 +68,14 @@ def _gradients(
             p = tl.exp2(product(k, q) * to_base_2 - lse[None, :])  # [keys, rows]
             ds = p * (product(v, do) - delta[None, :])
             if stretch == 0:
-                visible = key[:, None] <= (i + ahead)[None, :]
+                visible = inside[:, None] & (key[:, None] <= (i + ahead)[None, :])
                 p, ds = tl.where(visible, p, 0.0), tl.where(visible, ds, 0.0)
+            elif SIZE < BN:  # beyond the block p may overflow, and dq adds up over all places
+                ds = tl.where(inside[:, None], ds, 0.0)
             dv = dot(p.to(do.dtype), do, dv)
             dk = dot(ds.to(q.dtype), q, dk)
             if DQ_PART is not None:
-                dq = dot(tl.trans(ds.to(k.dtype)), k, tl.zeros([BT * GP, DKP], tl.float32))
+                dq = dot(tl.trans(ds.to(k.dtype)), finite_k, tl.zeros([BT * GP, DKP], tl.float32))
                 share = tl.load(SHARES + pair, mask=real, other=0).to(tl.int64)
                 store_rows(DQ_PART, (share * G + g) * DK, real, dq, DK, DKP)
     out = tile * SIZE + place

@@ -35,7 +35,7 @@ SLOTS = 64  # scores of a row are padded to a multiple of this, so that lengths 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the kernels cut a call's work. Not tuned: these figures have seen no GPU."""
+    """How the kernels cut a call's work; what else was tried on an H200 is in docs/decode.md."""
 
     tokens: int
     """Queries per program of the first launch, a power of two."""
@@ -86,13 +86,15 @@ def attend(
     out, lse = q.new_empty(*by_head, dv), q.new_empty(3, *by_head, dtype=torch.float32)
     blocks = q.new_empty(*by_group, config.n_sel, dtype=torch.int32)
 
-    shares = _in_whole_waves(batch * kv_heads, min(triton.cdiv(compressed.capacity, shape.keys), MAX_SHARES))
+    cut = batch * kv_heads * triton.cdiv(length, shape.tokens)
+    shares = _in_whole_waves(cut, min(triton.cdiv(compressed.capacity, shape.keys), MAX_SHARES))
     slots = max(triton.cdiv(compressed.capacity, SLOTS), 1) * SLOTS
     scores = q.new_empty(*by_head, slots, dtype=torch.float32)
     p = q.new_empty(*by_group, slots, dtype=torch.float32)
     o_cmp, lse_cmp, read_cmp = _parts(q, by_head, by_group, shares, dv)
 
     tiles_of_choice = config.n_sel * triton.cdiv(config.l_sel, shape.keys)
+    # two at least: one share of 16 blocks would take twice as long as the window's
     near_selected = max(_shares(batch * kv_heads * length, tiles_of_choice, tiles_of_choice), min(tiles_of_choice, 2))
     near_selected = 2 ** (near_selected.bit_length() - 1)  # compiled in: not for every number of sequences anew
     tiles_of_window = triton.cdiv(config.w, shape.keys)

@@ -1,4 +1,4 @@
-"""Decode, third launch: the selected blocks and the window of each query, both shared among several programs."""
+"""Decode, fourth launch: the selected blocks and the window of each query, both shared among several programs."""
 
 from __future__ import annotations
 

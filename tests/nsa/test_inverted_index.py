@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,3 +32,11 @@ def test_places_lead_back_to_each_pair(blocks: list[int], size: int) -> None:
             assert tile == tiles.begin.numel() - 1
         else:
             assert tiles.order[tiles.begin[tile] + within] == pair
+
+
+@pytest.mark.parametrize("num_blocks", [2**15 - 2, 2**15 - 1, 2**15, 2**15 + 1])
+def test_numbers_that_no_longer_fit_in_16_bits_are_sorted_by_more(num_blocks: int) -> None:
+    """The pair without a block is sorted as `num_blocks`."""
+    tiles = inverted_index.build(torch.tensor([num_blocks - 1, 0, -1]), 2, num_blocks=num_blocks)
+    assert tiles.order.tolist() == [1, 0, 2]
+    assert tiles.first_pair[-1] == 2

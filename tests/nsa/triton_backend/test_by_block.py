@@ -11,7 +11,7 @@ import nsa
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import by_block, selected
+from nsa.triton_backend import by_block, by_block_backward, selected
 
 CONFIG = nsa.NSAConfig(l=4, d=2, l_sel=8, n_sel=4, w=13)
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -24,6 +24,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(by_block, "CHUNK", 24)
     monkeypatch.setattr(by_block, "PAIRS", 8)
     monkeypatch.setattr(by_block, "INDEXED", 48)
+    monkeypatch.setattr(by_block_backward, "SCRATCH", 24 * 4 * 4 * 16)  # 24 queries of 4 heads, 4 blocks, 16 channels
+    monkeypatch.setattr(by_block_backward, "PAIRS", 8)
 
 
 def draw(device: torch.device, queries: int, keys: int, heads: int, kv_heads: int, dv: int) -> Inputs:
@@ -107,6 +109,44 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(
     assert true.any()
     assert not (true & ~found).any()
     assert not (found & ~sees).any()  # a score of -inf counts as nothing for the oracle, and spoils a row here
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("by_query", [False, True])
+@pytest.mark.parametrize("spoil", ["k", "v"])
+def test_gradients_beside_what_is_not_finite_are_the_oracles(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, spoil: str, by_query: bool, value: float
+) -> None:
+    """Of the forward pass by query too, whose lse such a value leaves finite."""
+    if by_query:
+        monkeypatch.setattr(by_block, "MIN_QUERIES", 2**20)
+    inputs = draw(device, 40, 40, 2, 1, 16)
+    with torch.no_grad():
+        inputs["qkv".index(spoil)][0, 21, 0, 3] = value
+    found, true = (run(backend, inputs)[2:] for backend in ("triton", "reference"))
+    sees = (inputs[3] == 21 // CONFIG.l_sel).any(-1)[0, :, 0] & (torch.arange(40, device=device) >= 21)
+    assert found[0][0, ~sees].isfinite().all(), "dq of a query that does not see it"
+    both = found[2].isfinite() & true[2].isfinite()
+    torch.testing.assert_close(found[2][both], true[2][both], rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("size", [12, 16])
+def test_scores_far_below_zero_leave_the_gradients_finite(device: torch.device, size: int) -> None:
+    """Places beyond a block of 12 have a score of 0, so that their p overflows where every true score is below -88."""
+    generator = torch.Generator().manual_seed(0)
+    along = torch.nn.functional.normalize(torch.randn(16, generator=generator), dim=0)
+    q, k, v = (
+        (sign * 25 * along + 0.1 * torch.randn(1, 90, heads, 16, generator=generator)).to(device).requires_grad_()
+        for sign, heads in ((1, 2), (-1, 1), (0, 1))
+    )
+    config = nsa.NSAConfig(l=4, d=2, l_sel=size, n_sel=3, w=13)
+    blocks = nsa.select_blocks(q.detach(), nsa.compress(k.detach(), config), config, backend="reference")
+    found, true = (
+        torch.autograd.grad(nsa.selected_attention(q, k, v, blocks, config, backend=b)[0].sin().sum(), (q, k, v))
+        for b in ("triton", "reference")
+    )
+    for one, other in zip(found, true, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 def test_one_block_of_all_queries_is_shared_by_tiles(device: torch.device) -> None:

@@ -13,7 +13,7 @@ from nsa.decode import Decoded, Rows, decoder
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import decode, decode_attention
+from nsa.triton_backend import decode, decode_attention, decode_choice
 from tests.nsa.layers import make_layer, small_config
 
 CONFIG = nsa.NSAConfig(l=4, d=2, l_sel=8, n_sel=4, w=13)
@@ -26,6 +26,7 @@ def many_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs for one row, in a short text."""
     monkeypatch.setattr(decode, "KEYS", 16)
     monkeypatch.setattr(decode, "MAX_SHARES", 4)
+    monkeypatch.setattr(decode_choice, "SCORES", 64)  # and several tiles of probabilities, from 64 blocks on
 
 
 def draw(
@@ -58,7 +59,14 @@ def agree(found: tuple[Tensor, nsa.Aux], wanted: tuple[Tensor, nsa.Aux]) -> None
 
 @pytest.mark.parametrize(
     ("queries", "keys", "heads", "kv_heads", "dk", "dv"),
-    [(1, 100, 4, 2, 16, 24), (2, 3, 2, 2, 16, 16), (3, 70, 6, 2, 20, 8), (8, 37, 3, 1, 16, 16), (1, 90, 17, 1, 16, 16)],
+    [
+        (1, 100, 4, 2, 16, 24),
+        (2, 3, 2, 2, 16, 16),
+        (3, 70, 6, 2, 20, 8),
+        (8, 37, 3, 1, 16, 16),
+        (1, 90, 17, 1, 16, 16),
+        (1, 150, 2, 1, 16, 16),
+    ],
 )
 def test_it_agrees_with_the_oracle(queries: int, keys: int, heads: int, kv_heads: int, dk: int, dv: int) -> None:
     x = draw(2, queries, keys, heads, kv_heads, dk, dv, CONFIG)
