@@ -61,8 +61,8 @@ def joined(variables: Mapping[str, str], on_gpu: bool) -> Iterator[Ranks]:
     device = torch.device("cuda", own.local_rank) if on_gpu else None
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT, device_id=device)
     yield own
-    # not after an error: it would wait for ranks that may be gone. The barrier lets go of the tensors of collectives
-    # before it: a thread of Gloo that still holds one as the interpreter ends aborts the process.
+    # not after an error: it would wait for ranks that may be gone. A thread of Gloo that still holds a tensor of the
+    # last collective as the interpreter ends aborts the process; after a barrier there is none to hold.
     dist.barrier()
     dist.destroy_process_group()
 

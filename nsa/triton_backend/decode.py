@@ -172,7 +172,7 @@ def _shares(programs: int, at_most: int, limit: int) -> int:
 
 @functools.cache
 def _in_whole_waves(programs: int, most: int) -> int:
-    """The same, in four waves of programs at most, with the fewest places free in the last."""
+    """Among how many programs each is shared, so that of four waves at most the last has the fewest places free."""
 
     def free(shares: int) -> float:
         waves = max(programs, 1) * shares / AT_A_TIME

@@ -159,3 +159,20 @@ def test_a_group_keeps_the_largest_batch_of_each_length(tmp_path: Path) -> None:
     (group,) = lengths.groups(verdict.comparisons(found))
     assert [(one.nsa.key.num_keys, one.nsa.key.batch) for one in group.compared] == [(64, 8), (128, 8)]
     assert group.label == "4x2x16 float32"
+
+
+@pytest.mark.parametrize(
+    ("batches", "wanted", "axis_label"),
+    [
+        ({4096: 1, 8192: 256}, ["4k\n× 1", "8k\n× 256"], "length in tokens × sequences"),
+        ({4096: 1, 8192: 1}, ["4k", "8k"], "length in tokens"),
+        ({}, ["4k", "8k"], "length in tokens"),
+    ],
+)
+def test_lengths_name_their_sequences_where_they_differ(
+    batches: dict[int, int], wanted: list[str], axis_label: str
+) -> None:
+    axis = Figure().subplots()
+    look.over_lengths(axis, [4096, 8192], batches)
+    assert [label.get_text() for label in axis.get_xticklabels()] == wanted
+    assert axis.get_xlabel() == axis_label
