@@ -16,7 +16,7 @@ from nsa.triton_backend import interval, top_n, tuning
 from nsa.triton_backend.launch import ENOUGH_PROGRAMS, LOG2E, on_device, strides, unit_stride
 from nsa.triton_backend.tile import kernel, load_rows, product, rows_of
 
-CHUNK = 2048  # queries whose probabilities exist at a time, or fewer where these would pass
+CHUNK = 4096  # queries whose probabilities exist at a time, or fewer where these would pass
 SCRATCH = 2**26  # elements
 
 

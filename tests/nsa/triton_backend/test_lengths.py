@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from tests.nsa.triton_backend.processes import answer
 
-PREFILL = ["4096/4096", "4095/4095", "3080/3080"]
+PREFILL = ["8192/8192", "8191/8191", "6152/6152"]
 DECODE = ["1/4093", "1/4094", "1/4096", "2/4080", "16/4093"]
 BACKWARD_OF_KEYS = 4
 """Of the window and of compressed keys, each with a multiple of 16 and without: these know their length."""
@@ -19,7 +19,7 @@ def test_lengths_come_and_go_without_a_compilation(group: int) -> None:
     found = answer("count_compilations", 90, group, 128, 128, *PREFILL, *DECODE)
     assert len(found) >= 13
     assert 2 <= found.pop("interval._backward_kv") <= BACKWARD_OF_KEYS
-    assert found.pop("top_n._top_n") == 2  # up to 32 and up to 64 blocks
+    assert found.pop("top_n._top_n") == 2  # up to 64 and up to 128 blocks
     assert found.pop("decode_compressed._compressed") == 2  # one query alone, and several
     assert found.pop("decode_merge._merge") <= 2  # more queries make fewer shares
     assert set(found.values()) == {1}
