@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -23,6 +23,8 @@ from nsa.train.objective import Objective
 
 TIMEOUT = datetime.timedelta(minutes=10)
 """A collective that waits longer than this for a rank ends the run."""
+ENOUGH_PARAMETERS = 2**25
+"""What FSDP2 gathers at once: 128 MiB are half a millisecond over NVLink, and the host takes one for each group."""
 _LOST = ("Connection closed", "Connection reset", "Broken pipe", "Timed out", "timed out", "unhandled system error")
 
 
@@ -95,9 +97,22 @@ def wrapped(objective: Objective, own: Ranks, parallel: str, device: torch.devic
     from torch.distributed.fsdp import fully_shard  # here and below: a run alone does not wait for their import
 
     mesh = init_device_mesh(device.type, (own.ranks,))  # by default FSDP2 moves a run on CPUs to the GPUs it sees
-    for block in objective.lm.blocks:
-        fully_shard(block, mesh=mesh)
+    for blocks in gathered_together(list(objective.lm.blocks)):
+        fully_shard(blocks, mesh=mesh)
     return cast(nn.Module, fully_shard(objective, mesh=mesh))
+
+
+def gathered_together(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Consecutive blocks in groups of at least ENOUGH_PARAMETERS, but for the last."""
+    groups: list[list[nn.Module]] = []
+    room = 0
+    for block in blocks:
+        if room <= 0:
+            groups.append([])
+            room = ENOUGH_PARAMETERS
+        groups[-1].append(block)
+        room -= sum(x.numel() for x in block.parameters())
+    return groups
 
 
 @contextmanager

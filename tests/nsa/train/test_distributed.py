@@ -52,6 +52,15 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     assert all(len(record["rank_work_ms"]) == 2 and 0 <= record["rank_imbalance"] < 1 for record in logged)
 
 
+def test_small_blocks_are_gathered_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, each group as small as it may be; the host pays for each."""
+    monkeypatch.setattr(distributed, "ENOUGH_PARAMETERS", 100)
+    small, large = (torch.nn.Linear(size, 10, bias=False) for size in (4, 10))
+    groups = distributed.gathered_together([small, small, small, large, small])
+    assert groups == [[small, small, small], [large], [small]]
+    assert distributed.gathered_together([]) == []
+
+
 def _child_of(pid: int, rank: int) -> int:
     """The process of a rank under torchrun."""
     for path in Path(f"/proc/{pid}/task/{pid}").glob("children"):
