@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     workload = Workload(architecture, width, group, dk, dv, arguments.kv_heads, arguments.tokens)
     chosen: dict[str, Tuned] = {}
     for kernel in _kernels(arguments.kernels, table):
-        current = table.of(kernel, width)
+        current = table.of(kernel, width, group)
         found = tuner.candidates(current)
         fitting = [tuned for tuned in found if fits(kernel, tuned, table, workload)]
         print(f"{kernel}: {len(fitting)} of {len(found)} candidates fit", flush=True)
@@ -54,8 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
         trials = list(_tried(kernel, fitting, table, workload, arguments.out))
         best = tuner.best(trials)
         print(f"  {_ms(trials[0])} -> {_ms(best)} ms: {best.tuned}", flush=True)
-        chosen[kernel] = best.tuned
-        table = tuner.changed(table, width, {kernel: best.tuned}, table.how)
+        chosen[table.name(kernel, width, group)] = best.tuned
+        table = tuner.changed(table, width, chosen, table.how)
     if chosen:
         identity = fingerprint.take(f"sm{architecture}", "cuda")
         how = (

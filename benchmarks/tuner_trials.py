@@ -40,9 +40,10 @@ SAME_BLOCKS = 0.999
 
 
 @contextmanager
-def using(kernel: str, tuned: Tuned, table: Table, width: str) -> Iterator[None]:
+def using(kernel: str, tuned: Tuned, table: Table, workload: Workload) -> Iterator[None]:
     """Launch one kernel in another way."""
-    with mock.patch.object(tuning, "table", return_value=tuner.changed(table, width, {kernel: tuned}, table.how)):
+    launches = {table.name(kernel, workload.width, workload.group): tuned}
+    with mock.patch.object(tuning, "table", return_value=tuner.changed(table, workload.width, launches, table.how)):
         yield
 
 
@@ -53,7 +54,7 @@ def fits(kernel: str, tuned: Tuned, table: Table, workload: Workload) -> bool:
     heads, length = Heads(workload.group, workload.dk, workload.dv, 1), by_block.MIN_QUERIES
     if kernel == "selected_forward":
         length = by_block.MIN_QUERIES - 1  # below, a small group goes by query
-    with using(kernel, tuned, table, workload.width), ahead_of_time.recorded(workload.architecture) as launches:
+    with using(kernel, tuned, table, workload), ahead_of_time.recorded(workload.architecture) as launches:
         ahead_of_time.call(heads, length, length, backward="backward" in kernel)
     shared_kib = tuning.SHARED_MEMORY_KIB.get(workload.architecture, tuning.LEAST_SHARED_KIB)
     needs = [launch.needs() for launch in launches if launch.name == name]
@@ -79,7 +80,7 @@ class Workload:
         work = self._work(kernel)
         wanted = work()
         try:
-            with using(kernel, tuned, table, self.width):
+            with using(kernel, tuned, table, self):
                 if (wrong := difference(work(), wanted)) is not None:
                     return Trial(kernel, tuned, "wrong", detail=wrong)
                 taken = timing.measure(work, self.device, "cold" if self.device == "cuda" else "warm", PLAN)

@@ -21,7 +21,7 @@ SLACK = 1.25
 GROWING = NSAConfig(l=32, d=16, l_sel=64, n_sel=4, w=64)
 LENGTHS = {"reference": (64, SMALL), "torch": (512, GROWING), "triton": (4096, GROWING)}
 """S, and a config whose blocks and window are short next to it. The reference takes a millisecond per token; triton
-keeps the probabilities of 2048 queries at a time, so that its memory is linear from there on and not before."""
+keeps the probabilities of 4096 queries at a time, so that its memory is linear from there on and not before."""
 INTERPRETED = (16, SMALL)
 
 

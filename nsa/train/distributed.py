@@ -24,7 +24,8 @@ from nsa.train.objective import Objective
 TIMEOUT = datetime.timedelta(minutes=10)
 """A collective that waits longer than this for a rank ends the run."""
 ENOUGH_PARAMETERS = 2**25
-"""What FSDP2 gathers at once: 128 MiB are half a millisecond over NVLink, and the host takes one for each group."""
+"""FSDP2 gathers as many blocks at once as have this many: 128 MiB of float32 take half a millisecond over NVLink, about
+as long as the host spends on the hooks of a group."""
 _LOST = ("Connection closed", "Connection reset", "Broken pipe", "Timed out", "timed out", "unhandled system error")
 
 

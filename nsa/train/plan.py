@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa.model import Block, DecoderLM
+from nsa.train import distributed
 from nsa.train.preflight import Plan
 from nsa.train.settings import Settings
 from nsa.train.trainer import COMPUTE, model_config
@@ -81,16 +82,24 @@ def peak_mem_mib(settings: Settings, ranks: int = 1) -> float:
     bytes_each = 16 if runtime.fp32_master_weights or runtime.precision == "fp32" else 8
     if runtime.fp32_master_weights and runtime.precision != "fp32":
         bytes_each += 2  # what autocast makes of the weights stands until the backward pass has used it
-    weights = num_parameters(settings) * bytes_each
+    weights: float = num_parameters(settings) * bytes_each
     block, mlp = _saved_bytes_per_token(settings)
     every = model.n_layers
     again = {True: block, "selective": mlp, False: 0.0}[runtime.gradient_checkpointing]
     kept = {True: 4 * model.dim, "selective": block - mlp, False: block}[runtime.gradient_checkpointing]
     tokens = settings.train.batch_size * settings.train.seq_len / ranks
-    sharded = ranks if runtime.parallel == "fsdp2" else 1
+    if runtime.parallel == "fsdp2" and ranks > 1:
+        weights = weights / ranks + _gathered_bytes(settings)
     observed = settings.telemetry.statistics and model.attention == "nsa"
     passes = 2 if runtime.cuda_graph and observed else 1
-    return (weights / sharded + passes * tokens * (every * kept + 2 * again)) / MIB
+    return (weights + passes * tokens * (every * kept + 2 * again)) / MIB
+
+
+def _gathered_bytes(settings: Settings) -> int:
+    """What FSDP2 holds of whole groups: the weights of one and of the next, and gradients before and after reducing."""
+    with torch.device("meta"):
+        groups = distributed.gathered_together(list(DecoderLM(settings.model).blocks))
+    return 4 * 4 * max(sum(x.numel() for block in group for x in block.parameters()) for group in groups)
 
 
 def checkpoint_mib(settings: Settings) -> float:

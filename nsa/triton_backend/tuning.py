@@ -54,10 +54,15 @@ class Table:
     slim: Mapping[str, Tuned] = field(default_factory=dict)
     """For up to half as many, where that is not `narrow`."""
 
-    def of(self, kernel: str, width: str) -> Tuned:
-        """The kernel's launch for rows of a width of `WIDTHS`."""
+    def name(self, kernel: str, width: str, group: int) -> str:
+        """Where a launch stands: under "kernel/8" for groups padded to 8 heads, if they have one of their own."""
+        own = f"{kernel}/{triton.next_power_of_2(group)}"
+        return own if own in getattr(self, width) else kernel
+
+    def of(self, kernel: str, width: str, group: int) -> Tuned:
+        """The kernel's launch for rows of a width of `WIDTHS` and groups of so many heads."""
         launches: Mapping[str, Tuned] = getattr(self, width)
-        return launches.get(kernel, self.narrow[kernel])
+        return launches.get(self.name(kernel, width, group), self.narrow[kernel])
 
 
 WIDTHS = ("slim", "narrow", "wide")
@@ -142,7 +147,7 @@ def fit(kernel: str, capability: int, group: int, dk: int, dv: int, dtype: torch
     tables = table(capability)
     if of_width == "wide" and (excess > 1 or kernel not in tables.wide):
         of_width, excess = "narrow", 2 * excess
-    tuned = tables.of(kernel, of_width)
+    tuned = tables.of(kernel, of_width, group)
     rows, keys = max(tuned.rows // excess, MIN_DOT), max(tuned.keys // excess, MIN_DOT)
     tokens = max(rows // padded_group, 1, MIN_DOT // padded_group)
     launch = (tuned.num_warps, tuned.num_stages, tuned.max_registers) if excess == 1 else (4, 2, None)

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks import tuner
+from benchmarks import tuner, tuner_trials
 from benchmarks.tuner import Trial
 from nsa.triton_backend import tuning
 from nsa.triton_backend.tuning import Tuned
@@ -68,3 +68,14 @@ def test_a_choice_changes_its_own_width_alone() -> None:
     assert json.loads(tuner.text(found))["how"] == "why"
     with pytest.raises(ValueError, match="width must be"):
         tuner.changed(table, "broad", {}, "why")
+
+
+@pytest.mark.parametrize("group", [6, 16])
+def test_a_candidate_is_launched_also_where_the_group_has_a_launch_of_its_own(group: int) -> None:
+    table = tuning.table(90)
+    workload = tuner_trials.Workload(90, "slim", group, 64, 64, 2, 256)
+    kernel, others = "selected_backward_kv", 22 - group
+    with tuner_trials.using(kernel, OWN, table, workload):
+        used = tuning.table(90)
+    assert used.of(kernel, "slim", group) == OWN
+    assert used.of(kernel, "slim", others) == table.of(kernel, "slim", others) != OWN

@@ -39,7 +39,7 @@ LONG = Case(
     keys=700,
     seed=411,
 )
-"""More tokens than any backend takes in one piece; token 411 is where the laws cut."""
+"""More tokens than the torch backend takes in one piece; token 411 is where the laws cut."""
 DOCUMENTS = replace(LONG, documents=(130, 0, 1, 309, 260))
 CHUNK = replace(LONG, queries=301)
 

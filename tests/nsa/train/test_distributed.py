@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from nsa.model import SHOWCASE, DecoderLM
 from nsa.train import checkpoint, distributed, files
 from nsa.train.distributed import LostRankError, Ranks
+from nsa.train.objective import Objective
 from tests.nsa.train import runs
 from tests.nsa.train.runs import settings, train
 
@@ -55,10 +58,29 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
 def test_small_blocks_are_gathered_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """In order, each group as small as it may be; the host pays for each."""
     monkeypatch.setattr(distributed, "ENOUGH_PARAMETERS", 100)
-    small, large = (torch.nn.Linear(size, 10, bias=False) for size in (4, 10))
-    groups = distributed.gathered_together([small, small, small, large, small])
-    assert groups == [[small, small, small], [large], [small]]
+    small, almost, large = (torch.nn.Linear(*size, bias=False) for size in ((4, 10), (9, 11), (10, 10)))
+    groups = distributed.gathered_together([small, small, small, large, almost, small, small])
+    assert groups == [[small, small, small], [large], [almost, small], [small]]
     assert distributed.gathered_together([]) == []
+
+
+def test_fsdp2_shards_each_group_and_then_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    shards: list[object] = []
+
+    def record(module: object, mesh: object) -> object:
+        assert mesh == ("cpu", (2,))
+        shards.append(module)
+        return module
+
+    monkeypatch.setattr(distributed, "init_device_mesh", lambda device, sizes: (device, sizes))
+    monkeypatch.setattr("torch.distributed.fsdp.fully_shard", record)
+    model = DecoderLM(replace(SHOWCASE, n_layers=5))
+    a_block = sum(x.numel() for x in model.blocks[0].parameters())
+    monkeypatch.setattr(distributed, "ENOUGH_PARAMETERS", 2 * a_block)
+    objective = Objective(model)
+    assert distributed.wrapped(objective, Ranks(0, 2, 0), "fsdp2", torch.device("cpu")) is objective
+    blocks = list(model.blocks)
+    assert shards == [blocks[:2], blocks[2:4], blocks[4:], objective]
 
 
 def _child_of(pid: int, rank: int) -> int:

@@ -51,6 +51,15 @@ def test_the_state_is_sixteen_bytes_a_parameter() -> None:
     assert weights < plan.peak_mem_mib(chosen) < 4 * weights
 
 
+def test_shards_are_smaller_than_the_whole_by_more_than_what_is_gathered() -> None:
+    """125M parameters in two groups of 39 million, 149 MiB each; half of 16 bytes, and of 2 for casts, for each."""
+    alone = profile.load("m7c_125m_2xa100_production")
+    sharded = dataclasses.replace(alone, runtime=dataclasses.replace(alone.runtime, parallel="fsdp2"))
+    saved = plan.peak_mem_mib(alone, ranks=2) - plan.peak_mem_mib(sharded, ranks=2)
+    assert saved == pytest.approx(9 * plan.num_parameters(alone) / MIB - 4 * 149.2, abs=1.0)
+    assert plan.peak_mem_mib(sharded, ranks=1) == plan.peak_mem_mib(alone, ranks=1)
+
+
 @pytest.mark.parametrize("how", [True, "selective"])
 def test_recomputation_shows_in_the_estimate(how: bool | str, tmp_path: Path) -> None:
     plain, less = (

@@ -17,6 +17,8 @@ from tests.nsa.triton_backend.processes import answer
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 HEADS = [
     (6, 64, 64),
+    (4, 64, 64),
+    (16, 64, 64),
     (16, 128, 128),
     (16, 192, 128),
     (16, 256, 256),

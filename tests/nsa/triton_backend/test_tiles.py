@@ -48,6 +48,18 @@ def test_rows_that_are_too_wide_for_three_loops_take_one(monkeypatch: pytest.Mon
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_a_padded_group_has_a_launch_of_its_own() -> None:
+    """Measured for groups of 6: others keep the tile of their width."""
+    slim = tuning.table(90).slim
+    own, others = slim["selected_backward_kv/8"], slim["selected_backward_kv"]
+    assert own != others
+    for group in (1, 4, 5, 6, 8, 9, 16):
+        shape = tuning.fit("selected_backward_kv", 90, group, 64, 64, torch.bfloat16)
+        assert shape.tokens * shape.group == (own if group in (5, 6, 8) else others).rows
+    narrow = tuning.fit("selected_backward_kv", 90, 6, 128, 128, torch.bfloat16)
+    assert narrow.tokens * narrow.group == tuning.table(90).narrow["selected_backward_kv"].rows
+
+
 def test_slim_rows_have_launches_of_their_own() -> None:
     """12/2 heads of 64 in bfloat16 are half as wide as the table's usual rows; in float32 they are as wide."""
     assert tuning.width(64, 64, torch.bfloat16) == ("slim", 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -52,3 +54,23 @@ def test_choice_is_that_of_a_sort(device: torch.device, n: int, kind: str) -> No
         for h in range(2):
             scores = torch.cat([p[0, t, h, :visible], torch.zeros(22 - visible)])
             assert found[0, t, h].tolist() == wanted(scores, t // 8, config), (t, h)
+
+
+@pytest.mark.parametrize("documents", [None, (30, 1, 0, 39)])
+def test_queries_choose_alike_piece_by_piece(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, documents: tuple[int, ...] | None
+) -> None:
+    """Scores of 24 queries at a time, which is no multiple of a tile's, for 70 queries."""
+    config = nsa.NSAConfig(l=4, d=2, l_sel=8, n_sel=4, w=13)
+    generator = torch.Generator().manual_seed(7)
+    q, k = (torch.randn(1, 70, heads, 16, generator=generator).to(device) for heads in (4, 2))
+    cu_seqlens = None
+    if documents is not None:
+        cu_seqlens = torch.tensor([0, *itertools.accumulate(documents)], dtype=torch.int32, device=device)
+    k_cmp = nsa.compress(k, config, cu_seqlens=cu_seqlens)
+    monkeypatch.setattr("nsa.triton_backend.scores.CHUNK", 24)
+
+    def chosen(backend: str) -> torch.Tensor:
+        return nsa.select_blocks(q, k_cmp, config, num_keys=70, cu_seqlens=cu_seqlens, backend=backend)
+
+    assert torch.equal(chosen("triton"), chosen("reference"))
