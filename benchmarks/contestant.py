@@ -5,8 +5,8 @@ stdin, each is answered by one JSON line on stdout; end of file ends the process
 
     {"threads": 1, "core": 0}                    -> {"nsa": "/.../nsa/__init__.py"}
     {"prepare": {...key...}, "device": "cpu", "check": true}    -> {"outcome": "PASSED", "reason": null}
-    {"slowdowns": [0.01, 0.03]}                  -> {}
-    {"turn": true}                               -> {"turn_ms": [latency, latency of each slowdown]}
+    {"slowdowns": [0.01, 0.03]}                  -> {"latency_ms": of a call}
+    {"turn": 3}                                  -> {"turn_ms": [latency, latency of each slowdown]}, of so many calls
     {"finish": true}                             -> {"outcome": "PASSED", "reason": null}
 
 An exception of the case becomes its outcome. `finish` asks the oracle again, on inputs that no call has seen.
@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
-import math
 import os
 import statistics
 import sys
@@ -33,9 +32,6 @@ from benchmarks.cases.prepare import prepare
 from benchmarks.records import Key, Outcome
 from benchmarks.turns import Turns
 
-_TURN_MS = 50.0
-"""A turn lasts about this long, beside its first call: a call that is shorter is timed several times."""
-_MOST_SAMPLES = 20
 _WARM_UPS = 2
 _FRESH_SEED = 1
 _NO_LIMIT_S = 3600.0  # the parent has the deadline
@@ -59,10 +55,9 @@ class Contestant:
             return self._outcome(lambda: self._prepare(**request))
         assert self._case is not None, "a case must be prepared first"
         if "slowdowns" in request:
-            self._case.inject(request["slowdowns"])
-            return {}
+            return {"latency_ms": self._case.inject(request["slowdowns"])}
         if "turn" in request:
-            return {"turn_ms": self._case.turn()}
+            return {"turn_ms": self._case.turn(request["turn"])}
         return self._outcome(self._case.finish)
 
     def _prepare(self, prepare: Mapping[str, Any], device: str, check: bool) -> None:
@@ -87,27 +82,29 @@ class _Case:
         self._inputs = guards.digests(self._work.inputs)
         with self._work.refusals():
             self._work.check() if check else self._work.call()
-        self._turns, self._plan = Turns(self._work, key, device), _plan(samples=1)
+        self._turns = Turns(self._work, key, device)
         self._staged: injection.Staged | None = None
 
-    def inject(self, slowdowns: Sequence[float]) -> None:
-        """Warm up, find how long a call takes, and add the slowdowns to it; for a time when nothing else runs."""
+    def inject(self, slowdowns: Sequence[float]) -> float:
+        """Warm up, find how many ms a call takes, and add the slowdowns to it; for a time when nothing else runs."""
         latency_ms = min(self._turns.time(_plan(_WARM_UPS)).samples_ms)
-        self._plan = _plan(1 + max(1, min(_MOST_SAMPLES, math.ceil(_TURN_MS / latency_ms))))
         if slowdowns:
             self._staged = injection.Staged(self._work.call, latency_ms, slowdowns)
             self._turns = Turns(dataclasses.replace(self._work, call=self._staged), self._key, self._device)
+        return latency_ms
 
-    def turn(self) -> list[float]:
+    def turn(self, calls: int) -> list[float]:
         """[median latency, median with each slowdown injected], ms.
 
-        The first call is left out: the other side has taken the caches, which costs it 5 % and makes it vary by 10 %.
+        The first of several is left out: the other side has taken the caches, which costs it 5 % and makes it vary by
+        10 % where calls are short.
         """
+        counted = slice(min(calls - 1, 1), None)
         if self._staged is None:
-            return [statistics.median(self._turns.time(self._plan).samples_ms[1:])]
+            return [statistics.median(self._turns.time(_plan(calls)).samples_ms[counted])]
         self._staged.samples_ms.clear()
-        self._turns.time(self._plan)
-        return [statistics.median(stage) for stage in zip(*self._staged.samples_ms[1:], strict=True)]
+        self._turns.time(_plan(calls))
+        return [statistics.median(stage) for stage in zip(*self._staged.samples_ms[counted], strict=True)]
 
     def finish(self) -> None:
         """Raises where the calls changed their inputs or are wrong on other ones."""

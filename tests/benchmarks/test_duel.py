@@ -13,10 +13,11 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import duel, fingerprint, ranks, rounds
+from benchmarks import contestant, duel, fingerprint, ranks, rounds
 from benchmarks.checkout import Sources
 from benchmarks.child import Child, ChildError
 from benchmarks.contest import NotTimed
@@ -113,6 +114,8 @@ for line in sys.stdin:
         answer = {"outcome": "PASSED", "reason": None}
     elif "turn" in request:
         answer = {"turn_ms": [float(length + 100 * os.getcwd().endswith("side1"))]}
+    elif "slowdowns" in request:
+        answer = {"latency_ms": 1.0}
     else:
         answer = {"outcome": "PASSED", "reason": None}
     print(json.dumps(answer), flush=True)
@@ -176,13 +179,14 @@ class Fake:
 
     def ask(self, request: Mapping[str, object]) -> None:
         self._asked = next(iter(request))
-        self._log.append(f"{self._name}:{self._asked}")
+        calls = f":{request['turn']}" if self._asked == "turn" else ""
+        self._log.append(f"{self._name}:{self._asked}{calls}")
 
     def answer(self, deadline_s: float) -> dict[str, object]:
         if self._asked in ("prepare", "finish"):
             outcome = self._fails.get(self._asked, "PASSED")
             return {"outcome": outcome, "reason": None if outcome == "PASSED" else "why"}
-        return {"turn_ms": [self._latency_ms]} if self._asked == "turn" else {}
+        return {"turn_ms": [self._latency_ms], "latency_ms": self._latency_ms}
 
 
 def pair_of(log: list[str], **fails: Mapping[str, str]) -> duel.Pair:
@@ -194,10 +198,28 @@ def pair_of(log: list[str], **fails: Mapping[str, str]) -> duel.Pair:
 def test_the_two_take_turns_and_neither_is_always_first(first: int, order: str) -> None:
     log: list[str] = []
     found = pair_of(log).play(key(), dataclasses.replace(Rules(), turns=4), first)
-    turns = "".join("A" if entry == "base:turn" else "B" for entry in log if entry.endswith(":turn"))
-    assert turns == order
+    turns = [entry for entry in log if ":turn:" in entry]
+    assert "".join("A" if entry.startswith("base:") else "B" for entry in turns) == order
+    assert {entry.split(":")[2] for entry in turns} == {"6"}  # of the faster side's 10 ms: five beside the first
     assert isinstance(found, duel.Turns)
     assert found.timed().change == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("latency_ms", "device", "calls"),
+    [(0.1, "cpu", 21), (10.0, "cpu", 6), (19.9, "cpu", 4), (20.0, "cpu", 1), (20.0, "cuda", 4), (80.0, "cuda", 2)],
+)
+def test_a_long_call_is_a_turn_on_a_cpu(latency_ms: float, device: str, calls: int) -> None:
+    assert duel.calls_in_a_turn(latency_ms, device) == calls
+
+
+@pytest.mark.parametrize(("calls", "counted_ms"), [(1, 9.0), (2, 2.0), (4, 3.0)])
+def test_the_first_of_several_calls_does_not_count(calls: int, counted_ms: float) -> None:
+    case = object.__new__(contestant._Case)
+    taken_ms = [9.0, 2.0, 3.0, 4.0]
+    turns = SimpleNamespace(time=lambda plan: SimpleNamespace(samples_ms=taken_ms[: plan.min_samples]))
+    vars(case).update(_turns=turns, _staged=None)
+    assert case.turn(calls) == [counted_ms]
 
 
 @pytest.mark.parametrize("step", ["prepare", "finish"])
