@@ -28,8 +28,8 @@ _TURN_MS = 50.0
 """A turn of short calls lasts about this long, beside its first call."""
 _MOST_CALLS = 20
 _ONE_CALL_MS = 20.0
-"""From here on a turn on a CPU is one call: where the host's speed changes within a tenth of a second neighbouring calls
-differ by 7 %, medians of calls further apart by 8 % in twice the time. Caches weigh little in a call as long as that."""
+"""From here on a turn on a CPU is one call. Where the host's speed changes within a tenth of a second, neighbouring
+calls differ by 7 %, medians of calls further apart by 8 % in twice the time; caches weigh little in such a call."""
 
 
 @dataclass(frozen=True)
