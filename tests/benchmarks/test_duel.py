@@ -213,6 +213,13 @@ def test_a_long_call_is_a_turn_on_a_cpu(latency_ms: float, device: str, calls: i
     assert duel.calls_in_a_turn(latency_ms, device) == calls
 
 
+def test_both_sides_make_the_calls_of_the_faster_one() -> None:
+    log: list[str] = []
+    children = [Fake(log, name, latency_ms) for name, latency_ms in (("base", 30.0), ("head", 15.0))]
+    duel.Pair(children[0], children[1], "cpu").play(key(), Rules(), 0)  # type: ignore[arg-type]
+    assert {entry.split(":", 1)[1] for entry in log if ":turn:" in entry} == {"turn:5"}  # one call for 30 ms alone
+
+
 @pytest.mark.parametrize(("calls", "counted_ms"), [(1, 9.0), (2, 2.0), (4, 3.0)])
 def test_the_first_of_several_calls_does_not_count(calls: int, counted_ms: float) -> None:
     case = object.__new__(contestant._Case)
