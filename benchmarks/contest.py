@@ -1,10 +1,11 @@
 """BASE against HEAD on many cases: how many pairs of processes are asked for, and what is answered for each case.
 
 After a few pairs a first look ends what is plainly the same. Everything else is measured again, in new processes: what
-looks changed, which the new pairs alone must show again, and what is too noisy to tell. At each later look the
-signed-rank p-values of all cases go through Benjamini and Hochberg's procedure, so that the share of false calls is
-bounded however many cases there are; stopping early where nothing is found makes it smaller only. Each later look has
-its own share of that bound. What no look has decided stays UNDECIDED, and says so.
+looks changed, which the new pairs alone must show again, and what is too noisy to tell. Only the last look calls the
+same what this machine cannot tell apart. At each later look the signed-rank p-values of all cases go through Benjamini
+and Hochberg's procedure, so that the share of false calls is bounded however many cases there are; stopping early where
+nothing is found makes it smaller only. Each later look has its own share of that bound. What no look has decided stays
+UNDECIDED, and says so.
 
 `play` knows no clocks and no processes: `compare` gives it rounds that are measured, `calibrate` rounds from its bank.
 """
@@ -108,9 +109,11 @@ def decide(answers: Sequence[Answer], measure: Round, rules: Rules) -> None:
         while waiting := [answer for answer in answers if _is_open(answer) and len(answer.pairs) < pairs]:
             _measure(waiting, measure)
         discoveries = ranks.false_discoveries([answer.p_value for answer in answers], rate)
+        last = pairs == rules.looks[-1]
+        equal_within = rules.equal_within if last else min(rules.equal_within, rules.plainly_same)
         for answer, discovered in zip(answers, discoveries, strict=True):
             if _is_open(answer):
-                _look(answer, discovered, rules)
+                _look(answer, discovered, equal_within, rules)
 
 
 def _is_open(answer: Answer) -> bool:
@@ -128,14 +131,14 @@ def _measure(answers: Sequence[Answer], measure: Round) -> None:
             answer.stopped, answer.verdict, answer.reason = result, result.verdict, result.reason
 
 
-def _look(answer: Answer, discovered: bool, rules: Rules) -> None:
+def _look(answer: Answer, discovered: bool, equal_within: float, rules: Rules) -> None:
     effect = answer.effect(rules)
     assert effect is not None, "Rules holds each look to enough pairs"
     low, high = effect.interval
     looks_changed = abs(effect.change) >= rules.smallest_change and low * high > 0
     if discovered and answer.p_value <= rules.largest_p and _seen_again(answer, effect, rules):
         answer.verdict, answer.reason = Verdict.SLOWER if effect.change > 0 else Verdict.FASTER, None
-    elif -rules.equal_within <= low and high <= rules.equal_within and not looks_changed:
+    elif -equal_within <= low and high <= equal_within and not looks_changed:
         answer.verdict, answer.reason = Verdict.SAME, None
     else:
         answer.reason = (

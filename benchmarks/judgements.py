@@ -36,6 +36,9 @@ class Rules:
     """A median change below this is never called faster or slower."""
     equal_within: float = 0.03
     """SAME where the interval lies within this on both sides."""
+    plainly_same: float = 0.03
+    """SAME before the last look needs the interval within this too: on a machine that cannot tell 3 % at once, further
+    pairs often can."""
     looks: tuple[int, ...] = (6, 14, 22)
     """After how many pairs of processes the cases that are undecided are looked at; the first can find no change."""
     false_discovery_rates: tuple[float, ...] = (0.0, 0.04, 0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -89,6 +90,14 @@ def test_what_looks_changed_is_measured_again_and_what_is_the_same_is_not() -> N
     assert [answer.verdict for answer in answers.values()] == [Verdict.SLOWER, Verdict.FASTER, Verdict.SAME]
     assert script.asked == [["slow", "fast", "same"]] * 6 + [["slow", "fast"]] * 8
     assert answers["slow"].p_value == 2**-13
+
+
+def test_a_machine_that_tells_little_apart_measures_again_before_it_says_same() -> None:
+    """One that was calibrated to 10 %: a change that six pairs cannot show is not within 3 % either."""
+    rules = dataclasses.replace(RULES, equal_within=0.1)
+    script = Script(slow=[0.05] * 5 + [-0.04, 0.05], noisy=[0.04, -0.05] * 11, same=[0.01, -0.01] * 11)
+    found = {case: (answer.verdict, len(answer.pairs)) for case, answer in script.play(rules).items()}
+    assert found == {"slow": (Verdict.SLOWER, 14), "noisy": (Verdict.SAME, 22), "same": (Verdict.SAME, 6)}
 
 
 def test_a_change_that_is_not_seen_again_is_none() -> None:
