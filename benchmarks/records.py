@@ -179,7 +179,7 @@ class Record:
     def identity(self) -> str:
         """What was measured, as one word that tells any two apart: the whole key, and the path that ran."""
         path = self.gate.path if self.gate else None
-        return json.dumps({**dataclasses.asdict(self.key), "path": path}, sort_keys=True, separators=(",", ":"))
+        return json.dumps({**vars(self.key), "path": path}, sort_keys=True, separators=(",", ":"))
 
     @property
     def p99_ms(self) -> float | None:

@@ -1,4 +1,7 @@
-"""A dataclass from parsed JSON, every value held to its field's type: a file may be torn, edited or foreign."""
+"""A dataclass from parsed JSON, every value held to its field's type: a file may be torn, edited or foreign.
+
+What a type asks is worked out once; thousands of records are then read by the same small functions.
+"""
 
 from __future__ import annotations
 
@@ -6,75 +9,129 @@ import dataclasses
 import math
 import reprlib
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import cache
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+_Reader = Callable[[Any], Any]
 _LARGEST_INT = 2**63 - 1
+
+
+class _MisfitError(Exception):
+    """A value that its type does not allow. Its place is put together on the way out: most values do fit."""
+
+    def __init__(self, error: type[TypeError] | type[ValueError], says: str) -> None:
+        super().__init__(says)
+        self.error, self.says, self.place = error, says, ""
+
+    def within(self, part: str) -> None:
+        self.place = part + self.place
 
 
 def build(kind: type[T], data: Any, name: str) -> T:
     """A dataclass of this kind. Raises TypeError or ValueError naming the field ("record.key.batch")."""
-    if not isinstance(data, dict):
-        raise TypeError(f"{name} must be a JSON object; got {reprlib.repr(data)}")
-    hints, needed = _fields(kind)  # type: ignore[arg-type]
-    if unknown := [key for key in data if key not in hints]:
-        raise ValueError(f"{name} has no field {reprlib.repr(unknown[0])}")
-    if missing := [key for key in needed if key not in data]:
-        raise ValueError(f"{name} must have {missing[0]!r}")
-    return kind(**{key: _value(hints[key], value, f"{name}.{key}") for key, value in data.items()})
+    try:
+        made: T = _reader(kind)(data)  # type: ignore[arg-type]
+    except _MisfitError as misfit:
+        raise misfit.error(f"{name}{misfit.place} {misfit.says}") from None
+    return made
 
 
 @cache
-def _fields(kind: type) -> tuple[dict[str, Any], list[str]]:
-    """(type of each field, fields without a default)."""
-    fields = dataclasses.fields(kind)
-    hints = get_type_hints(kind)
-    needed = [field.name for field in fields if field.default is dataclasses.MISSING]
-    return {field.name: hints[field.name] for field in fields}, needed
-
-
-@cache
-def _parts(kind: Any) -> tuple[Any, Any]:
-    """(what a generic type is made with, its first argument)."""
-    return get_origin(kind), next(iter(get_args(kind)), None)
-
-
-def _value(kind: Any, value: Any, name: str) -> Any:
-    origin, first = _parts(kind)
+def _reader(kind: Any) -> _Reader:
+    """What turns parsed JSON into this type, or raises _MisfitError."""
+    origin = get_origin(kind)
     if origin in (Union, types.UnionType):  # every union here is "X | None"
-        return None if value is None else _value(first, value, name)
-    if origin is tuple and isinstance(value, list):
-        if first is float and set(map(type, value)) == {float} and all(map(math.isfinite, value)):
+        read = _reader(get_args(kind)[0])
+        return lambda value: None if value is None else read(value)
+    if origin is tuple:
+        return _tuple(kind)
+    if origin is Mapping:
+        return lambda value: value if isinstance(value, dict) else _refuse(kind, value)
+    if dataclasses.is_dataclass(kind):
+        return _dataclass(kind)
+    return kind if issubclass(kind, Enum) else _SCALARS[kind]
+
+
+def _dataclass(kind: Any) -> _Reader:
+    hints = get_type_hints(kind)
+    readers = {field.name: _reader(hints[field.name]) for field in dataclasses.fields(kind)}
+    needed = {field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
+
+    def read(data: Any) -> Any:
+        if not isinstance(data, dict):
+            raise _MisfitError(TypeError, f"must be a JSON object; got {reprlib.repr(data)}")
+        if unknown := [key for key in data if key not in readers]:
+            raise _MisfitError(ValueError, f"has no field {reprlib.repr(unknown[0])}")
+        if missing := needed - data.keys():
+            raise _MisfitError(ValueError, f"must have {min(missing)!r}")
+        values = {}
+        for key, value in data.items():
+            try:
+                values[key] = readers[key](value)
+            except _MisfitError as misfit:
+                misfit.within(f".{key}")
+                raise
+        return kind(**values)
+
+    return read
+
+
+def _tuple(kind: Any) -> _Reader:
+    item = get_args(kind)[0]
+    read_item = _reader(item)
+
+    def read(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list):
+            _refuse(kind, value)
+        if item is float and set(map(type, value)) == {float} and all(map(math.isfinite, value)):
             return tuple(value)  # samples: most of what there is to read
-        return tuple(_value(first, item, f"{name}[{i}]") for i, item in enumerate(value))
-    if origin is Mapping and isinstance(value, dict):
-        return value
-    if isinstance(kind, type):
-        if dataclasses.is_dataclass(kind):
-            return build(kind, value, name)
-        if issubclass(kind, Enum):
-            return kind(value)
-        return _scalar(kind, value, name)
-    raise _wrong(kind, value, name)
+        items = []
+        for i, one in enumerate(value):
+            try:
+                items.append(read_item(one))
+            except _MisfitError as misfit:
+                misfit.within(f"[{i}]")
+                raise
+        return tuple(items)
+
+    return read
 
 
-def _scalar(kind: type, value: Any, name: str) -> Any:
-    if kind is float and type(value) is int and abs(value) <= _LARGEST_INT:
-        value = float(value)
-    if type(value) is not kind:  # not isinstance: True is an int
-        raise _wrong(kind, value, name)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{name} must be finite; got {value}")
-    if isinstance(value, int) and abs(value) > _LARGEST_INT:
-        raise ValueError(f"{name} must fit in 64 bits; got {reprlib.repr(value)}")
-    if isinstance(value, str):
-        value.encode()  # JSON can spell half a surrogate pair, which no page can hold: UnicodeEncodeError
+def _bool(value: Any) -> bool:
+    return value if type(value) is bool else _refuse(bool, value)
+
+
+def _int(value: Any) -> int:
+    if type(value) is not int:  # not isinstance: True is an int
+        _refuse(int, value)
+    if abs(value) > _LARGEST_INT:
+        raise _MisfitError(ValueError, f"must fit in 64 bits; got {reprlib.repr(value)}")
     return value
 
 
-def _wrong(kind: Any, value: Any, name: str) -> TypeError:
+def _float(value: Any) -> float:
+    if type(value) is int and abs(value) <= _LARGEST_INT:
+        return float(value)
+    if type(value) is not float:
+        _refuse(float, value)
+    if not math.isfinite(value):
+        raise _MisfitError(ValueError, f"must be finite; got {value}")
+    return value
+
+
+def _str(value: Any) -> str:
+    if type(value) is not str:
+        _refuse(str, value)
+    value.encode()  # JSON can spell half a surrogate pair, which no page can hold: UnicodeEncodeError
+    return value
+
+
+_SCALARS: dict[Any, _Reader] = {bool: _bool, int: _int, float: _float, str: _str}
+
+
+def _refuse(kind: Any, value: Any) -> NoReturn:
     wanted = kind.__name__ if isinstance(kind, type) else str(kind)
-    return TypeError(f"{name} must be {wanted}; got {reprlib.repr(value)}")
+    raise _MisfitError(TypeError, f"must be {wanted}; got {reprlib.repr(value)}")

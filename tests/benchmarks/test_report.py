@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import time
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -152,13 +153,20 @@ def test_a_reservation_is_told(tmp_path: Path) -> None:
 
 
 def test_ten_thousand_records_make_a_report_in_ten_seconds(tmp_path: Path) -> None:
-    """From nothing but the runs, in CPU time of this process alone; 6 s where this was written, which was busy."""
+    """From nothing but the runs, on a core that parses their JSON in 0.27 s; what else the host does slows both."""
     count = sum(write_many_runs(tmp_path, machine, 66) for machine in ("a100", "h200"))
     assert count >= 10_000
+    lines = [line for path in (tmp_path / "runs").glob("*/*.jsonl") for line in path.read_text().splitlines()]
+    parsing_s = min(cpu_s(lambda: [json.loads(line) for line in lines]) for _ in range(3))
+    assert cpu_s(lambda: build(tmp_path)) < 10 / 0.27 * parsing_s
+    assert len(list((tmp_path / "report").glob("*-trend-*.png"))) >= 10
+
+
+def cpu_s(call: Callable[[], object]) -> float:
+    """CPU time of this process alone."""
     begin = time.process_time()
-    index = build(tmp_path)
-    assert time.process_time() - begin < 10
-    assert len(list(index.parent.glob("*-trend-*.png"))) >= 10
+    call()
+    return time.process_time() - begin
 
 
 def write_many_runs(results: Path, machine: str, runs: int) -> int:
