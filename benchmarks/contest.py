@@ -109,11 +109,9 @@ def decide(answers: Sequence[Answer], measure: Round, rules: Rules) -> None:
         while waiting := [answer for answer in answers if _is_open(answer) and len(answer.pairs) < pairs]:
             _measure(waiting, measure)
         discoveries = ranks.false_discoveries([answer.p_value for answer in answers], rate)
-        last = pairs == rules.looks[-1]
-        equal_within = rules.equal_within if last else min(rules.equal_within, rules.plainly_same)
         for answer, discovered in zip(answers, discoveries, strict=True):
             if _is_open(answer):
-                _look(answer, discovered, equal_within, rules)
+                _look(answer, discovered, rules)
 
 
 def _is_open(answer: Answer) -> bool:
@@ -131,14 +129,15 @@ def _measure(answers: Sequence[Answer], measure: Round) -> None:
             answer.stopped, answer.verdict, answer.reason = result, result.verdict, result.reason
 
 
-def _look(answer: Answer, discovered: bool, equal_within: float, rules: Rules) -> None:
+def _look(answer: Answer, discovered: bool, rules: Rules) -> None:
     effect = answer.effect(rules)
     assert effect is not None, "Rules holds each look to enough pairs"
     low, high = effect.interval
+    within = rules.same_within(len(answer.pairs))
     looks_changed = abs(effect.change) >= rules.smallest_change and low * high > 0
     if discovered and answer.p_value <= rules.largest_p and _seen_again(answer, effect, rules):
         answer.verdict, answer.reason = Verdict.SLOWER if effect.change > 0 else Verdict.FASTER, None
-    elif -equal_within <= low and high <= equal_within and not looks_changed:
+    elif -within <= low and high <= within and not looks_changed:
         answer.verdict, answer.reason = Verdict.SAME, None
     else:
         answer.reason = (

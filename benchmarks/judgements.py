@@ -67,6 +67,10 @@ class Rules:
         """Pairs of processes before a change can be found."""
         return next(look for look, rate in zip(self.looks, self.false_discovery_rates, strict=True) if rate > 0)
 
+    def same_within(self, pairs: int) -> float:
+        """What the interval must lie within on both sides, for SAME after so many pairs of processes."""
+        return self.equal_within if pairs == self.looks[-1] else min(self.equal_within, self.plainly_same)
+
     def up_to(self, rounds: int) -> Rules:
         """Without the looks after so many pairs of processes. ValueError where none is left that can find a change."""
         if rounds < self.fewest_rounds:

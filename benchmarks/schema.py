@@ -44,7 +44,7 @@ def _reader(kind: Any) -> _Reader:
     """What turns parsed JSON into this type, or raises _MisfitError."""
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):  # every union here is "X | None"
-        read = _reader(get_args(kind)[0])
+        read = _reader(next(part for part in get_args(kind) if part is not types.NoneType))
         return lambda value: None if value is None else read(value)
     if origin is tuple:
         return _tuple(kind)
@@ -52,21 +52,25 @@ def _reader(kind: Any) -> _Reader:
         return lambda value: value if isinstance(value, dict) else _refuse(kind, value)
     if dataclasses.is_dataclass(kind):
         return _dataclass(kind)
-    return kind if issubclass(kind, Enum) else _SCALARS[kind]
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind
+    if kind not in _SCALARS:
+        raise NotImplementedError(f"benchmarks.schema reads no fields of type {kind}")
+    return _SCALARS[kind]
 
 
 def _dataclass(kind: Any) -> _Reader:
     hints = get_type_hints(kind)
     readers = {field.name: _reader(hints[field.name]) for field in dataclasses.fields(kind)}
-    needed = {field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
+    needed = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
 
     def read(data: Any) -> Any:
         if not isinstance(data, dict):
             raise _MisfitError(TypeError, f"must be a JSON object; got {reprlib.repr(data)}")
         if unknown := [key for key in data if key not in readers]:
             raise _MisfitError(ValueError, f"has no field {reprlib.repr(unknown[0])}")
-        if missing := needed - data.keys():
-            raise _MisfitError(ValueError, f"must have {min(missing)!r}")
+        if missing := [key for key in needed if key not in data]:
+            raise _MisfitError(ValueError, f"must have {missing[0]!r}")
         values = {}
         for key, value in data.items():
             try:

@@ -93,11 +93,16 @@ def test_what_looks_changed_is_measured_again_and_what_is_the_same_is_not() -> N
 
 
 def test_a_machine_that_tells_little_apart_measures_again_before_it_says_same() -> None:
-    """One that was calibrated to 10 %: a change that six pairs cannot show is not within 3 % either."""
+    """Calibrated to 10 %: an interval within 10 % but not within 3 % ends no case before the last look."""
     rules = dataclasses.replace(RULES, equal_within=0.1)
     script = Script(slow=[0.05] * 5 + [-0.04, 0.05], noisy=[0.04, -0.05] * 11, same=[0.01, -0.01] * 11)
     found = {case: (answer.verdict, len(answer.pairs)) for case, answer in script.play(rules).items()}
     assert found == {"slow": (Verdict.SLOWER, 14), "noisy": (Verdict.SAME, 22), "same": (Verdict.SAME, 6)}
+
+
+def test_a_machine_that_tells_much_apart_says_same_of_nothing_wider() -> None:
+    rules = dataclasses.replace(RULES, equal_within=0.01)
+    assert len(Script(same=[0.02, -0.02] * 11).play(rules)["same"].pairs) == RULES.looks[-1]
 
 
 def test_a_change_that_is_not_seen_again_is_none() -> None:

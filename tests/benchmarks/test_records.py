@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import fingerprint, records
+from benchmarks import fingerprint, records, schema
 from benchmarks.ceilings import Ceilings
-from benchmarks.records import Check, Gate, Outcome, Record
+from benchmarks.records import Check, Gate, Key, Outcome, Record
 from tests.benchmarks.synthetic import FINGERPRINT, GREEN, failed, key, passed
 
 
@@ -132,11 +132,20 @@ def test_an_edited_line_is_named(tmp_path: Path, field: str, value: Any, why: st
     assert why in damaged.why
 
 
-def test_a_field_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_the_first_field_that_is_missing_is_named() -> None:
     data = json.loads(passed(key()).to_json())
-    del data["gate"]["path"]
-    with pytest.raises(ValueError, match=r"record\.gate must have 'path'"):
+    del data["gate"]["rows_checked"], data["gate"]["path"], data["gate"]["checks"]
+    with pytest.raises(ValueError, match=r"record\.gate must have 'rows_checked'"):
         Record.from_json(json.dumps(data))
+
+
+def test_a_field_that_cannot_be_read_is_no_fault_of_the_file() -> None:
+    @dataclasses.dataclass
+    class Folder:
+        path: Path
+
+    with pytest.raises(NotImplementedError, match=r"reads no fields of type .*Path"):
+        schema.build(Folder, {"path": "/"}, "folder")
 
 
 def test_a_line_that_is_too_deep_is_named(tmp_path: Path) -> None:
@@ -174,6 +183,8 @@ def test_a_key_knows_its_words(name: str, value: str) -> None:
 def test_identity_is_the_key_and_the_path_that_ran() -> None:
     record = passed(key())
     assert passed(key(), latency_ms=3.0).identity == record.identity
+    assert record.key.name  # what is derived from a key is no part of it
+    assert json.loads(record.identity).keys() == {"path", *(field.name for field in dataclasses.fields(Key))}
     assert json.loads(record.identity)["path"] == "torch"
     others = [
         dataclasses.replace(record, gate=dataclasses.replace(GREEN, path="triton")),
