@@ -46,7 +46,7 @@ def add_rounds(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=Rules.looks[-1],
         metavar="N",
-        help=f"most pairs of processes per case; the last look says SAME or UNDECIDED (default: {Rules.looks[-1]})",
+        help=f"most pairs of processes per case; what they leave open is UNDECIDED (default: {Rules.looks[-1]})",
     )
 
 
