@@ -43,7 +43,9 @@ def candidates(current: Tuned) -> list[Tuned]:
         range(max(current.num_stages - 1, 1), min(current.num_stages + 1, MAX_STAGES) + 1),
     ):
         for registers in {current.max_registers, None}:
-            candidate = Tuned(rows, keys, warps, stages, registers)
+            candidate = dataclasses.replace(
+                current, rows=rows, keys=keys, num_warps=warps, num_stages=stages, max_registers=registers
+            )
             if candidate not in found:
                 found.append(candidate)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from functools import cached_property
 from unittest import mock
 
 import torch
+import triton
 from torch import Tensor
 
 import nsa
@@ -27,9 +29,15 @@ PARTS = {
     "selected_backward_q": ("selected",),
     "selected_backward_kv": ("selected",),
     "by_block": ("selected",),
+    "hopper.interval_forward": ("compressed", "window"),
+    "hopper.interval_backward_q": ("compressed", "window"),
+    "hopper.selected_forward": ("selected",),
+    "hopper.selected_backward_q": ("selected",),
 }
 """What a kernel is part of."""
+HOPPER = "hopper."
 JIT_NAMES = {
+    "hopper.interval_backward_q": "hopper.interval_backward._backward_q",
     "scores": "scores._group_probabilities",
     "by_block": "by_block._partial",
     "selected_backward_kv": "by_block_backward._gradients",
@@ -41,14 +49,21 @@ SAME_BLOCKS = 0.999
 
 @contextmanager
 def using(kernel: str, tuned: Tuned, table: Table, workload: Workload) -> Iterator[None]:
-    """Launch one kernel in another way."""
+    """Launch one kernel in another way; one that another of `hopper/` stands in for is launched itself."""
     launches = {table.name(kernel, workload.width, workload.group): tuned}
-    with mock.patch.object(tuning, "table", return_value=tuner.changed(table, workload.width, launches, table.how)):
+    other = tuner.changed(table, workload.width, launches, table.how)
+    if not kernel.startswith(HOPPER):
+        everywhere = {name: launch for name, launch in other.narrow.items() if not name.startswith(HOPPER)}
+        other = dataclasses.replace(other, narrow=everywhere)
+    with mock.patch.object(tuning, "table", return_value=other):
         yield
 
 
 def fits(kernel: str, tuned: Tuned, table: Table, workload: Workload) -> bool:
-    """Whether every version of the kernel compiles and fits the shared memory of the workload's architecture."""
+    """Whether every version of the kernel compiles and fits the shared memory of the workload's architecture.
+
+    A kernel of `hopper/` does not where it would not be launched, or where its warps are no whole warpgroups.
+    """
     module, _, rest = kernel.partition("_")
     name = JIT_NAMES.get(kernel, f"{module}._{rest}")
     heads, length = Heads(workload.group, workload.dk, workload.dv, 1), by_block.MIN_QUERIES
@@ -57,8 +72,16 @@ def fits(kernel: str, tuned: Tuned, table: Table, workload: Workload) -> bool:
     with using(kernel, tuned, table, workload), ahead_of_time.recorded(workload.architecture) as launches:
         ahead_of_time.call(heads, length, length, backward="backward" in kernel)
     shared_kib = tuning.SHARED_MEMORY_KIB.get(workload.architecture, tuning.LEAST_SHARED_KIB)
-    needs = [launch.needs() for launch in launches if launch.name == name]
-    return all(need.shared_bytes <= shared_kib * 1024 for need in needs)
+    asked = [launch for launch in launches if launch.name == name]
+    try:
+        needs = [launch.needs() for launch in asked]
+    except (triton.CompilationError, RuntimeError):  # a layout, or a pass of the compiler, that takes no such tile
+        if kernel.startswith(HOPPER):
+            return False
+        raise
+    return all(need.shared_bytes <= shared_kib * 1024 for need in needs) and bool(
+        asked or not kernel.startswith(HOPPER)
+    )
 
 
 @dataclass(frozen=True)

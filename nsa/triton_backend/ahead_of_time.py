@@ -96,8 +96,8 @@ def recorded(architecture: int) -> Iterator[list[Launch]]:
     def do_compile(
         self: Any, key: str, signature: Any, device: int, constants: Any, options: Any, attributes: Any, _: bool
     ) -> mock.Mock:
-        name = f"{self.fn.__module__.rsplit('.', 1)[-1]}.{self.fn.__name__}"
-        source = ASTSource(self, signature, constants, attributes)
+        name = f"{self.fn.__module__.removeprefix(f'{tuning.__package__}.')}.{self.fn.__name__}"
+        source = self.ASTSource(self, signature, constants, attributes)
         launches.append(Launch(name, architecture, source, vars(options)))
         self.device_caches[device][0][key] = stand_in = mock.Mock()
         return stand_in

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.triton_backend import tuning
+from nsa.triton_backend import hopper, tuning
 from nsa.triton_backend.launch import (
     ENOUGH_PROGRAMS,
     LOG2E,
@@ -216,7 +216,10 @@ def forward(
     read = q.new_empty(batch, length, kv_heads, dtype=torch.int32)
     good = good_keys(k, v, first_key)
     shape = tuning.shape("interval_forward", q, v)
-    if o.numel():
+    if o.numel() and hopper.serves("interval_forward", heads // kv_heads, k, v):
+        with on_device(q):
+            hopper.interval.forward(q, k, v, good, lo, hi, o, lse, read, scale)
+    elif o.numel():
         with on_device(q):
             _forward[triton.cdiv(length, shape.tokens), kv_heads, batch](
                 q, k, v, good, lo, hi, o, lse, read, *strides(q), *strides(k), *strides(v),
@@ -232,35 +235,54 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv), from what `forward` was given and gave; None is a gradient of 0."""
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-    (batch, length, heads, dk), (num_keys, kv_heads, dv) = q.shape, v.shape[1:]
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     do = torch.zeros_like(o) if do is None else do.contiguous()
     lse, delta = backward_rows(do, o, lse, dlse)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    with on_device(q):
+        _gradient_of_queries(q, k, v, good, do, lo, hi, lse, delta, dq, scale)
+        of_k, of_v = _parts_of_keys(q, k, v, do, lo, hi, lse, delta, max_splits, scale)
+    dk, dv = (parts[0] if len(parts) == 1 else parts.sum(0).to(q.dtype) for parts in (of_k, of_v))
+    return dq, dk, dv
+
+
+def _gradient_of_queries(
+    q: Tensor, k: Tensor, v: Tensor, good: Tensor, do: Tensor, lo: Tensor, hi: Tensor, lse: Tensor, delta: Tensor,
+    dq: Tensor, scale: float,
+) -> None:  # fmt: skip
+    """Write dq."""
+    (batch, length, heads, dk), (num_keys, kv_heads, dv) = q.shape, v.shape[1:]
+    if dq.numel() == 0:
+        return
+    if hopper.serves("interval_backward_q", heads // kv_heads, k, v):
+        hopper.interval_backward.backward_q(q, k, v, good, do, lo, hi, lse, delta, dq, scale)
+        return
+    shape = tuning.shape("interval_backward_q", q, v)
+    _backward_q[triton.cdiv(length, shape.tokens), kv_heads, batch](
+        q, k, v, good, do, lo, hi, lse, delta, dq, *strides(q), *strides(k), *strides(v),
+        length, num_keys, heads, kv_heads, heads // kv_heads, scale, scale * LOG2E,
+        *shape.sizes(dk, dv), shape.stretches, **shape.launch,
+    )  # fmt: skip
+
+
+def _parts_of_keys(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lo: Tensor, hi: Tensor, lse: Tensor, delta: Tensor,
+    max_splits: int, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """[splits, B, T, Hkv, D] of dk and of dv."""
+    (batch, length, heads, dk), (num_keys, kv_heads, dv) = q.shape, v.shape[1:]
     key = torch.arange(num_keys, dtype=torch.int32, device=q.device)
     seen_from = torch.searchsorted(hi, key, right=True, out_int32=True)
     seen_to = torch.searchsorted(lo, key, right=True, out_int32=True)
-    steps = (*strides(q), *strides(k), *strides(v))
-    with on_device(q):
-        shape = tuning.shape("interval_backward_q", q, v)
-        if dq.numel():
-            _backward_q[triton.cdiv(length, shape.tokens), kv_heads, batch](
-                q, k, v, good, do, lo, hi, lse, delta, dq, *steps,
-                length, num_keys, heads, kv_heads, heads // kv_heads, scale, scale * LOG2E,
-                *shape.sizes(dk, dv), shape.stretches, **shape.launch,
-            )  # fmt: skip
-        shape = tuning.shape("interval_backward_kv", q, v)
-        splits = _splits(k, length, max_splits)
-        dtype = q.dtype if splits == 1 else torch.float32
-        dk_parts = k.new_empty(splits, *k.shape, dtype=dtype)
-        dv_parts = v.new_empty(splits, *v.shape, dtype=dtype)
-        if dk_parts.numel():
-            _backward_kv[triton.cdiv(num_keys, shape.keys) * splits, kv_heads, batch](
-                q, k, v, do, lo, hi, lse, delta, seen_from, seen_to, dk_parts, dv_parts, *steps,
-                length, num_keys, heads, kv_heads, heads // kv_heads, scale, scale * LOG2E, splits,
-                *shape.sizes(dk, dv), **shape.launch,
-            )  # fmt: skip
-    of_k, of_v = (parts[0] if splits == 1 else parts.sum(0).to(q.dtype) for parts in (dk_parts, dv_parts))
-    return dq, of_k, of_v
+    splits = _splits(k, length, max_splits)
+    of_k, of_v = (x.new_empty(splits, *x.shape, dtype=q.dtype if splits == 1 else torch.float32) for x in (k, v))
+    shape = tuning.shape("interval_backward_kv", q, v)
+    if of_k.numel():
+        _backward_kv[triton.cdiv(num_keys, shape.keys) * splits, kv_heads, batch](
+            q, k, v, do, lo, hi, lse, delta, seen_from, seen_to, of_k, of_v, *strides(q), *strides(k), *strides(v),
+            length, num_keys, heads, kv_heads, heads // kv_heads, scale, scale * LOG2E, splits,
+            *shape.sizes(dk, dv), **shape.launch,
+        )  # fmt: skip
+    return of_k, of_v
 
 
 def _splits(k: Tensor, num_queries: int, most: int) -> int:

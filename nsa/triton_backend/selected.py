@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.geometry import Layout
-from nsa.triton_backend import by_block, by_block_backward, tuning
+from nsa.triton_backend import by_block, by_block_backward, hopper, tuning
 from nsa.triton_backend.launch import LOG2E, MAX_TILE, backward_rows, on_device, strides, unit_stride
 from nsa.triton_backend.tile import (
     dot,
@@ -135,6 +135,9 @@ def forward(
     read = q.new_empty(batch, length, kv_heads, dtype=torch.int32)
     if o.numel() and by_block.serves(q, v, layout):
         by_block.forward(q, k, v, block_indices, layout, scale, o, lse, read)
+    elif o.numel() and _served("forward", q, k, v, layout):
+        with on_device(q):
+            hopper.selected.forward(q, k, v, block_indices, layout, scale, o, lse, read)
     elif o.numel():
         sizes, launch = _per_token("selected_forward", q, v, block_indices, layout)
         with on_device(q):
@@ -160,7 +163,10 @@ def backward(
     if dq.numel() == 0:
         return dq, k.new_zeros(k.shape), v.new_zeros(v.shape)
     own_dq = not by_block_backward.gives_dq(q, v, layout)
-    if own_dq:
+    if own_dq and _served("backward_q", q, k, v, layout):
+        with on_device(q):
+            hopper.selected.backward_q(q, k, v, do, block_indices, layout, scale, lse, delta, dq)
+    elif own_dq:
         sizes, launch = _per_token("selected_backward_q", q, v, block_indices, layout)
         with on_device(q):
             _backward_q[length, kv_heads, batch](
@@ -170,6 +176,12 @@ def backward(
             )  # fmt: skip
     dk, dv = by_block_backward.gradients(q, k, v, do, lse, delta, block_indices, layout, scale, None if own_dq else dq)
     return dq, dk, dv
+
+
+def _served(kernel: str, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> bool:
+    """Whether `hopper.selected` does it: its tiles must fill a block."""
+    fast = hopper.serves(f"selected_{kernel}", q.shape[2] // v.shape[2], k, v)
+    return fast and layout.config.l_sel % tuning.shape(f"hopper.selected_{kernel}", q, v).keys == 0
 
 
 def _per_token(

@@ -39,6 +39,8 @@ class Tuned:
     num_stages: int
     max_registers: int | None = None
     """Registers per thread, so that more programs fit on an SM; None leaves it to the compiler."""
+    value_stages: int | None = None
+    """Of `hopper/`: tiles of values on their way at a time, where not as many as of keys (num_stages)."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,8 @@ class Shape:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
+    value_stages: int = 0
+    """Tiles of values on their way at a time; num_stages those of keys."""
     stretches: int = 3
     """Loops of `interval._backward_q`: 3, or 1 where the rows, which each needs in shared memory, are too wide."""
 
@@ -153,7 +157,8 @@ def fit(kernel: str, capability: int, group: int, dk: int, dv: int, dtype: torch
     launch = (tuned.num_warps, tuned.num_stages, tuned.max_registers) if excess == 1 else (4, 2, None)
     if (more := tokens * padded_group // rows) > 1:  # a group is never cut, so that keys make up for its rows
         keys, launch = max(keys // more, MIN_DOT), (4, 1, None)
+    value_stages = tuned.value_stages or launch[1]
     # where products do not take them from shared memory, q and do stand there for masked and for other loops apart
     twice_kib = 2 * tokens * padded_group * (padded_k + padded_v) * dtype.itemsize / 1024
     stretches = 1 if twice_kib > 2 / 3 * SHARED_MEMORY_KIB.get(capability, LEAST_SHARED_KIB) else 3
-    return Shape(tokens, padded_group, keys, padded_k, padded_v, *launch, stretches)
+    return Shape(tokens, padded_group, keys, padded_k, padded_v, *launch, value_stages, stretches)

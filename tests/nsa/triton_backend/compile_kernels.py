@@ -2,7 +2,7 @@
 
 Run as a process of its own, without Triton's interpreter, with the compute capability, G, Dk and Dv:
 `python -m tests.nsa.triton_backend.compile_kernels 86 16 128 128`. A kernel's name is followed by which of its
-versions it is; "forward" behind the sizes leaves the backward pass out.
+versions it is; "forward" behind the sizes leaves the backward pass out, "portable" the kernels of `hopper/`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import sys
 from collections import Counter
 
+from nsa.triton_backend import hopper
 from nsa.triton_backend.ahead_of_time import Heads, call, recorded
 
 LENGTH = 2048  # queries of a small group go by block from there on
@@ -19,6 +20,8 @@ LENGTH = 2048  # queries of a small group go by block from there on
 
 def main() -> None:
     architecture, group, dk, dv = map(int, sys.argv[1:5])
+    if "portable" in sys.argv:
+        hopper.AVAILABLE = False
     with recorded(architecture) as launches:
         call(Heads(group, dk, dv), LENGTH, LENGTH, backward="forward" not in sys.argv)
     needs, versions = {}, Counter[str]()

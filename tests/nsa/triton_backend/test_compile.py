@@ -69,7 +69,16 @@ def marks(architecture: int, heads: tuple[int, int, int]) -> list[pytest.MarkDec
 def test_every_kernel_compiles_and_fits(architecture: int, heads: tuple[int, int, int]) -> None:
     needs = answer("compile_kernels", architecture, *heads)
     assert len({name.split()[0] for name in needs}) in (13, 14)  # by query, or by block and merged
+    served = architecture == 90 and heads[1:] == (128, 128)
+    assert any(name.startswith("hopper.") for name in needs) == served
     assert not too_much(needs, architecture, spills=SPILLS)
+
+
+def test_kernels_that_have_another_on_hopper_fit_there_too() -> None:
+    """They take what TMA cannot read, and all under a version of Triton that was not tried."""
+    needs = answer("compile_kernels", 90, 16, 128, 128, "portable")
+    assert not any(name.startswith("hopper.") for name in needs)
+    assert not too_much(needs, 90, spills=SPILLS)
 
 
 def test_what_does_not_fit_is_found() -> None:

@@ -1,0 +1,42 @@
+"""The attention kernels again, with Hopper's own instructions, in Gluon: TMA fetches tiles while others are multiplied.
+
+They serve what they were measured for: 16-bit heads of 128 that TMA can read where they lie, on an architecture whose
+table has a launch for them ("hopper.interval_forward", ...). All else takes the kernels of the folder above, which say
+what is computed; nothing but how differs here. Gluon is an experiment of Triton's: only versions that were tried serve.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa.triton_backend import tuning
+
+TRIED = ("3.6.", "3.7.")
+"""Versions of Triton."""
+AVAILABLE = triton.__version__.startswith(TRIED)
+if AVAILABLE:
+    from nsa.triton_backend.hopper import interval, interval_backward, selected
+
+__all__ = ["interval", "interval_backward", "selected", "serves"]
+
+CHANNELS = 128
+ALIGNMENT = 16  # bytes, of addresses and steps (CUDA driver API, cuTensorMapEncodeTiled)
+
+
+def serves(kernel: str, group: int, *read: Tensor) -> bool:
+    """Whether "interval_forward", ... can be launched for groups of so many heads and tensors [B, T, H, D] that TMA
+    is to read."""
+    launch = tuning.table(tuning.architecture(read[0].device)).narrow.get(f"hopper.{kernel}")
+    if not AVAILABLE or launch is None:
+        return False
+    return triton.next_power_of_2(group) <= launch.rows and all(map(_readable, read))
+
+
+def _readable(x: Tensor) -> bool:
+    """Whether it is what was measured, and TMA can read it where it lies."""
+    steps = [x.stride(i) * x.itemsize for i in range(3) if x.shape[i] > 1]
+    aligned = x.data_ptr() % ALIGNMENT == 0 and all(step > 0 and step % ALIGNMENT == 0 for step in steps)
+    known = x.dtype in (torch.bfloat16, torch.float16) and x.shape[3] == CHANNELS
+    return known and x.numel() > 0 and x.stride(3) == 1 and aligned

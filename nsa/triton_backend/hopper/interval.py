@@ -1,0 +1,174 @@
+"""`interval._forward`: the product of a tile's scores runs beside the sums of the tile before, and beside its softmax.
+
+A tile of 64 rows is one warpgroup; three of them fit on a multiprocessor and hide what each waits for.
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import jit
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from nsa.triton_backend import tuning
+from nsa.triton_backend.hopper.ring import (
+    descriptor,
+    fetch,
+    finish,
+    kernel,
+    load_rows,
+    ring,
+    rows_of,
+    softmax,
+    spoilt,
+    store_rows,
+    tile,
+    wait,
+)
+from nsa.triton_backend.launch import LOG2E, strides
+
+
+@jit
+def stretches(first, end, all_from, all_to, STEP: gl.constexpr):
+    """(tiles, of which up to the first and from the second some rows see a part) of `first` … `end`, as
+    `interval._stretches`."""
+    tiles = gl.cdiv(gl.maximum(end - first, 0), STEP)
+    some = gl.minimum(gl.cdiv(gl.maximum(all_from - first, 0), STEP), tiles)
+    return tiles, some, some + gl.maximum(gl.minimum(all_to, end) - first - some * STEP, 0) // STEP
+
+
+@jit
+def good_keys(good_base, HKV, at, T, BN: gl.constexpr, layout: gl.constexpr):
+    """Whether each key at <= key < at + BN is finite; what TMA makes 0 behind the last is."""
+    key = at + gl.arange(0, BN, layout)
+    return gl.load(good_base + key.to(gl.int64) * HKV, mask=key < T, other=1) != 0
+
+
+@jit
+def visible_keys(at, lo, hi, BN: gl.constexpr, layout: gl.constexpr):
+    """[rows, keys]: which of the keys at <= key < at + BN each row sees."""
+    key = gl.expand_dims(at + gl.arange(0, BN, gl.SliceLayout(0, layout)), 0)
+    return (key >= gl.expand_dims(lo, 1)) & (key < gl.expand_dims(hi, 1))
+
+
+@jit
+def any_bad(good):
+    return gl.min(good.to(gl.int32), 0) == 0
+
+
+@jit
+def blank(slots, full, number, STAGES: gl.constexpr, good, layout: gl.constexpr):
+    """Wait for a tile and make its rows 0 that are not `good`: 0 · NaN would reach who does not see them."""
+    wait(full, number, STAGES)
+    there = tile(slots, number, STAGES)
+    x = there.load(layout)
+    there.store(gl.where(gl.expand_dims(good, 1), x, 0.0).to(x.dtype))
+    fence_async_shared()
+
+
+@kernel
+def _forward(
+    Q, K, V, GOOD, LO, HI, O, LSE, READ, q_b, q_s, q_h, S, T, HQ, HKV, G, to_base_2,
+    D: gl.constexpr, BT: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+):  # fmt: skip
+    WARPS: gl.constexpr = gl.num_warps()
+    of_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])  # [rows, keys]
+    of_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])  # [rows, channels]
+    of_p: gl.constexpr = gl.DotOperandLayout(0, of_o, 2)
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])  # as memory is read and written
+
+    # the last queries see the most keys, so they start first
+    first_token = (gl.num_programs(0) - 1 - gl.program_id(0)) * BT
+    h, b = gl.program_id(1), gl.program_id(2)
+    last_token = gl.minimum(first_token + BT, S) - 1
+    first, end = gl.load(LO + first_token), gl.load(HI + last_token)
+    tiles, some, most = stretches(first, end, gl.load(LO + last_token), gl.load(HI + first_token), BN)
+    tiles = gl.maximum(tiles, 1)  # who sees nothing looks at one tile, so that there is no other case
+
+    k_slots, k_full = ring(K, K_STAGES)
+    v_slots, v_full = ring(V, V_STAGES)
+    for early in gl.static_range(K_STAGES):
+        fetch(K, b, first + early * BN, h, k_slots, k_full, early, K_STAGES, early < tiles)
+    for early in gl.static_range(V_STAGES):
+        fetch(V, b, first + early * BN, h, v_slots, v_full, early, V_STAGES, early < tiles)
+
+    token, g, real = rows_of(first_token, S, G, BT, GP, gl.SliceLayout(1, flat))
+    q = load_rows(Q, b.to(gl.int64) * q_b + token * q_s + (h * G + g) * q_h, real, D, flat)
+    spoilt_q = gl.convert_layout(spoilt(q), gl.SliceLayout(1, of_s))
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BT * GP, D], Q.dtype.element_ty)
+    q_tile = gl.allocate_shared_memory(Q.dtype.element_ty, [BT * GP, D], q_layout, q)
+    fence_async_shared()
+
+    row_token, row_g, row_real = rows_of(first_token, S, G, BT, GP, gl.SliceLayout(1, of_s))
+    lo, hi = gl.load(LO + row_token, mask=row_real, other=0), gl.load(HI + row_token, mask=row_real, other=0)
+    good_base = GOOD + (b.to(gl.int64) * T * HKV + h)
+
+    top = gl.full([BT * GP], float("-inf"), gl.float32, gl.SliceLayout(1, of_s))
+    total, read = gl.zeros_like(top), gl.zeros_like(lo)
+    acc, nothing = gl.zeros([BT * GP, D], gl.float32, of_o), gl.zeros([BT * GP, BN], gl.float32, of_s)
+    p = gl.convert_layout(nothing.to(Q.dtype.element_ty), of_p)
+    wait(k_full, 0, K_STAGES)
+    # Tile after tile: scores of this one, sums of the one before. The first of all is asked with a mask, needed or not.
+    for stretch in gl.static_range(4):
+        begin = 0 if stretch == 0 else (1 if stretch == 1 else gl.maximum(some if stretch == 2 else most, 1))
+        stop = 1 if stretch == 0 else (some if stretch == 1 else (most if stretch == 2 else tiles))
+        for number in range(begin, stop):
+            at = first + number * BN
+            k = tile(k_slots, number, K_STAGES).permute((1, 0))
+            scores = warpgroup_mma(q_tile, k, nothing, use_acc=False, is_async=True)
+            if stretch > 0:
+                wait(v_full, number - 1, V_STAGES)
+                sums = warpgroup_mma(p, tile(v_slots, number - 1, V_STAGES), acc, is_async=True)
+                s = warpgroup_mma_wait(1, deps=[scores])
+            else:
+                s = warpgroup_mma_wait(0, deps=[scores])
+            later = number + K_STAGES
+            fetch(K, b, first + later * BN, h, k_slots, k_full, later, K_STAGES, later < tiles)
+            if stretch != 2:
+                good = good_keys(good_base, HKV, at, T, BN, gl.SliceLayout(0, of_s))
+                s = gl.where(gl.expand_dims(good, 0), s, float("nan"))
+                s = gl.where(visible_keys(at, lo, hi, BN, of_s), s, float("-inf"))
+                read += gl.maximum(gl.minimum(hi, at + BN) - gl.maximum(lo, at), 0)
+            else:
+                read += BN
+            exps, shrink, top, total = softmax(s, top, total, to_base_2)
+            next_p = gl.convert_layout(exps.to(Q.dtype.element_ty), of_p)
+            # The next scores' keys are waited for here, not above: ptxas moves the exponentials behind the wait for
+            # the sums, beside which they should run, unless there is a branch between them.
+            wait(k_full, number + 1, K_STAGES, number + 1 < tiles)
+            if stretch > 0:
+                acc, p, next_p = warpgroup_mma_wait(0, deps=[sums, p, next_p])
+                last = number - 1 + V_STAGES
+                fetch(V, b, first + last * BN, h, v_slots, v_full, last, V_STAGES, last < tiles)
+            if stretch != 2:  # noqa: SIM102 - the compiler decides this one, the GPU the next
+                if any_bad(good):
+                    again = good_keys(good_base, HKV, at, T, BN, gl.SliceLayout(1, flat))
+                    blank(v_slots, v_full, number, V_STAGES, again, flat)
+            acc = acc * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, of_o)), 1)
+            p = next_p
+    wait(v_full, tiles - 1, V_STAGES)
+    acc = warpgroup_mma(p, tile(v_slots, tiles - 1, V_STAGES), acc)
+
+    factor, lse = finish(top, total, to_base_2, spoilt_q & (hi > lo))
+    gl.store(LSE + ((b.to(gl.int64) * S + row_token) * HQ + h * G + row_g), lse, mask=row_real)
+    gl.store(READ + ((b.to(gl.int64) * S + row_token) * HKV + h), read, mask=row_real & (row_g == 0))
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, of_o))
+    token, g, real = rows_of(first_token, S, G, BT, GP, gl.SliceLayout(1, flat))
+    out = ((b.to(gl.int64) * S + token) * HQ + h * G + g) * D
+    store_rows(O, out, real, acc * gl.expand_dims(factor, 1), D, flat)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, good: Tensor, lo: Tensor, hi: Tensor, o: Tensor, lse: Tensor, read: Tensor,
+    scale: float,
+) -> None:  # fmt: skip
+    """Write o, lse and read; `interval.forward` says what they are."""
+    (batch, length, heads, d), kv_heads = q.shape, k.shape[2]
+    shape = tuning.shape("hopper.interval_forward", q, v)
+    _forward[triton.cdiv(length, shape.tokens), kv_heads, batch](
+        q, descriptor(k, shape.keys), descriptor(v, shape.keys), good, lo, hi, o, lse, read, *strides(q),
+        length, k.shape[1], heads, kv_heads, heads // kv_heads, scale * LOG2E,
+        d, shape.tokens, shape.group, shape.keys, shape.num_stages, shape.value_stages, **shape.launch,
+    )  # fmt: skip

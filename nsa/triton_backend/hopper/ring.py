@@ -1,0 +1,111 @@
+"""Tiles that TMA brings into a ring of slots in shared memory, each with a barrier that says when its tile is there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import jit
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from nsa.triton_backend.tile import LENGTHS
+
+LN2 = gl.constexpr(0.6931471805599453)
+GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+def kernel(function):
+    """`gluon.jit`, compiled once for all lengths; see `nsa.triton_backend.tile.kernel`."""
+    return jit(function, do_not_specialize=LENGTHS)
+
+
+def descriptor(x: Tensor, tokens: int) -> TensorDescriptor:
+    """How TMA reads tiles [1, tokens, 1, D] of x [B, T, H, D]; what lies outside is 0."""
+    block = [1, tokens, 1, x.shape[3]]
+    # where there is only one, its step means nothing and may be one that TMA does not take
+    steps = [x.stride(i) if x.shape[i] > 1 else x.shape[3] for i in range(3)]
+    layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[x.dtype])
+    return TensorDescriptor(x, list(x.shape), [*steps, 1], block, layout)
+
+
+@jit
+def ring(source, STAGES: gl.constexpr):
+    """(slots, barriers) for tiles of a descriptor."""
+    block: gl.constexpr = source.block_type.shape
+    slots = gl.allocate_shared_memory(source.dtype, [STAGES] + block, source.layout)  # noqa: RUF005 - no * in kernels
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+    return slots, full
+
+
+@jit
+def fetch(source, b, token, head, slots, full, number, STAGES: gl.constexpr, wanted):
+    """Begin to bring the tile at [b, token, head], the `number`-th of the ring, if it is `wanted`."""
+    slot = number % STAGES
+    mbarrier.expect(full.index(slot), source.block_type.nbytes, wanted)
+    tma.async_copy_global_to_shared(source, [b, token, head, 0], full.index(slot), slots.index(slot), wanted)
+
+
+@jit
+def wait(full, number, STAGES: gl.constexpr, wanted=True):
+    """Wait for the `number`-th tile."""
+    mbarrier.wait(full.index(number % STAGES), (number // STAGES) & 1, wanted)
+
+
+@jit
+def tile(slots, number, STAGES: gl.constexpr):
+    """[tokens, channels] of the `number`-th tile [1, tokens, 1, channels]."""
+    slot = slots.index(number % STAGES)
+    return slot.reshape([slot.shape[1], slot.shape[3]])
+
+
+@jit
+def softmax(s, top, total, to_base_2):
+    """(p, shrink, top, total): the probabilities of s [rows, keys] before normalisation, what shrinks the sums so far,
+    and the running softmax; `tile.online_softmax` without its product."""
+    new_top = gl.maximum(top, gl.max(s, 1))
+    safe = gl.where(new_top == float("-inf"), 0.0, new_top) * to_base_2
+    p = gl.exp2(s * to_base_2 - gl.expand_dims(safe, 1))
+    shrink = gl.exp2(top * to_base_2 - safe)
+    return p, shrink, new_top, total * shrink + gl.sum(p, 1)
+
+
+@jit
+def finish(top, total, to_base_2, spoilt_rows):
+    """(factor of the sums, lse base e) of each row, as `tile.finish`."""
+    something = gl.where(total == 0.0, 1.0, total)
+    lse = gl.where(total == 0.0, float("-inf"), (top * to_base_2 + gl.log2(something)) * LN2)
+    return gl.where(spoilt_rows, float("nan"), 1.0 / something), gl.where(spoilt_rows, float("nan"), lse)
+
+
+@jit
+def spoilt(x):
+    """Whether there is anything in a row that is not finite, of each row."""
+    return gl.max((~(gl.abs(x.to(gl.float32)) < float("inf"))).to(gl.int32), 1) > 0
+
+
+@jit
+def rows_of(first, S, G, BT: gl.constexpr, GP: gl.constexpr, layout: gl.constexpr):
+    """(token, head in its group, whether there is one) of each row of a tile of BT tokens × GP heads."""
+    row = gl.arange(0, BT * GP, layout)
+    token, head = (first + row // GP).to(gl.int64), row % GP
+    return token, head, (token < S) & (head < G)
+
+
+@jit
+def load_rows(base, offsets, inside, D: gl.constexpr, layout: gl.constexpr):
+    """[rows, D] at base + offsets, 0 where not `inside`."""
+    channel = gl.arange(0, D, gl.SliceLayout(0, layout))
+    pointers = base + (gl.expand_dims(offsets, 1) + gl.expand_dims(channel, 0))
+    return gl.load(pointers, mask=gl.expand_dims(inside, 1), other=0.0)
+
+
+@jit
+def store_rows(base, offsets, inside, x, D: gl.constexpr, layout: gl.constexpr):
+    """Write [rows, D] where `inside`, side by side."""
+    x = gl.convert_layout(x.to(base.dtype.element_ty), layout)
+    channel = gl.arange(0, D, gl.SliceLayout(0, layout))
+    pointers = base + (gl.expand_dims(offsets, 1) + gl.expand_dims(channel, 0))
+    gl.store(pointers, x, mask=gl.expand_dims(inside, 1))

@@ -1,0 +1,207 @@
+"""`selected._forward` and `selected._backward_q`: one warp per token and group, blocks by TMA.
+
+Both are bound by what L2 gives. A ring asks for the next block while this one is multiplied, with no registers for
+addresses.
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import jit
+from triton.experimental.gluon.language.nvidia.hopper import mma_v2
+
+from nsa.geometry import Layout
+from nsa.triton_backend import tuning
+from nsa.triton_backend.hopper.ring import (
+    descriptor,
+    fetch,
+    finish,
+    kernel,
+    load_rows,
+    ring,
+    softmax,
+    spoilt,
+    store_rows,
+    tile,
+    wait,
+)
+from nsa.triton_backend.launch import LOG2E, strides
+
+
+@jit
+def _tiles(chosen, token, start, N: gl.constexpr, NP: gl.constexpr, SIZE: gl.constexpr, STEPS: gl.constexpr):
+    """(tiles of blocks that the query sees the whole of, tiles of all). Blocks ascend; -1, which is none, is last."""
+    slot = gl.arange(0, NP, gl.BlockedLayout([1], [32], [1], [0]))
+    block = gl.load(chosen + slot, mask=slot < N, other=-1)
+    whole = (block >= 0) & (start + (block + 1) * SIZE - 1 <= token)
+    return gl.sum(whole.to(gl.int32), 0) * STEPS, gl.sum((block >= 0).to(gl.int32), 0) * STEPS
+
+
+@jit
+def _first_key(chosen, number, start, N: gl.constexpr, SIZE: gl.constexpr, STEPS: gl.constexpr, BN: gl.constexpr):
+    """Of the `number`-th tile; of the last where there are not as many."""
+    number = gl.minimum(number, N * STEPS - 1)
+    return (start + gl.load(chosen + number // STEPS) * SIZE).to(gl.int32) + number % STEPS * BN
+
+
+@kernel
+def _forward(
+    Q, K, V, BLOCKS, STARTS, O, LSE, READ, q_b, q_s, q_h, S, ahead, HQ, HKV, G, to_base_2,
+    N: gl.constexpr, NP: gl.constexpr, SIZE: gl.constexpr, D: gl.constexpr, GP: gl.constexpr,
+    BN: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+):  # fmt: skip
+    STEPS: gl.constexpr = SIZE // BN
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0])  # as memory is read and written
+
+    i, h, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    token, start = i.to(gl.int64) + ahead, gl.load(STARTS + i)
+    chosen = BLOCKS + ((b.to(gl.int64) * S + i) * HKV + h) * N
+    whole, tiles = _tiles(chosen, token, start, N, NP, SIZE, STEPS)
+
+    k_slots, k_full = ring(K, K_STAGES)
+    v_slots, v_full = ring(V, V_STAGES)
+    for early in gl.static_range(K_STAGES):
+        at = _first_key(chosen, early, start, N, SIZE, STEPS, BN)
+        fetch(K, b, at, h, k_slots, k_full, early, K_STAGES, early < tiles)
+    for early in gl.static_range(V_STAGES):
+        at = _first_key(chosen, early, start, N, SIZE, STEPS, BN)
+        fetch(V, b, at, h, v_slots, v_full, early, V_STAGES, early < tiles)
+
+    g, row_g = gl.arange(0, GP, gl.SliceLayout(1, flat)), gl.arange(0, GP, gl.SliceLayout(1, mma))
+    first_row = (b.to(gl.int64) * S + i) * HQ + h * G
+    q = load_rows(Q, b.to(gl.int64) * q_b + i.to(gl.int64) * q_s + (h * G + g) * q_h, g < G, D, flat)
+    q_left = gl.convert_layout(q, left)
+
+    top = gl.full([GP], float("-inf"), gl.float32, gl.SliceLayout(1, mma))
+    total, acc, read = gl.zeros_like(top), gl.zeros([GP, D], gl.float32, mma), whole * BN
+    for stretch in gl.static_range(2):
+        for number in range(0 if stretch == 0 else whole, whole if stretch == 0 else tiles):
+            next_k = _first_key(chosen, number + K_STAGES, start, N, SIZE, STEPS, BN)
+            next_v = _first_key(chosen, number + V_STAGES, start, N, SIZE, STEPS, BN)
+            wait(k_full, number, K_STAGES)
+            k = tile(k_slots, number, K_STAGES).permute((1, 0)).load(right)
+            s = mma_v2(q_left, k, gl.zeros([GP, BN], gl.float32, mma))
+            later = number + K_STAGES
+            fetch(K, b, next_k, h, k_slots, k_full, later, K_STAGES, later < tiles)
+            if stretch == 1:
+                at = _first_key(chosen, number, start, N, SIZE, STEPS, BN)
+                visible = at + gl.arange(0, BN, gl.SliceLayout(0, mma)) <= token
+                s = gl.where(gl.expand_dims(visible, 0), s, float("-inf"))
+                read += gl.sum(visible.to(gl.int32), 0)
+            p, shrink, top, total = softmax(s, top, total, to_base_2)
+            wait(v_full, number, V_STAGES)
+            v = tile(v_slots, number, V_STAGES).load(right)
+            if stretch == 1:  # what is not seen may not be finite
+                seen = at + gl.arange(0, BN, gl.SliceLayout(1, right)) <= token
+                v = gl.where(gl.expand_dims(seen, 1), v, 0.0).to(v.dtype)
+            acc = mma_v2(gl.convert_layout(p.to(v.dtype), left), v, acc * gl.expand_dims(shrink, 1))
+            last = number + V_STAGES
+            fetch(V, b, next_v, h, v_slots, v_full, last, V_STAGES, last < tiles)
+
+    bad = gl.convert_layout(spoilt(q), gl.SliceLayout(1, mma)) & (read > 0)
+    factor, lse = finish(top, total, to_base_2, bad)
+    gl.store(LSE + (first_row + row_g), lse, mask=row_g < G)
+    gl.store(READ + ((b.to(gl.int64) * S + i) * HKV + h), read)
+    store_rows(O, (first_row + g) * D, g < G, acc * gl.expand_dims(factor, 1), D, flat)
+
+
+@kernel
+def _backward_q(
+    Q, K, V, DO, BLOCKS, STARTS, LSE, DELTA, DQ, q_b, q_s, q_h, S, ahead, HQ, HKV, G, scale, to_base_2,
+    N: gl.constexpr, NP: gl.constexpr, SIZE: gl.constexpr, D: gl.constexpr, GP: gl.constexpr,
+    BN: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+):  # fmt: skip
+    STEPS: gl.constexpr = SIZE // BN
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0])
+
+    i, h, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    token, start = i.to(gl.int64) + ahead, gl.load(STARTS + i)
+    chosen = BLOCKS + ((b.to(gl.int64) * S + i) * HKV + h) * N
+    whole, tiles = _tiles(chosen, token, start, N, NP, SIZE, STEPS)
+
+    k_slots, k_full = ring(K, K_STAGES)
+    v_slots, v_full = ring(V, V_STAGES)
+    for early in gl.static_range(K_STAGES):
+        at = _first_key(chosen, early, start, N, SIZE, STEPS, BN)
+        fetch(K, b, at, h, k_slots, k_full, early, K_STAGES, early < tiles)
+    for early in gl.static_range(V_STAGES):
+        at = _first_key(chosen, early, start, N, SIZE, STEPS, BN)
+        fetch(V, b, at, h, v_slots, v_full, early, V_STAGES, early < tiles)
+
+    g, row_g = gl.arange(0, GP, gl.SliceLayout(1, flat)), gl.arange(0, GP, gl.SliceLayout(1, mma))
+    first_row = (b.to(gl.int64) * S + i) * HQ + h * G
+    q = load_rows(Q, b.to(gl.int64) * q_b + i.to(gl.int64) * q_s + (h * G + g) * q_h, g < G, D, flat)
+    do = load_rows(DO, (first_row + g) * D, g < G, D, flat)
+    q, do = gl.convert_layout(q, left), gl.convert_layout(do, left)
+    lse = gl.expand_dims(gl.load(LSE + (first_row + row_g), mask=row_g < G, other=0.0), 1)
+    delta = gl.expand_dims(gl.load(DELTA + (first_row + row_g), mask=row_g < G, other=0.0), 1)
+
+    dq = gl.zeros([GP, D], gl.float32, mma)
+    for stretch in gl.static_range(2):
+        for number in range(0 if stretch == 0 else whole, whole if stretch == 0 else tiles):
+            next_k = _first_key(chosen, number + K_STAGES, start, N, SIZE, STEPS, BN)
+            next_v = _first_key(chosen, number + V_STAGES, start, N, SIZE, STEPS, BN)
+            wait(k_full, number, K_STAGES)
+            wait(v_full, number, V_STAGES)
+            k_tile, v_tile = tile(k_slots, number, K_STAGES), tile(v_slots, number, V_STAGES)
+            nothing = gl.zeros([GP, BN], gl.float32, mma)
+            s = mma_v2(q, k_tile.permute((1, 0)).load(right), nothing)
+            dp = mma_v2(do, v_tile.permute((1, 0)).load(right), nothing)
+            p = gl.exp2(s * to_base_2 - lse)
+            ds, k = p * (dp - delta), k_tile.load(right)
+            if stretch == 1:  # what is not seen may not be finite
+                at = _first_key(chosen, number, start, N, SIZE, STEPS, BN)
+                visible = at + gl.arange(0, BN, gl.SliceLayout(0, mma)) <= token
+                seen = at + gl.arange(0, BN, gl.SliceLayout(1, right)) <= token
+                ds = gl.where(gl.expand_dims(visible, 0), ds, 0.0)
+                k = gl.where(gl.expand_dims(seen, 1), k, 0.0).to(k.dtype)
+            dq = mma_v2(gl.convert_layout(ds.to(k.dtype), left), k, dq)
+            last, later = number + V_STAGES, number + K_STAGES
+            fetch(V, b, next_v, h, v_slots, v_full, last, V_STAGES, last < tiles)
+            fetch(K, b, next_k, h, k_slots, k_full, later, K_STAGES, later < tiles)
+    store_rows(DQ, (first_row + g) * D, g < G, dq * scale, D, flat)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, layout: Layout, scale: float,
+    o: Tensor, lse: Tensor, read: Tensor,
+) -> None:  # fmt: skip
+    """Write o, lse and read; `selected.forward` says what they are."""
+    (batch, length, heads, _), kv_heads = q.shape, k.shape[2]
+    constants, keys, options = _launch("forward", q, v, block_indices, layout)
+    _forward[length, kv_heads, batch](
+        q, descriptor(k, keys), descriptor(v, keys), block_indices, layout.starts, o, lse, read, *strides(q),
+        length, layout.num_keys - length, heads, kv_heads, heads // kv_heads, scale * LOG2E, *constants, **options,
+    )  # fmt: skip
+
+
+def backward_q(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, block_indices: Tensor, layout: Layout, scale: float,
+    lse: Tensor, delta: Tensor, dq: Tensor,
+) -> None:  # fmt: skip
+    """Write dq; lse (base 2) and delta are those of `launch.backward_rows`."""
+    (batch, length, heads, _), kv_heads = q.shape, k.shape[2]
+    constants, keys, options = _launch("backward_q", q, v, block_indices, layout)
+    _backward_q[length, kv_heads, batch](
+        q, descriptor(k, keys), descriptor(v, keys), do, block_indices, layout.starts, lse, delta, dq, *strides(q),
+        length, layout.num_keys - length, heads, kv_heads, heads // kv_heads, scale, scale * LOG2E,
+        *constants, **options,
+    )  # fmt: skip
+
+
+def _launch(
+    kernel: str, q: Tensor, v: Tensor, block_indices: Tensor, layout: Layout
+) -> tuple[tuple[int, ...], int, dict[str, int]]:
+    """(constants, keys per tile, keywords) of a kernel's launch."""
+    shape, n = tuning.shape(f"hopper.selected_{kernel}", q, v), block_indices.shape[-1]
+    group = tuning.padded(q.shape[2] // v.shape[2])
+    constants = (n, triton.next_power_of_2(n), layout.config.l_sel, q.shape[3], group, shape.keys)
+    return (*constants, shape.num_stages, shape.value_stages), shape.keys, shape.launch

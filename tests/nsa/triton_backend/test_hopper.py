@@ -1,0 +1,139 @@
+"""What `hopper/` serves; on a Hopper GPU the laws on calls that reach its kernels: packed, in chunks, any group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+import nsa
+
+pytest.importorskip("triton")
+
+from nsa.triton_backend import hopper, interval, selected, tuning
+from tests.laws import test_causality, test_memory
+from tests.laws.cases import Case
+from tests.laws.parts import BRANCHES, Parts
+from tests.laws.test_precision import values_and_gradients_within_budget
+from tests.laws.test_sizes import LONG
+
+on_hopper = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.is_available() and not (torch.cuda.get_device_capability() == (9, 0) and hopper.AVAILABLE),
+        reason="needs a Hopper GPU and a version of Triton that was tried",
+    ),
+]
+PLAIN = replace(
+    LONG, config=nsa.NSAConfig(l=8, d=4, l_sel=64, n_sel=6, w=150), group=16, dk=128, dv=128, dtype=torch.bfloat16
+)
+CASES = {
+    "plain": PLAIN,
+    "packed": replace(PLAIN, documents=(130, 0, 1, 309, 260)),
+    "chunk": replace(PLAIN, queries=301),
+    "batch of 2, float16": replace(PLAIN, batch=2, queries=333, keys=333, seed=210, dtype=torch.float16),
+    "group of 6": replace(PLAIN, group=6),
+    "group of 1": replace(PLAIN, group=1),
+    "group of 64": replace(PLAIN, kv_heads=1, group=64, queries=200, keys=200, seed=117),
+    "one token": replace(PLAIN, queries=1, keys=1, seed=0),
+}
+LAWS: list[Callable[..., None]] = [
+    test_causality.test_past_ignores_a_changed_future.check,
+    test_causality.test_past_ignores_a_future_that_is_not_finite.check,
+    test_causality.test_gradient_of_the_past_ignores_the_future.check,
+    test_causality.test_nan_gradient_of_a_row_stays_with_the_past.check,
+    test_memory.test_repeats_bit_for_bit.check,
+    values_and_gradients_within_budget,
+]
+
+
+@pytest.fixture
+def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "architecture", lambda _: 90)
+    monkeypatch.setattr(hopper, "AVAILABLE", True)
+
+
+@pytest.mark.usefixtures("as_on_hopper")
+class TestWhatIsServed:
+    keys = torch.zeros(2, 30, 4, 128, dtype=torch.bfloat16)
+
+    def test_keys_that_were_measured(self) -> None:
+        for x in (self.keys, self.keys.half(), self.keys[:, 1::2], self.keys[:1], self.keys[:, :, 1:2]):
+            assert hopper.serves("interval_forward", 16, x, x)
+
+    @pytest.mark.parametrize(
+        "x",
+        [
+            pytest.param(keys.float(), id="float32"),
+            pytest.param(keys[..., :64], id="64 channels"),
+            pytest.param(torch.zeros(2, 30, 4, 129, dtype=torch.bfloat16)[..., 1:], id="address and steps"),
+            pytest.param(torch.zeros(2, 30, 4, 256, dtype=torch.bfloat16)[..., ::2], id="channels apart"),
+            pytest.param(keys[:, :1].expand(2, 30, 4, 128), id="one key many times"),
+            pytest.param(keys[:, :0], id="no key"),
+        ],
+    )
+    def test_other_keys_are_not(self, x: torch.Tensor) -> None:
+        assert not hopper.serves("interval_forward", 16, self.keys, x)
+
+    def test_neither_are_groups_that_fill_no_tile_and_other_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert hopper.serves("interval_forward", 64, self.keys)
+        assert not hopper.serves("interval_forward", 65, self.keys)
+        assert not hopper.serves("selected_forward", 17, self.keys)
+        monkeypatch.setattr(tuning, "architecture", lambda _: 80)
+        assert not hopper.serves("interval_forward", 16, self.keys)
+
+    def test_nor_is_anything_under_a_version_of_triton_that_was_not_tried(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(hopper, "AVAILABLE", False)
+        assert not hopper.serves("interval_forward", 16, self.keys)
+
+
+class _Unused:
+    """A kernel that must not be launched."""
+
+    def __getitem__(self, grid: object) -> None:
+        pytest.fail("the call did not reach `hopper/`")
+
+
+@pytest.fixture
+def only_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, names in ((interval, ("_forward", "_backward_q")), (selected, ("_forward", "_backward_q"))):
+        for name in names:
+            monkeypatch.setattr(module, name, _Unused())
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("check", LAWS, ids=lambda check: check.__name__.removeprefix("test_"))
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+class TestLaws:
+    pytestmark = on_hopper
+
+    def test_law(
+        self,
+        request: pytest.FixtureRequest,
+        monkeypatch: pytest.MonkeyPatch,
+        case: Case,
+        check: Callable[..., None],
+        branch: str,
+    ) -> None:
+        if case.keys > 1:  # of one token there is no block
+            request.getfixturevalue("only_hopper")
+        check(Parts("triton", torch.device("cuda")), case, branch)
+
+
+class TestAddresses:
+    pytestmark = on_hopper
+
+    def test_keys_that_tma_cannot_read_give_the_same(self) -> None:
+        x = PLAIN.inputs(torch.device("cuda"))
+        k, v = (torch.nn.functional.pad(y, (1, 0))[..., 1:] for y in (x.k, x.v))
+        odd = x._replace(k=k, v=v)
+        parts = Parts("triton", torch.device("cuda"))
+        assert hopper.serves("interval_forward", 16, x.k)
+        assert not hopper.serves("interval_forward", 16, odd.k)
+        for branch in BRANCHES:
+            one, other = parts.forward(PLAIN, x, branch), parts.forward(PLAIN, odd, branch)
+            torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
