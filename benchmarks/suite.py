@@ -60,6 +60,7 @@ class Training:
     model: str
     steps: tuple[tuple[int, ...], ...]
     quick: tuple[tuple[int, ...], ...]
+    launches: tuple[str, ...] = ("eager",)
     baselines: tuple[str, ...] | None = None
 
 
@@ -149,7 +150,9 @@ def _of_training(suite: Suite, quick: bool) -> Iterator[tuple[Key, tuple[str, ..
         for batch, tokens in training.quick if quick else training.steps:
             key = _key("train-step", suite, shape, batch, tokens, tokens)
             config = dataclasses.asdict(model.nsa)
-            yield dataclasses.replace(key, model=training.model, config=config), training.baselines
+            for launch in training.launches:
+                named = dataclasses.replace(key, model=training.model, config=config, launch=launch)
+                yield named, training.baselines
 
 
 def _key(mode: str, suite: Suite, shape: Shape | DecodeShape, batch: int, queries: int, keys: int) -> Key:

@@ -31,6 +31,7 @@ PARTS = {
     "by_block": ("selected",),
     "hopper.interval_forward": ("compressed", "window"),
     "hopper.interval_backward_q": ("compressed", "window"),
+    "hopper.scores": ("choice",),
     "hopper.selected_forward": ("selected",),
     "hopper.selected_backward_q": ("selected",),
 }
@@ -38,6 +39,7 @@ PARTS = {
 HOPPER = "hopper."
 JIT_NAMES = {
     "hopper.interval_backward_q": "hopper.interval_backward._backward_q",
+    "hopper.scores": "hopper.scores._group_probabilities",
     "scores": "scores._group_probabilities",
     "by_block": "by_block._partial",
     "selected_backward_kv": "by_block_backward._gradients",

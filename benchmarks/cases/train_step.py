@@ -34,7 +34,9 @@ def prepare(key: Key, device: str) -> Work:
     assert key.model is not None
     config = _model_config(key)
     model = DecoderLM(config).to(device)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=device == "cuda")
+    optimiser = torch.optim.AdamW(
+        model.parameters(), lr=_LEARNING_RATE, fused=device == "cuda", capturable=key.launch == "graph"
+    )
     tokens = torch.randint(config.vocab_size, (key.batch, key.num_queries), device=device)
 
     def call() -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.geometry import Layout
-from nsa.triton_backend import interval, top_n, tuning
+from nsa.triton_backend import hopper, interval, top_n, tuning
 from nsa.triton_backend.launch import ENOUGH_PROGRAMS, LOG2E, on_device, strides, unit_stride
 from nsa.triton_backend.tile import kernel, load_rows, product, rows_of
 
@@ -63,7 +63,8 @@ def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: T
     out = torch.empty(batch, length, kv_heads, layout.config.n_sel, dtype=torch.int32, device=q.device)
     if out.numel() == 0:
         return out
-    shape = tuning.shape("scores", q, k_cmp)
+    fast = hopper.serves("scores", heads // kv_heads, k_cmp)
+    shape = tuning.shape("hopper.scores" if fast else "scores", q, k_cmp)
     chunk = min(CHUNK, max(SCRATCH // (batch * kv_heads * max(slots, 1)), shape.tokens), length)
     p = q.new_empty(batch, chunk, kv_heads, slots, dtype=torch.float32)
     for first in range(0, length, chunk):
@@ -72,7 +73,11 @@ def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: T
         splits = triton.cdiv(ENOUGH_PROGRAMS, tiles * kv_heads * batch)
         splits = max(min(splits, layout.compressed_span(first, first + count)[1] // (4 * shape.keys)), 1)
         with on_device(q):
-            if slots:
+            if fast:
+                hopper.scores.group_probabilities(
+                    q, k_cmp, lse, (lo, hi), p, first, count, splits, shape, scale * LOG2E
+                )
+            elif slots:
                 _group_probabilities[tiles * splits, kv_heads, batch](
                     q, k_cmp, lse, lo, hi, p, *strides(q), *strides(k_cmp),
                     first, count, length, slots, heads, kv_heads, heads // kv_heads, scale * LOG2E, splits,

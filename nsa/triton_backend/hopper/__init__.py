@@ -17,9 +17,9 @@ TRIED = ("3.6.", "3.7.")
 """Versions of Triton."""
 AVAILABLE = triton.__version__.startswith(TRIED)
 if AVAILABLE:
-    from nsa.triton_backend.hopper import interval, interval_backward, selected
+    from nsa.triton_backend.hopper import interval, interval_backward, scores, selected
 
-__all__ = ["interval", "interval_backward", "selected", "serves"]
+__all__ = ["interval", "interval_backward", "scores", "selected", "serves"]
 
 CHANNELS = 128
 ALIGNMENT = 16  # bytes, of addresses and steps (CUDA driver API, cuTensorMapEncodeTiled)

@@ -119,7 +119,7 @@ class TestLaws:
         check: Callable[..., None],
         branch: str,
     ) -> None:
-        if case.keys > 1:  # of one token there is no block
+        if case.keys > 1 and case.group <= 16:  # of one token there is no block, and selected blocks take 16 heads
             request.getfixturevalue("only_hopper")
         check(Parts("triton", torch.device("cuda")), case, branch)
 

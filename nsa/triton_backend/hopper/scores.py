@@ -1,0 +1,76 @@
+"""`scores._group_probabilities`: the next product runs beside the exponentials of this one."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from nsa.triton_backend.hopper.ring import LOG2E, descriptor, fetch, kernel, load_rows, ring, rows_of, tile, wait
+from nsa.triton_backend.launch import strides
+from nsa.triton_backend.tuning import Shape
+
+
+@kernel
+def _group_probabilities(
+    Q, K, LSE, LO, HI, P, q_b, q_s, q_h, first_query, count, S, SLOTS, HQ, HKV, G, to_base_2, splits,
+    D: gl.constexpr, BT: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    WARPS: gl.constexpr = gl.num_warps()
+    of_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BT * GP, 16])  # [blocks, rows]
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    of_p: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [2, WARPS // 2], [0, 1])  # [blocks, queries], as written
+    # the last queries see the most blocks, so they start first
+    number, split = gl.num_programs(0) // splits - 1 - gl.program_id(0) // splits, gl.program_id(0) % splits
+    h, b = gl.program_id(1), gl.program_id(2)
+    first_token, end_query = first_query + number * BT, first_query + count
+    last_token = gl.minimum(first_token + BT, end_query) - 1
+    first, end = gl.load(LO + first_token), gl.load(HI + last_token)
+    share = gl.cdiv(gl.cdiv(end - first, BN), splits) * BN
+    first += split * share
+    end = gl.minimum(end, first + share)
+    tiles = gl.cdiv(gl.maximum(end - first, 0), BN)
+
+    slots, full = ring(K, STAGES)
+    for early in gl.static_range(STAGES):
+        fetch(K, b, first + early * BN, h, slots, full, early, STAGES, early < tiles)
+    token, g, real = rows_of(first_token, end_query, G, BT, GP, gl.SliceLayout(1, flat))
+    q = load_rows(Q, b.to(gl.int64) * q_b + token * q_s + (h * G + g) * q_h, real, D, flat)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BT * GP, D], Q.dtype.element_ty)
+    q_tile = gl.allocate_shared_memory(Q.dtype.element_ty, [BT * GP, D], q_layout, q)
+    fence_async_shared()
+    token, g, real = rows_of(first_token, end_query, G, BT, GP, gl.SliceLayout(0, of_s))
+    lse = gl.load(LSE + ((b.to(gl.int64) * S + token) * HQ + h * G + g), mask=real, other=float("inf")) * LOG2E
+
+    query = first_token + gl.arange(0, BT, gl.SliceLayout(0, of_p))
+    place = gl.arange(0, BN, gl.SliceLayout(1, of_p))
+    out = ((b.to(gl.int64) * count + query - first_query) * HKV + h) * SLOTS
+    nothing = gl.zeros([BN, BT * GP], gl.float32, of_s)
+    wait(full, 0, STAGES, tiles > 0)
+    s = warpgroup_mma(tile(slots, 0, STAGES), q_tile.permute((1, 0)), nothing, use_acc=False)
+    wait(full, 1, STAGES, tiles > 1)
+    for this in range(tiles):
+        fetch(K, b, first + (this + STAGES) * BN, h, slots, full, this + STAGES, STAGES, this + STAGES < tiles)
+        k = tile(slots, this + 1, STAGES)  # behind the last there is one more product, of whatever stands there
+        scores = warpgroup_mma(k, q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        p = gl.exp2(s * to_base_2 - gl.expand_dims(lse, 0))
+        p = gl.convert_layout(gl.sum(p.reshape([BN, BT, GP]), 2), of_p)
+        slot = first + this * BN + place
+        inside = gl.expand_dims(slot < end, 1) & gl.expand_dims(query < end_query, 0)
+        gl.store(P + (gl.expand_dims(out, 0) + gl.expand_dims(slot, 1)), p, mask=inside)
+        wait(full, this + 2, STAGES, this + 2 < tiles)  # here, as in `interval._forward`
+        s = warpgroup_mma_wait(0, deps=[scores])
+
+
+def group_probabilities(
+    q: Tensor, k_cmp: Tensor, lse: Tensor, bounds: tuple[Tensor, Tensor], p: Tensor, first: int, count: int,
+    splits: int, shape: Shape, to_base_2: float,
+) -> None:  # fmt: skip
+    """Write p of `count` queries from `first` on, where a tile of theirs sees a block."""
+    (batch, length, heads, d), (slots, kv_heads) = q.shape, k_cmp.shape[1:3]
+    tiles = -(-count // shape.tokens)
+    _group_probabilities[tiles * splits, kv_heads, batch](
+        q, descriptor(k_cmp, shape.keys), lse, *bounds, p, *strides(q),
+        first, count, length, slots, heads, kv_heads, heads // kv_heads, to_base_2, splits,
+        d, shape.tokens, shape.group, shape.keys, shape.num_stages, **shape.launch,
+    )  # fmt: skip
