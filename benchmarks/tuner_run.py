@@ -48,6 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
         found = tuner.candidates(current)
         fitting = [tuned for tuned in found if fits(kernel, tuned, table, workload)]
         print(f"{kernel}: {len(fitting)} of {len(found)} candidates fit", flush=True)
+        if not fitting:  # a kernel of `hopper/` serves few heads
+            if arguments.kernels is not None:
+                raise ValueError(f"--kernels: {kernel} does not serve --heads {arguments.heads} here")
+            continue
         if arguments.dry_run:
             print("\n".join(f"  {tuned}" for tuned in fitting))
             continue

@@ -64,12 +64,12 @@ def using(kernel: str, tuned: Tuned, table: Table, workload: Workload) -> Iterat
 def fits(kernel: str, tuned: Tuned, table: Table, workload: Workload) -> bool:
     """Whether every version of the kernel compiles and fits the shared memory of the workload's architecture.
 
-    A kernel of `hopper/` does not where it would not be launched, or where its warps are no whole warpgroups.
+    A kernel of `hopper/` does not where it would not be launched, or its compiler takes no such tile.
     """
     module, _, rest = kernel.partition("_")
     name = JIT_NAMES.get(kernel, f"{module}._{rest}")
     heads, length = Heads(workload.group, workload.dk, workload.dv, 1), by_block.MIN_QUERIES
-    if kernel == "selected_forward":
+    if kernel.removeprefix(HOPPER) == "selected_forward":
         length = by_block.MIN_QUERIES - 1  # below, a small group goes by query
     with using(kernel, tuned, table, workload), ahead_of_time.recorded(workload.architecture) as launches:
         ahead_of_time.call(heads, length, length, backward="backward" in kernel)
@@ -81,9 +81,8 @@ def fits(kernel: str, tuned: Tuned, table: Table, workload: Workload) -> bool:
         if kernel.startswith(HOPPER):
             return False
         raise
-    return all(need.shared_bytes <= shared_kib * 1024 for need in needs) and bool(
-        asked or not kernel.startswith(HOPPER)
-    )
+    launched = bool(asked) or not kernel.startswith(HOPPER)
+    return launched and all(need.shared_bytes <= shared_kib * 1024 for need in needs)
 
 
 @dataclass(frozen=True)

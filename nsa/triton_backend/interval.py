@@ -215,11 +215,11 @@ def forward(
     o, lse = q.new_empty(batch, length, heads, dv), q.new_empty(batch, length, heads, dtype=torch.float32)
     read = q.new_empty(batch, length, kv_heads, dtype=torch.int32)
     good = good_keys(k, v, first_key)
-    shape = tuning.shape("interval_forward", q, v)
     if o.numel() and hopper.serves("interval_forward", heads // kv_heads, k, v):
         with on_device(q):
             hopper.interval.forward(q, k, v, good, lo, hi, o, lse, read, scale)
     elif o.numel():
+        shape = tuning.shape("interval_forward", q, v)
         with on_device(q):
             _forward[triton.cdiv(length, shape.tokens), kv_heads, batch](
                 q, k, v, good, lo, hi, o, lse, read, *strides(q), *strides(k), *strides(v),

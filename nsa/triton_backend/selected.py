@@ -179,8 +179,9 @@ def backward(
 
 
 def _served(kernel: str, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> bool:
-    """Whether `hopper.selected` does it: its tiles must fill a block."""
-    fast = hopper.serves(f"selected_{kernel}", q.shape[2] // v.shape[2], k, v)
+    """Whether `hopper.selected` does it: a group must fit in its 16 rows, and its tiles must fill a block."""
+    group = q.shape[2] // v.shape[2]
+    fast = tuning.padded(group) == tuning.MIN_DOT and hopper.serves(f"selected_{kernel}", group, k, v)
     return fast and layout.config.l_sel % tuning.shape(f"hopper.selected_{kernel}", q, v).keys == 0
 
 

@@ -50,7 +50,7 @@ class Table:
     how: str
     """How it was found."""
     narrow: Mapping[str, Tuned]
-    """Of every kernel, for up to NARROW bytes per row."""
+    """Of every kernel, for up to NARROW bytes per row; those of `hopper/` stand here alone."""
     wide: Mapping[str, Tuned]
     """For up to twice as many, where that is not half of `narrow`."""
     slim: Mapping[str, Tuned] = field(default_factory=dict)

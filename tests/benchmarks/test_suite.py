@@ -37,6 +37,13 @@ def planned(table: Mapping[str, Any]) -> list[Key]:
     return suite.planned(table, quick=False, backend="torch", on_gpu=False)
 
 
+@pytest.mark.parametrize("name", ["24gb", "80gb"])
+def test_quick_train_steps_are_graphs_and_the_others_both(name: str) -> None:
+    """The host paces a short step that is launched kernel by kernel: two quick runs of it would not agree."""
+    quick, whole = ({k.launch for k in keys(name, q) if k.mode == "train-step"} for q in (True, False))
+    assert (quick, whole) == ({"graph"}, {"graph", "eager"})
+
+
 @pytest.mark.parametrize("name", SUITES)
 def test_baselines_come_before_nsa_and_nothing_twice(name: str) -> None:
     for quick in (True, False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -93,6 +94,33 @@ def test_what_does_not_fit_an_architecture_is_dropped() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["True", "False"], done.stderr
+
+
+def test_what_hopper_does_not_serve_or_take_is_dropped() -> None:
+    """Other heads; one stage, with which the scores would wait for ever; 32 rows, which are no warpgroup."""
+    program = (
+        "from benchmarks.tuner_trials import *\n"
+        "table, launch = tuning.table(90), Tuned(64, 64, 4, 2)\n"
+        "narrow = Workload(90, 'narrow', 16, 128, 128, 1, 0)\n"
+        "print(fits('hopper.scores', launch, table, narrow))\n"
+        "print(fits('hopper.scores', launch, table, Workload(90, 'slim', 6, 64, 64, 1, 0)))\n"
+        "print(fits('hopper.scores', Tuned(64, 64, 4, 1), table, narrow))\n"
+        "print(fits('hopper.interval_forward', Tuned(32, 64, 4, 2), table, narrow))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["True", "False", "False", "False"], done.stderr
+
+
+def test_a_kernel_that_no_candidate_serves_is_passed_over_unless_it_was_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tuner_run, "fits", lambda *_: False)
+    given = {"dry_run": True, "architecture": 90, "heads": "6,64,64", "kv_heads": 2, "tokens": 64, "out": tmp_path}
+    assert tuner_run.run(argparse.Namespace(**given, kernels=None)) == 0
+    assert "hopper.scores: 0 of " in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"hopper.scores does not serve --heads 6,64,64"):
+        tuner_run.run(argparse.Namespace(**given, kernels="hopper.scores"))
 
 
 def test_a_table_is_replaced_in_one_step(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:

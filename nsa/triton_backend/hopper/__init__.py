@@ -1,8 +1,9 @@
 """The attention kernels again, with Hopper's own instructions, in Gluon: TMA fetches tiles while others are multiplied.
 
-They serve what they were measured for: 16-bit heads of 128 that TMA can read where they lie, on an architecture whose
-table has a launch for them ("hopper.interval_forward", ...). All else takes the kernels of the folder above, which say
-what is computed; nothing but how differs here. Gluon is an experiment of Triton's: only versions that were tried serve.
+They serve 16-bit heads of 128 that TMA can read where they lie, on an architecture whose table has a launch for them
+("hopper.interval_forward", ..., measured with 16 heads per group). All else takes the kernels of the folder above,
+which say what is computed; nothing but how differs here. Gluon is an experiment of Triton's: only versions that were
+tried serve.
 """
 
 from __future__ import annotations
@@ -11,15 +12,13 @@ import torch
 import triton
 from torch import Tensor
 
-from nsa.triton_backend import tuning
+from nsa.triton_backend import support, tuning
 
 TRIED = ("3.6.", "3.7.")
 """Versions of Triton."""
 AVAILABLE = triton.__version__.startswith(TRIED)
 if AVAILABLE:
-    from nsa.triton_backend.hopper import interval, interval_backward, scores, selected
-
-__all__ = ["interval", "interval_backward", "scores", "selected", "serves"]
+    from nsa.triton_backend.hopper import interval, interval_backward, scores, selected  # noqa: F401 - for the callers
 
 CHANNELS = 128
 ALIGNMENT = 16  # bytes, of addresses and steps (CUDA driver API, cuTensorMapEncodeTiled)
@@ -28,10 +27,11 @@ ALIGNMENT = 16  # bytes, of addresses and steps (CUDA driver API, cuTensorMapEnc
 def serves(kernel: str, group: int, *read: Tensor) -> bool:
     """Whether "interval_forward", ... can be launched for groups of so many heads and tensors [B, T, H, D] that TMA
     is to read."""
-    launch = tuning.table(tuning.architecture(read[0].device)).narrow.get(f"hopper.{kernel}")
-    if not AVAILABLE or launch is None:
+    table, name = tuning.table(tuning.architecture(read[0].device)), f"hopper.{kernel}"
+    if not AVAILABLE or support.interpreted() or name not in table.narrow:
         return False
-    return triton.next_power_of_2(group) <= launch.rows and all(map(_readable, read))
+    rows = table.of(name, "narrow", group).rows
+    return triton.next_power_of_2(group) <= rows and all(map(_readable, read))
 
 
 def _readable(x: Tensor) -> bool:

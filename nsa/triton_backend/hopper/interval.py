@@ -8,10 +8,10 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import jit
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from nsa.triton_backend import tuning
+from nsa.triton_backend.hopper.masks import any_bad, blank, good_keys, stretches, visible_keys
 from nsa.triton_backend.hopper.ring import (
     descriptor,
     fetch,
@@ -20,51 +20,15 @@ from nsa.triton_backend.hopper.ring import (
     load_rows,
     ring,
     rows_of,
+    shared,
     softmax,
     spoilt,
+    start,
     store_rows,
     tile,
     wait,
 )
 from nsa.triton_backend.launch import LOG2E, strides
-
-
-@jit
-def stretches(first, end, all_from, all_to, STEP: gl.constexpr):
-    """(tiles, of which up to the first and from the second some rows see a part) of `first` … `end`, as
-    `interval._stretches`."""
-    tiles = gl.cdiv(gl.maximum(end - first, 0), STEP)
-    some = gl.minimum(gl.cdiv(gl.maximum(all_from - first, 0), STEP), tiles)
-    return tiles, some, some + gl.maximum(gl.minimum(all_to, end) - first - some * STEP, 0) // STEP
-
-
-@jit
-def good_keys(good_base, HKV, at, T, BN: gl.constexpr, layout: gl.constexpr):
-    """Whether each key at <= key < at + BN is finite; what TMA makes 0 behind the last is."""
-    key = at + gl.arange(0, BN, layout)
-    return gl.load(good_base + key.to(gl.int64) * HKV, mask=key < T, other=1) != 0
-
-
-@jit
-def visible_keys(at, lo, hi, BN: gl.constexpr, layout: gl.constexpr):
-    """[rows, keys]: which of the keys at <= key < at + BN each row sees."""
-    key = gl.expand_dims(at + gl.arange(0, BN, gl.SliceLayout(0, layout)), 0)
-    return (key >= gl.expand_dims(lo, 1)) & (key < gl.expand_dims(hi, 1))
-
-
-@jit
-def any_bad(good):
-    return gl.min(good.to(gl.int32), 0) == 0
-
-
-@jit
-def blank(slots, full, number, STAGES: gl.constexpr, good, layout: gl.constexpr):
-    """Wait for a tile and make its rows 0 that are not `good`: 0 · NaN would reach who does not see them."""
-    wait(full, number, STAGES)
-    there = tile(slots, number, STAGES)
-    x = there.load(layout)
-    there.store(gl.where(gl.expand_dims(good, 1), x, 0.0).to(x.dtype))
-    fence_async_shared()
 
 
 @kernel
@@ -74,6 +38,7 @@ def _forward(
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
+    gl.static_assert(BT * GP == 16 * WARPS, "a warpgroup takes 64 rows")
     of_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])  # [rows, keys]
     of_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])  # [rows, channels]
     of_p: gl.constexpr = gl.DotOperandLayout(0, of_o, 2)
@@ -89,16 +54,13 @@ def _forward(
 
     k_slots, k_full = ring(K, K_STAGES)
     v_slots, v_full = ring(V, V_STAGES)
-    for early in gl.static_range(K_STAGES):
-        fetch(K, b, first + early * BN, h, k_slots, k_full, early, K_STAGES, early < tiles)
-    for early in gl.static_range(V_STAGES):
-        fetch(V, b, first + early * BN, h, v_slots, v_full, early, V_STAGES, early < tiles)
+    start(K, b, first, h, k_slots, k_full, K_STAGES, tiles, BN)
+    start(V, b, first, h, v_slots, v_full, V_STAGES, tiles, BN)
 
     token, g, real = rows_of(first_token, S, G, BT, GP, gl.SliceLayout(1, flat))
     q = load_rows(Q, b.to(gl.int64) * q_b + token * q_s + (h * G + g) * q_h, real, D, flat)
     spoilt_q = gl.convert_layout(spoilt(q), gl.SliceLayout(1, of_s))
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BT * GP, D], Q.dtype.element_ty)
-    q_tile = gl.allocate_shared_memory(Q.dtype.element_ty, [BT * GP, D], q_layout, q)
+    q_tile = shared(q)
     fence_async_shared()
 
     row_token, row_g, row_real = rows_of(first_token, S, G, BT, GP, gl.SliceLayout(1, of_s))

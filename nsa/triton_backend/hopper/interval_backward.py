@@ -5,11 +5,10 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import jit
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from nsa.triton_backend import tuning
-from nsa.triton_backend.hopper.interval import any_bad, blank, good_keys, stretches, visible_keys
+from nsa.triton_backend.hopper.masks import any_bad, blank, good_keys, stretches, visible_keys
 from nsa.triton_backend.hopper.ring import (
     descriptor,
     fetch,
@@ -17,18 +16,13 @@ from nsa.triton_backend.hopper.ring import (
     load_rows,
     ring,
     rows_of,
+    shared,
+    start,
     store_rows,
     tile,
     wait,
 )
 from nsa.triton_backend.launch import LOG2E, strides
-
-
-@jit
-def _shared(x):
-    """x [rows, channels] as an operand in shared memory."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(x.shape, x.dtype)
-    return gl.allocate_shared_memory(x.dtype, x.shape, layout, x)
 
 
 @kernel
@@ -38,6 +32,7 @@ def _backward_q(
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
+    gl.static_assert(BT * GP == 16 * WARPS, "a warpgroup takes 64 rows")
     of_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])  # [rows, keys]
     of_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])  # [rows, channels]
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
@@ -51,15 +46,13 @@ def _backward_q(
 
     k_slots, k_full = ring(K, K_STAGES)
     v_slots, v_full = ring(V, V_STAGES)
-    for early in gl.static_range(K_STAGES):
-        fetch(K, b, first + early * BN, h, k_slots, k_full, early, K_STAGES, early < tiles)
-    for early in gl.static_range(V_STAGES):
-        fetch(V, b, first + early * BN, h, v_slots, v_full, early, V_STAGES, early < tiles)
+    start(K, b, first, h, k_slots, k_full, K_STAGES, tiles, BN)
+    start(V, b, first, h, v_slots, v_full, V_STAGES, tiles, BN)
 
     token, g, real = rows_of(first_token, S, G, BT, GP, gl.SliceLayout(1, flat))
     out = ((b.to(gl.int64) * S + token) * HQ + h * G + g) * D
-    q_tile = _shared(load_rows(Q, b.to(gl.int64) * q_b + token * q_s + (h * G + g) * q_h, real, D, flat))
-    do_tile = _shared(load_rows(DO, out, real, D, flat))
+    q_tile = shared(load_rows(Q, b.to(gl.int64) * q_b + token * q_s + (h * G + g) * q_h, real, D, flat))
+    do_tile = shared(load_rows(DO, out, real, D, flat))
     fence_async_shared()
 
     row_token, row_g, row_real = rows_of(first_token, S, G, BT, GP, gl.SliceLayout(1, of_s))

@@ -9,10 +9,8 @@ from triton.experimental.gluon._runtime import jit
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nsa.triton_backend.tile import LENGTHS
+from nsa.triton_backend.tile import LENGTHS, LN2
 
-LN2 = gl.constexpr(0.6931471805599453)
-LOG2E = gl.constexpr(1.4426950408889634)
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -50,6 +48,13 @@ def fetch(source, b, token, head, slots, full, number, STAGES: gl.constexpr, wan
 
 
 @jit
+def start(source, b, first, head, slots, full, STAGES: gl.constexpr, tiles, STEP: gl.constexpr):
+    """Begin to bring the first of `tiles` tiles, which follow each other from the token `first` on."""
+    for number in gl.static_range(STAGES):
+        fetch(source, b, first + number * STEP, head, slots, full, number, STAGES, number < tiles)
+
+
+@jit
 def wait(full, number, STAGES: gl.constexpr, wanted=True):
     """Wait for the `number`-th tile."""
     mbarrier.wait(full.index(number % STAGES), (number // STAGES) & 1, wanted)
@@ -60,6 +65,13 @@ def tile(slots, number, STAGES: gl.constexpr):
     """[tokens, channels] of the `number`-th tile [1, tokens, 1, channels]."""
     slot = slots.index(number % STAGES)
     return slot.reshape([slot.shape[1], slot.shape[3]])
+
+
+@jit
+def shared(x):
+    """x [rows, channels] as an operand in shared memory; a product needs `fence_async_shared` between."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(x.shape, x.dtype)
+    return gl.allocate_shared_memory(x.dtype, x.shape, layout, x)
 
 
 @jit

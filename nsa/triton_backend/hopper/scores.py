@@ -6,7 +6,18 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from nsa.triton_backend.hopper.ring import LOG2E, descriptor, fetch, kernel, load_rows, ring, rows_of, tile, wait
+from nsa.triton_backend.hopper.ring import (
+    descriptor,
+    fetch,
+    kernel,
+    load_rows,
+    ring,
+    rows_of,
+    shared,
+    start,
+    tile,
+    wait,
+)
 from nsa.triton_backend.launch import strides
 from nsa.triton_backend.tuning import Shape
 
@@ -17,6 +28,8 @@ def _group_probabilities(
     D: gl.constexpr, BT: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
+    gl.static_assert(BN == 16 * WARPS, "a warpgroup takes 64 blocks")
+    gl.static_assert(STAGES > 1, "two tiles are waited for before the first is given back")
     of_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BT * GP, 16])  # [blocks, rows]
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     of_p: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [2, WARPS // 2], [0, 1])  # [blocks, queries], as written
@@ -32,15 +45,16 @@ def _group_probabilities(
     tiles = gl.cdiv(gl.maximum(end - first, 0), BN)
 
     slots, full = ring(K, STAGES)
-    for early in gl.static_range(STAGES):
-        fetch(K, b, first + early * BN, h, slots, full, early, STAGES, early < tiles)
+    start(K, b, first, h, slots, full, STAGES, tiles, BN)
     token, g, real = rows_of(first_token, end_query, G, BT, GP, gl.SliceLayout(1, flat))
     q = load_rows(Q, b.to(gl.int64) * q_b + token * q_s + (h * G + g) * q_h, real, D, flat)
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BT * GP, D], Q.dtype.element_ty)
-    q_tile = gl.allocate_shared_memory(Q.dtype.element_ty, [BT * GP, D], q_layout, q)
+    q_tile = shared(q)
     fence_async_shared()
     token, g, real = rows_of(first_token, end_query, G, BT, GP, gl.SliceLayout(0, of_s))
-    lse = gl.load(LSE + ((b.to(gl.int64) * S + token) * HQ + h * G + g), mask=real, other=float("inf")) * LOG2E
+    lse = (
+        gl.load(LSE + ((b.to(gl.int64) * S + token) * HQ + h * G + g), mask=real, other=float("inf"))
+        * 1.4426950408889634
+    )
 
     query = first_token + gl.arange(0, BT, gl.SliceLayout(0, of_p))
     place = gl.arange(0, BN, gl.SliceLayout(1, of_p))

@@ -2,7 +2,7 @@
 
 Run as a process of its own, without Triton's interpreter, with the compute capability, G, Dk, Dv and queries/keys of
 each call: `python -m tests.nsa.triton_backend.count_compilations 90 16 128 128 1/2049 1/2064`. `fault` instead of the
-first of these lets the selected forward know its lengths.
+first of these lets the selected forward know its lengths, `hopper/`'s too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import sys
 from collections import Counter
 
-from nsa.triton_backend import selected
+from nsa.triton_backend import hopper, selected
 from nsa.triton_backend.ahead_of_time import Heads, call, recorded
 
 
@@ -19,8 +19,9 @@ def main() -> None:
     architecture, group, dk, dv = map(int, sys.argv[1:5])
     calls = sys.argv[5:]
     if calls[0] == "fault":
-        for parameter in selected._forward.params:
-            parameter.do_not_specialize = False
+        for forward in (selected._forward, hopper.selected._forward):
+            for parameter in forward.params:
+                parameter.do_not_specialize = False
         calls = calls[1:]
     with recorded(architecture) as launches:
         for lengths in calls:

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import nsa
+from nsa.geometry import Layout
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import hopper, interval, selected, tuning
-from tests.laws import test_causality, test_memory
+from nsa.triton_backend import hopper, interval, scores, selected, support, tuning
+from tests.laws import test_causality, test_memory, test_selection
 from tests.laws.cases import Case
 from tests.laws.parts import BRANCHES, Parts
 from tests.laws.test_precision import values_and_gradients_within_budget
@@ -37,6 +38,7 @@ CASES = {
     "group of 6": replace(PLAIN, group=6),
     "group of 1": replace(PLAIN, group=1),
     "group of 64": replace(PLAIN, kv_heads=1, group=64, queries=200, keys=200, seed=117),
+    "blocks of 128": replace(PLAIN, config=nsa.NSAConfig(l=8, d=4, l_sel=128, n_sel=4, w=150)),
     "one token": replace(PLAIN, queries=1, keys=1, seed=0),
 }
 LAWS: list[Callable[..., None]] = [
@@ -47,12 +49,18 @@ LAWS: list[Callable[..., None]] = [
     test_memory.test_repeats_bit_for_bit.check,
     values_and_gradients_within_budget,
 ]
+OF_THE_CHOICE: list[Callable[..., None]] = [
+    test_selection.test_selection_follows_equation_9.check,
+    test_selection.test_invisible_blocks_never_move_the_indices.check,
+    test_selection.test_indices_are_distinct_ascending_causal_and_padded.check,
+]
 
 
 @pytest.fixture
 def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "architecture", lambda _: 90)
     monkeypatch.setattr(hopper, "AVAILABLE", True)
+    monkeypatch.setattr(support, "interpreted", lambda: False)
 
 
 @pytest.mark.usefixtures("as_on_hopper")
@@ -68,7 +76,8 @@ class TestWhatIsServed:
         [
             pytest.param(keys.float(), id="float32"),
             pytest.param(keys[..., :64], id="64 channels"),
-            pytest.param(torch.zeros(2, 30, 4, 129, dtype=torch.bfloat16)[..., 1:], id="address and steps"),
+            pytest.param(torch.zeros(2, 30, 4, 136, dtype=torch.bfloat16)[..., 1:129], id="address"),
+            pytest.param(torch.zeros(2, 30, 4, 129, dtype=torch.bfloat16)[..., :128], id="steps"),
             pytest.param(torch.zeros(2, 30, 4, 256, dtype=torch.bfloat16)[..., ::2], id="channels apart"),
             pytest.param(keys[:, :1].expand(2, 30, 4, 128), id="one key many times"),
             pytest.param(keys[:, :0], id="no key"),
@@ -84,6 +93,16 @@ class TestWhatIsServed:
         monkeypatch.setattr(tuning, "architecture", lambda _: 80)
         assert not hopper.serves("interval_forward", 16, self.keys)
 
+    def test_the_interpreter_runs_none_of_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(support, "interpreted", lambda: True)
+        assert not hopper.serves("interval_forward", 16, self.keys)
+
+    @pytest.mark.parametrize(("l_sel", "served"), [(64, True), (128, True), (96, False), (32, False)])
+    def test_blocks_are_whole_tiles(self, l_sel: int, served: bool) -> None:
+        config = nsa.NSAConfig(l_sel=l_sel)
+        layout = Layout(30, 30, config, self.keys.device)
+        assert selected._served("forward", self.keys.repeat(1, 1, 4, 1), self.keys, self.keys, layout) == served
+
     def test_nor_is_anything_under_a_version_of_triton_that_was_not_tried(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -98,30 +117,47 @@ class _Unused:
         pytest.fail("the call did not reach `hopper/`")
 
 
+KERNELS = [
+    *((interval, name) for name in ("_forward", "_backward_q")),
+    (scores, "_group_probabilities"),
+    *((selected, name) for name in ("_forward", "_backward_q")),
+]
+
+
 @pytest.fixture
-def only_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, names in ((interval, ("_forward", "_backward_q")), (selected, ("_forward", "_backward_q"))):
-        for name in names:
+def only_hopper(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    """What `hopper/` serves of a case goes nowhere else: of one token no compressed block, blocks for 16 heads."""
+    for module, name in KERNELS:
+        serves = case.group <= 16 if module is selected else case.keys > 1
+        if serves:
             monkeypatch.setattr(module, name, _Unused())
 
 
-@pytest.mark.parametrize("branch", BRANCHES)
-@pytest.mark.parametrize("check", LAWS, ids=lambda check: check.__name__.removeprefix("test_"))
+@pytest.mark.usefixtures("only_hopper")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 class TestLaws:
     pytestmark = on_hopper
 
-    def test_law(
-        self,
-        request: pytest.FixtureRequest,
-        monkeypatch: pytest.MonkeyPatch,
-        case: Case,
-        check: Callable[..., None],
-        branch: str,
-    ) -> None:
-        if case.keys > 1 and case.group <= 16:  # of one token there is no block, and selected blocks take 16 heads
-            request.getfixturevalue("only_hopper")
+    @pytest.mark.parametrize("branch", BRANCHES)
+    @pytest.mark.parametrize("check", LAWS, ids=lambda check: check.__name__.removeprefix("test_"))
+    def test_of_a_branch(self, case: Case, check: Callable[..., None], branch: str) -> None:
         check(Parts("triton", torch.device("cuda")), case, branch)
+
+    @pytest.mark.parametrize("check", OF_THE_CHOICE, ids=lambda check: check.__name__.removeprefix("test_"))
+    def test_of_the_choice(self, case: Case, check: Callable[..., None]) -> None:
+        check(Parts("triton", torch.device("cuda")), case)
+
+
+class TestChoices:
+    pytestmark = on_hopper
+
+    @pytest.mark.parametrize("group", [16, 6, 1])
+    def test_equal_keys_leave_the_choice_to_the_index(self, group: int) -> None:
+        case = replace(PLAIN, group=group)
+        x = case.inputs(torch.device("cuda"))
+        same = x._replace(k=x.k[:, :1].expand_as(x.k).contiguous())
+        found, wanted = (Parts(name, torch.device("cuda")).select(case, same) for name in ("triton", "reference"))
+        assert torch.equal(found, wanted)
 
 
 class TestAddresses:

@@ -33,6 +33,7 @@ def test_decoding_compiles_the_choice_anew_only_where_the_number_of_blocks_doubl
     assert set(found.values()) == {1}
 
 
-def test_the_count_sees_a_length_that_a_kernel_knows() -> None:
-    found = answer("count_compilations", 80, 16, 128, 128, "fault", "16/4093", "16/4096", "17/4080")
-    assert found["selected._forward"] > 1
+@pytest.mark.parametrize(("architecture", "kernel"), [(80, "selected._forward"), (90, "hopper.selected._forward")])
+def test_the_count_sees_a_length_that_a_kernel_knows(architecture: int, kernel: str) -> None:
+    found = answer("count_compilations", architecture, 16, 128, 128, "fault", "16/4093", "16/4096", "17/4080")
+    assert found[kernel] > 1
