@@ -43,14 +43,16 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--heads: rows of {dk} and {dv} channels are wider than any table; got {arguments.heads!r}")
     workload = Workload(architecture, width, group, dk, dv, arguments.kv_heads, arguments.tokens)
     chosen: dict[str, Tuned] = {}
-    for kernel in _kernels(arguments.kernels, table):
+    kernels = _kernels(arguments.kernels, table)
+    for kernel in kernels if arguments.kernels is not None else ():  # before hours are spent on others
+        if not fits(kernel, table.of(kernel, width, group), table, workload):
+            raise ValueError(f"--kernels: {kernel} does not serve --heads {arguments.heads} here")
+    for kernel in kernels:
         current = table.of(kernel, width, group)
         found = tuner.candidates(current)
         fitting = [tuned for tuned in found if fits(kernel, tuned, table, workload)]
         print(f"{kernel}: {len(fitting)} of {len(found)} candidates fit", flush=True)
         if not fitting:  # a kernel of `hopper/` serves few heads
-            if arguments.kernels is not None:
-                raise ValueError(f"--kernels: {kernel} does not serve --heads {arguments.heads} here")
             continue
         if arguments.dry_run:
             print("\n".join(f"  {tuned}" for tuned in fitting))

@@ -63,8 +63,8 @@ def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: T
     out = torch.empty(batch, length, kv_heads, layout.config.n_sel, dtype=torch.int32, device=q.device)
     if out.numel() == 0:
         return out
-    fast = hopper.serves("scores", heads // kv_heads, k_cmp)
-    shape = tuning.shape("hopper.scores" if fast else "scores", q, k_cmp)
+    on_hopper = hopper.serves("scores", heads // kv_heads, k_cmp)
+    shape = tuning.shape("hopper.scores" if on_hopper else "scores", q, k_cmp)
     chunk = min(CHUNK, max(SCRATCH // (batch * kv_heads * max(slots, 1)), shape.tokens), length)
     p = q.new_empty(batch, chunk, kv_heads, slots, dtype=torch.float32)
     for first in range(0, length, chunk):
@@ -73,7 +73,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: T
         splits = triton.cdiv(ENOUGH_PROGRAMS, tiles * kv_heads * batch)
         splits = max(min(splits, layout.compressed_span(first, first + count)[1] // (4 * shape.keys)), 1)
         with on_device(q):
-            if fast:
+            if on_hopper:
                 hopper.scores.group_probabilities(
                     q, k_cmp, lse, (lo, hi), p, first, count, splits, shape, scale * LOG2E
                 )

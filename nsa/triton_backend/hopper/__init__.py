@@ -1,4 +1,4 @@
-"""The attention kernels again, with Hopper's own instructions, in Gluon: TMA fetches tiles while others are multiplied.
+"""Forward, dq and scores again with Hopper's own instructions, in Gluon: TMA brings tiles while others are multiplied.
 
 They serve 16-bit heads of 128 that TMA can read where they lie, on an architecture whose table has a launch for them
 ("hopper.interval_forward", ..., measured with 16 heads per group). All else takes the kernels of the folder above,
@@ -35,7 +35,7 @@ def serves(kernel: str, group: int, *read: Tensor) -> bool:
 
 
 def _readable(x: Tensor) -> bool:
-    """Whether it is what was measured, and TMA can read it where it lies."""
+    """Whether it has a type and the channels that these kernels take, and TMA can read it where it lies."""
     steps = [x.stride(i) * x.itemsize for i in range(3) if x.shape[i] > 1]
     aligned = x.data_ptr() % ALIGNMENT == 0 and all(step > 0 and step % ALIGNMENT == 0 for step in steps)
     known = x.dtype in (torch.bfloat16, torch.float16) and x.shape[3] == CHANNELS

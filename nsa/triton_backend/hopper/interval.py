@@ -1,4 +1,4 @@
-"""`interval._forward`: the product of a tile's scores runs beside the sums of the tile before, and beside its softmax.
+"""`interval._forward`: the sums of a tile run beside the scores of the next one, and beside their softmax.
 
 A tile of 64 rows is one warpgroup; three of them fit on a multiprocessor and hide what each waits for.
 """
@@ -86,8 +86,8 @@ def _forward(
                 s = warpgroup_mma_wait(1, deps=[scores])
             else:
                 s = warpgroup_mma_wait(0, deps=[scores])
-            later = number + K_STAGES
-            fetch(K, b, first + later * BN, h, k_slots, k_full, later, K_STAGES, later < tiles)
+            next_k = number + K_STAGES
+            fetch(K, b, first + next_k * BN, h, k_slots, k_full, next_k, K_STAGES, next_k < tiles)
             if stretch != 2:
                 good = good_keys(good_base, HKV, at, T, BN, gl.SliceLayout(0, of_s))
                 s = gl.where(gl.expand_dims(good, 0), s, float("nan"))
@@ -102,8 +102,8 @@ def _forward(
             wait(k_full, number + 1, K_STAGES, number + 1 < tiles)
             if stretch > 0:
                 acc, p, next_p = warpgroup_mma_wait(0, deps=[sums, p, next_p])
-                last = number - 1 + V_STAGES
-                fetch(V, b, first + last * BN, h, v_slots, v_full, last, V_STAGES, last < tiles)
+                next_v = number - 1 + V_STAGES
+                fetch(V, b, first + next_v * BN, h, v_slots, v_full, next_v, V_STAGES, next_v < tiles)
             if stretch != 2:  # noqa: SIM102 - the compiler decides this one, the GPU the next
                 if any_bad(good):
                     again = good_keys(good_base, HKV, at, T, BN, gl.SliceLayout(1, flat))

@@ -82,15 +82,15 @@ def _backward_q(
             s = warpgroup_mma_wait(1, deps=[scores])
             p = gl.exp2(s * to_base_2 - lse)
             dp = warpgroup_mma_wait(0, deps=[changes])
-            later = number + V_STAGES
-            fetch(V, b, first + later * BN, h, v_slots, v_full, later, V_STAGES, later < tiles)
+            next_v = number + V_STAGES
+            fetch(V, b, first + next_v * BN, h, v_slots, v_full, next_v, V_STAGES, next_v < tiles)
             ds = p * (dp - delta)
             if stretch != 1:
                 ds = gl.where(visible_keys(at, lo, hi, BN, of_s), ds, 0.0)
             ds_16 = gl.convert_layout(ds.to(Q.dtype.element_ty), gl.DotOperandLayout(0, of_q, 2))
             dq = warpgroup_mma_wait(0, deps=[warpgroup_mma(ds_16, k, dq, is_async=True)])
-            last = number + K_STAGES
-            fetch(K, b, first + last * BN, h, k_slots, k_full, last, K_STAGES, last < tiles)
+            next_k = number + K_STAGES
+            fetch(K, b, first + next_k * BN, h, k_slots, k_full, next_k, K_STAGES, next_k < tiles)
     store_rows(DQ, out, real, dq * scale, D, flat)
 
 

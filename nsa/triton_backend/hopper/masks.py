@@ -11,8 +11,7 @@ from nsa.triton_backend.hopper.ring import tile, wait
 
 @jit
 def stretches(first, end, all_from, all_to, STEP: gl.constexpr):
-    """(tiles, of which up to the first and from the second some rows see a part) of `first` … `end`, as
-    `interval._stretches`."""
+    """(tiles, the first that all rows see the whole of, the first after those) of `first` … `end`."""
     tiles = gl.cdiv(gl.maximum(end - first, 0), STEP)
     some = gl.minimum(gl.cdiv(gl.maximum(all_from - first, 0), STEP), tiles)
     return tiles, some, some + gl.maximum(gl.minimum(all_to, end) - first - some * STEP, 0) // STEP
@@ -20,7 +19,7 @@ def stretches(first, end, all_from, all_to, STEP: gl.constexpr):
 
 @jit
 def good_keys(good_base, HKV, at, T, BN: gl.constexpr, layout: gl.constexpr):
-    """Whether each key at <= key < at + BN is finite; what TMA makes 0 behind the last is."""
+    """Whether each key at <= key < at + BN is finite; behind the last there are zeros, which are."""
     key = at + gl.arange(0, BN, layout)
     return gl.load(good_base + key.to(gl.int64) * HKV, mask=key < T, other=1) != 0
 
@@ -34,7 +33,7 @@ def visible_keys(at, lo, hi, BN: gl.constexpr, layout: gl.constexpr):
 
 @jit
 def any_bad(good):
-    """Whether one of them is not; seldom is there one."""
+    """Whether any key (or row) is not finite; seldom is there one."""
     return gl.min(good.to(gl.int32), 0) == 0
 
 

@@ -1,4 +1,7 @@
-"""Tiles that TMA brings into a ring of slots in shared memory, each with a barrier that says when its tile is there."""
+"""Tiles that TMA brings into a ring of slots in shared memory, each with a barrier that says when its tile is there.
+
+Below them `tile.py` and the softmax again, in Gluon, where each value says how it lies in registers.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def fetch(source, b, token, head, slots, full, number, STAGES: gl.constexpr, wan
 
 @jit
 def start(source, b, first, head, slots, full, STAGES: gl.constexpr, tiles, STEP: gl.constexpr):
-    """Begin to bring the first of `tiles` tiles, which follow each other from the token `first` on."""
+    """Begin to bring the first STAGES of `tiles` tiles, which follow each other from the token `first` on."""
     for number in gl.static_range(STAGES):
         fetch(source, b, first + number * STEP, head, slots, full, number, STAGES, number < tiles)
 

@@ -46,6 +46,15 @@ def _first_key(chosen, number, start, N: gl.constexpr, SIZE: gl.constexpr, STEPS
     return (start + gl.load(chosen + number // STEPS) * SIZE).to(gl.int32) + number % STEPS * BN
 
 
+@jit
+def _start(source, b, h, chosen, start, slots, full, STAGES: gl.constexpr, tiles,
+           N: gl.constexpr, SIZE: gl.constexpr, STEPS: gl.constexpr, BN: gl.constexpr):  # fmt: skip
+    """Begin to bring the first STAGES tiles of the chosen blocks."""
+    for number in gl.static_range(STAGES):
+        at = _first_key(chosen, number, start, N, SIZE, STEPS, BN)
+        fetch(source, b, at, h, slots, full, number, STAGES, number < tiles)
+
+
 @kernel
 def _forward(
     Q, K, V, BLOCKS, STARTS, O, LSE, READ, q_b, q_s, q_h, S, ahead, HQ, HKV, G, to_base_2,
@@ -62,15 +71,10 @@ def _forward(
     token, start = i.to(gl.int64) + ahead, gl.load(STARTS + i)
     chosen = BLOCKS + ((b.to(gl.int64) * S + i) * HKV + h) * N
     whole, tiles = _tiles(chosen, token, start, N, NP, SIZE, STEPS)
-
     k_slots, k_full = ring(K, K_STAGES)
     v_slots, v_full = ring(V, V_STAGES)
-    for early in gl.static_range(K_STAGES):
-        at = _first_key(chosen, early, start, N, SIZE, STEPS, BN)
-        fetch(K, b, at, h, k_slots, k_full, early, K_STAGES, early < tiles)
-    for early in gl.static_range(V_STAGES):
-        at = _first_key(chosen, early, start, N, SIZE, STEPS, BN)
-        fetch(V, b, at, h, v_slots, v_full, early, V_STAGES, early < tiles)
+    _start(K, b, h, chosen, start, k_slots, k_full, K_STAGES, tiles, N, SIZE, STEPS, BN)
+    _start(V, b, h, chosen, start, v_slots, v_full, V_STAGES, tiles, N, SIZE, STEPS, BN)
 
     g, row_g = gl.arange(0, GP, gl.SliceLayout(1, flat)), gl.arange(0, GP, gl.SliceLayout(1, mma))
     first_row = (b.to(gl.int64) * S + i) * HQ + h * G
@@ -81,13 +85,13 @@ def _forward(
     total, acc, read = gl.zeros_like(top), gl.zeros([GP, D], gl.float32, mma), whole * BN
     for stretch in gl.static_range(2):
         for number in range(0 if stretch == 0 else whole, whole if stretch == 0 else tiles):
-            next_k = _first_key(chosen, number + K_STAGES, start, N, SIZE, STEPS, BN)
-            next_v = _first_key(chosen, number + V_STAGES, start, N, SIZE, STEPS, BN)
+            next_k_at = _first_key(chosen, number + K_STAGES, start, N, SIZE, STEPS, BN)
+            next_v_at = _first_key(chosen, number + V_STAGES, start, N, SIZE, STEPS, BN)
             wait(k_full, number, K_STAGES)
             k = tile(k_slots, number, K_STAGES).permute((1, 0)).load(right)
             s = mma_v2(q_left, k, gl.zeros([GP, BN], gl.float32, mma))
-            later = number + K_STAGES
-            fetch(K, b, next_k, h, k_slots, k_full, later, K_STAGES, later < tiles)
+            next_k = number + K_STAGES
+            fetch(K, b, next_k_at, h, k_slots, k_full, next_k, K_STAGES, next_k < tiles)
             if stretch == 1:
                 at = _first_key(chosen, number, start, N, SIZE, STEPS, BN)
                 visible = at + gl.arange(0, BN, gl.SliceLayout(0, mma)) <= token
@@ -100,8 +104,8 @@ def _forward(
                 seen = at + gl.arange(0, BN, gl.SliceLayout(1, right)) <= token
                 v = gl.where(gl.expand_dims(seen, 1), v, 0.0).to(v.dtype)
             acc = mma_v2(gl.convert_layout(p.to(v.dtype), left), v, acc * gl.expand_dims(shrink, 1))
-            last = number + V_STAGES
-            fetch(V, b, next_v, h, v_slots, v_full, last, V_STAGES, last < tiles)
+            next_v = number + V_STAGES
+            fetch(V, b, next_v_at, h, v_slots, v_full, next_v, V_STAGES, next_v < tiles)
 
     bad = gl.convert_layout(spoilt(q), gl.SliceLayout(1, mma)) & (read > 0)
     factor, lse = finish(top, total, to_base_2, bad)
@@ -126,15 +130,10 @@ def _backward_q(
     token, start = i.to(gl.int64) + ahead, gl.load(STARTS + i)
     chosen = BLOCKS + ((b.to(gl.int64) * S + i) * HKV + h) * N
     whole, tiles = _tiles(chosen, token, start, N, NP, SIZE, STEPS)
-
     k_slots, k_full = ring(K, K_STAGES)
     v_slots, v_full = ring(V, V_STAGES)
-    for early in gl.static_range(K_STAGES):
-        at = _first_key(chosen, early, start, N, SIZE, STEPS, BN)
-        fetch(K, b, at, h, k_slots, k_full, early, K_STAGES, early < tiles)
-    for early in gl.static_range(V_STAGES):
-        at = _first_key(chosen, early, start, N, SIZE, STEPS, BN)
-        fetch(V, b, at, h, v_slots, v_full, early, V_STAGES, early < tiles)
+    _start(K, b, h, chosen, start, k_slots, k_full, K_STAGES, tiles, N, SIZE, STEPS, BN)
+    _start(V, b, h, chosen, start, v_slots, v_full, V_STAGES, tiles, N, SIZE, STEPS, BN)
 
     g, row_g = gl.arange(0, GP, gl.SliceLayout(1, flat)), gl.arange(0, GP, gl.SliceLayout(1, mma))
     first_row = (b.to(gl.int64) * S + i) * HQ + h * G
@@ -147,8 +146,8 @@ def _backward_q(
     dq = gl.zeros([GP, D], gl.float32, mma)
     for stretch in gl.static_range(2):
         for number in range(0 if stretch == 0 else whole, whole if stretch == 0 else tiles):
-            next_k = _first_key(chosen, number + K_STAGES, start, N, SIZE, STEPS, BN)
-            next_v = _first_key(chosen, number + V_STAGES, start, N, SIZE, STEPS, BN)
+            next_k_at = _first_key(chosen, number + K_STAGES, start, N, SIZE, STEPS, BN)
+            next_v_at = _first_key(chosen, number + V_STAGES, start, N, SIZE, STEPS, BN)
             wait(k_full, number, K_STAGES)
             wait(v_full, number, V_STAGES)
             k_tile, v_tile = tile(k_slots, number, K_STAGES), tile(v_slots, number, V_STAGES)
@@ -164,9 +163,9 @@ def _backward_q(
                 ds = gl.where(gl.expand_dims(visible, 0), ds, 0.0)
                 k = gl.where(gl.expand_dims(seen, 1), k, 0.0).to(k.dtype)
             dq = mma_v2(gl.convert_layout(ds.to(k.dtype), left), k, dq)
-            last, later = number + V_STAGES, number + K_STAGES
-            fetch(V, b, next_v, h, v_slots, v_full, last, V_STAGES, last < tiles)
-            fetch(K, b, next_k, h, k_slots, k_full, later, K_STAGES, later < tiles)
+            next_v, next_k = number + V_STAGES, number + K_STAGES
+            fetch(V, b, next_v_at, h, v_slots, v_full, next_v, V_STAGES, next_v < tiles)
+            fetch(K, b, next_k_at, h, k_slots, k_full, next_k, K_STAGES, next_k < tiles)
     store_rows(DQ, (first_row + g) * D, g < G, dq * scale, D, flat)
 
 

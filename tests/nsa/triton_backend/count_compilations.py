@@ -19,7 +19,7 @@ def main() -> None:
     architecture, group, dk, dv = map(int, sys.argv[1:5])
     calls = sys.argv[5:]
     if calls[0] == "fault":
-        for forward in (selected._forward, hopper.selected._forward):
+        for forward in (selected._forward, *([hopper.selected._forward] if hopper.AVAILABLE else [])):
             for parameter in forward.params:
                 parameter.do_not_specialize = False
         calls = calls[1:]

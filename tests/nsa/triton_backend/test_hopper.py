@@ -67,7 +67,7 @@ def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestWhatIsServed:
     keys = torch.zeros(2, 30, 4, 128, dtype=torch.bfloat16)
 
-    def test_keys_that_were_measured(self) -> None:
+    def test_keys_of_their_type_and_size(self) -> None:
         for x in (self.keys, self.keys.half(), self.keys[:, 1::2], self.keys[:1], self.keys[:, :, 1:2]):
             assert hopper.serves("interval_forward", 16, x, x)
 
@@ -126,10 +126,12 @@ KERNELS = [
 
 @pytest.fixture
 def only_hopper(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
-    """What `hopper/` serves of a case goes nowhere else: of one token no compressed block, blocks for 16 heads."""
+    """Fail where a kernel is launched that `hopper/` stands in for.
+
+    Of one token there is no compressed block; the selected branch takes groups of up to 16 heads.
+    """
     for module, name in KERNELS:
-        serves = case.group <= 16 if module is selected else case.keys > 1
-        if serves:
+        if case.group <= 16 if module is selected else case.keys > 1:
             monkeypatch.setattr(module, name, _Unused())
 
 
