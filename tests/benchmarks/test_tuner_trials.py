@@ -119,7 +119,8 @@ def test_a_kernel_that_no_candidate_serves_is_passed_over_unless_it_was_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tuner_run, "fits", lambda *_: False)
-    given = {"dry_run": True, "architecture": 90, "heads": "6,64,64", "kv_heads": 2, "tokens": 64, "out": tmp_path}
+    monkeypatch.setattr(tuner_run, "_architecture", lambda _: 90)
+    given = {"dry_run": False, "architecture": 90, "heads": "6,64,64", "kv_heads": 2, "tokens": 64, "out": tmp_path}
     assert tuner_run.run(argparse.Namespace(**given, kernels=None)) == 0
     assert "hopper.scores: 0 of " in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"hopper.scores does not serve --heads 6,64,64"):

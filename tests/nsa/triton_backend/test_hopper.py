@@ -103,6 +103,16 @@ class TestWhatIsServed:
         layout = Layout(30, 30, config, self.keys.device)
         assert selected._served("forward", self.keys.repeat(1, 1, 4, 1), self.keys, self.keys, layout) == served
 
+    def test_the_selected_branch_has_sixteen_rows_whatever_the_table_says(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        table = tuning.table(90)
+        more = {"hopper.selected_forward": replace(table.narrow["hopper.selected_forward"], rows=32)}
+        monkeypatch.setattr(tuning, "table", lambda _: replace(table, narrow={**table.narrow, **more}))
+        layout = Layout(30, 30, nsa.NSAConfig(), self.keys.device)
+        for group, served in ((16, True), (17, False)):
+            assert selected._served("forward", self.keys.repeat(1, 1, group, 1), self.keys, self.keys, layout) == served
+
     def test_a_kernel_that_was_not_tried_with_this_triton_waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(hopper, "UNTRIED", {"scores"})
         assert not hopper.serves("scores", 16, self.keys)
