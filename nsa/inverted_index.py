@@ -42,10 +42,15 @@ class Tiles:
         return torch.where(blocks < 0, (self.begin.numel() - 1) * self.size, place)
 
 
+def sorted_as(num_blocks: int) -> torch.dtype:
+    """What holds each block's number and one more: a radix sort takes a pass per byte."""
+    return torch.int16 if num_blocks < 2**15 else torch.int32 if num_blocks < 2**31 else torch.int64
+
+
 def build(blocks: Tensor, size: int, num_blocks: int) -> Tiles:
     """Tiles over `blocks` (int64 [P]: 0 <= block < num_blocks, negative where a pair has none)."""
-    narrow = torch.int16 if num_blocks < 2**15 else torch.int32 if num_blocks < 2**31 else torch.int64
-    key = torch.where(blocks < 0, num_blocks, blocks).to(narrow)  # a radix sort takes a pass per byte
+    narrow = sorted_as(num_blocks)
+    key = torch.where(blocks < 0, num_blocks, blocks).to(narrow)
     ordered, order = key.sort(stable=True)
     first_pair = torch.searchsorted(ordered, torch.arange(num_blocks + 1, dtype=narrow, device=blocks.device))
     tiles_of_block = (first_pair.diff() + size - 1) // size

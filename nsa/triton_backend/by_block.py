@@ -2,7 +2,7 @@
 
 A program per query reads each block of its choice once more, and at 16 heads per group that is 32 KiB for every 4 KiB
 of queries: the GPU's L2 cache sets the pace. Here a program keeps one block and takes the queries that chose it
-(`nsa.inverted_index`), so that queries and partial outputs travel instead; a second kernel merges the n partial
+(`inverted_index.py`), so that queries and partial outputs travel instead; a second kernel merges the n partial
 outputs of each query. Queries are taken chunk by chunk, which bounds the buffer of partial outputs.
 """
 
@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa import inverted_index
 from nsa.geometry import Layout
-from nsa.triton_backend import tuning
+from nsa.triton_backend import inverted_index, tuning
 from nsa.triton_backend.launch import LOG2E, good_keys, on_device, strides
 from nsa.triton_backend.tile import LN2, dot, kernel, load_rows, product, store_rows
 
@@ -134,14 +133,13 @@ def forward(
     shape = tuning.shape("by_block", q, v)
     for start in range(0, length, INDEXED):
         end = min(start + INDEXED, length)
-        tiles = _tiles(block_indices, layout, start, end, chunk)
-        query_slot = (tiles.order % ((end - start) * n)).int() + start * n
+        tiles = inverted_index.build(block_indices, layout, start, end, chunk=chunk, size=PAIRS, with_slots=True)
         for first in range(start, end, chunk):
             count = min(chunk, end - first)
             pairs = batch * kv_heads * count * n
             with on_device(q):
                 _partial[pairs // PAIRS + min(cells, pairs),](
-                    q, k, v, good, query_slot, tiles.begin, tiles.end, tiles.block, tiles.first_tile,
+                    q, k, v, good, tiles.query, tiles.begin, tiles.end, tiles.cell, tiles.first_tile,
                     *layout.block_tokens, o_part, lse_part, read_part, *strides(q), *strides(k), *strides(v),
                     (first - start) // chunk * cells, cells, first, count, num_keys - length, num_keys, kv_heads, group,
                     max_blocks, scale * LOG2E,
@@ -151,16 +149,3 @@ def forward(
                     o_part, lse_part, read_part, block_indices, o, lse, read, first, count, length, heads, kv_heads,
                     group, n, triton.next_power_of_2(n), dv, shape.dv, triton.next_power_of_2(group), num_warps=2,
                 )  # fmt: skip
-
-
-def _tiles(block_indices: Tensor, layout: Layout, start: int, end: int, chunk: int) -> inverted_index.Tiles:
-    """The queries start … end of each (chunk, sequence, group, block), chunk after chunk."""
-    chosen = block_indices[:, start:end].transpose(1, 2).long()  # [B, Hkv, end - start, n]
-    batch, kv_heads = chosen.shape[:2]
-    cells = batch * kv_heads * layout.max_blocks
-    kv_row = torch.arange(batch * kv_heads, device=chosen.device).view(batch, kv_heads, 1, 1)
-    chunks_before = torch.arange(end - start, device=chosen.device) // chunk * cells
-    number = kv_row * layout.max_blocks + (layout.blocks_before[start:end] + chunks_before)[:, None] + chosen
-    return inverted_index.build(
-        torch.where(chosen < 0, -1, number).flatten(), PAIRS, triton.cdiv(end - start, chunk) * cells
-    )

@@ -1,6 +1,6 @@
 """The selected branch, backward, with the loop over blocks of keys: which queries chose this block?
 
-A program takes up to PAIRS queries that chose one block (`nsa.inverted_index`) and writes a partial sum of its dk and
+A program takes up to PAIRS queries that chose one block (`inverted_index.py`) and writes a partial sum of its dk and
 dv; a second kernel adds a block's partial sums in order. For small groups it writes the block's share of each query's
 dq as well, since a program per query would read 16 KiB of keys and values for every 4 KiB of queries, gradients and
 shares; another kernel adds the n shares. No atomics, so that it repeats bit for bit.
@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa import inverted_index
 from nsa.geometry import Layout
-from nsa.triton_backend import tuning
+from nsa.triton_backend import inverted_index, tuning
 from nsa.triton_backend.launch import LOG2E, on_device, strides
 from nsa.triton_backend.tile import dot, kernel, load_rows, product, spoilt, store_rows
 
@@ -136,9 +135,8 @@ def gradients(
     sums = [x.new_zeros(x.shape, dtype=x.dtype if in_one_go else torch.float32) for x in (k, v)]
     for first in range(0, length, at_a_time):
         count = min(at_a_time, length - first)
-        chosen = block_indices[:, first : first + count].transpose(1, 2).long()  # [B, Hkv, count, n]
         shares = None if dq is None else q.new_empty(batch * kv_heads * count * n, group, dk)
-        _of_keys(q, k, v, do, lse, delta, chosen, first, layout, scale, sums, shares, more=first > 0)
+        _of_keys(q, k, v, do, lse, delta, block_indices, first, count, layout, scale, sums, shares)
         if dq is not None:
             with on_device(q):
                 _sum_of_queries[count, kv_heads, batch](
@@ -149,18 +147,13 @@ def gradients(
 
 
 def _of_keys(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, chosen: Tensor, first_query: int,
-    layout: Layout, scale: float, sums: list[Tensor], shares: Tensor | None, *, more: bool,
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, block_indices: Tensor, first: int,
+    count: int, layout: Layout, scale: float, sums: list[Tensor], shares: Tensor | None,
 ) -> None:  # fmt: skip
-    """Write (`more`: add) what these queries give to dk and dv, and their shares of dq."""
+    """Write, or add to those of earlier queries, what these give to dk and dv, and their shares of dq."""
     (batch, length, heads, dk), (num_keys, kv_heads, dv) = q.shape, v.shape[1:]
-    count, n = chosen.shape[2:]
     size, max_blocks = layout.config.l_sel, layout.max_blocks
-    num_blocks = batch * kv_heads * max_blocks
-    kv_row = torch.arange(batch * kv_heads, device=q.device).view(batch, kv_heads, 1, 1)
-    number = kv_row * max_blocks + layout.blocks_before[first_query : first_query + count, None] + chosen
-    tiles = inverted_index.build(torch.where(chosen < 0, -1, number).flatten(), PAIRS, num_blocks)
-    queries = (tiles.order // n % count + first_query).int()
+    tiles = inverted_index.build(block_indices, layout, first, first + count, chunk=count, size=PAIRS, with_slots=False)
     block_from, block_to = layout.block_tokens
 
     shape = tuning.shape("selected_backward_kv", q, v)
@@ -168,13 +161,13 @@ def _of_keys(
     parts = [q.new_empty(tiles.begin.numel(), size, d, dtype=torch.float32) for d in (dk, dv)]
     with on_device(q):
         _gradients[tiles.begin.numel(), triton.cdiv(size, keys)](
-            q, k, v, do, queries, None if shares is None else tiles.order, tiles.begin, tiles.end, tiles.block,
+            q, k, v, do, tiles.query, None if shares is None else tiles.pair, tiles.begin, tiles.end, tiles.cell,
             block_from, block_to, lse, delta, *parts, shares, *strides(q), *strides(k), *strides(v),
             length, num_keys - length, heads, kv_heads, heads // kv_heads, max_blocks, scale, scale * LOG2E,
             size, tuning.padded(size), dk, dv, shape.dk, shape.dv, shape.tokens, shape.group, keys, **shape.launch,
         )  # fmt: skip
         for part, out in zip(parts, sums, strict=True):
-            _sum_of_keys[num_blocks, triton.cdiv(size, keys)](
+            _sum_of_keys[batch * kv_heads * max_blocks, triton.cdiv(size, keys)](
                 part, tiles.first_tile, block_from, block_to, out, num_keys, kv_heads, max_blocks,
-                size, out.shape[3], tuning.padded(out.shape[3]), keys, more,
+                size, out.shape[3], tuning.padded(out.shape[3]), keys, first > 0,
             )  # fmt: skip

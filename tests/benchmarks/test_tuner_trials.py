@@ -101,8 +101,6 @@ def test_what_hopper_does_not_serve_or_take_is_dropped() -> None:
     """Other heads; one stage, with which the scores would wait for ever; 32 rows, which are no warpgroup."""
     program = (
         "from benchmarks.tuner_trials import *\n"
-        "from nsa.triton_backend import hopper\n"
-        "hopper.UNTRIED.clear()\n"
         "table, launch = tuning.table(90), Tuned(64, 64, 4, 2)\n"
         "narrow = Workload(90, 'narrow', 16, 128, 128, 1, 0)\n"
         "print(fits('hopper.scores', launch, table, narrow))\n"

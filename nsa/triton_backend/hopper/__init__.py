@@ -17,8 +17,6 @@ from nsa.triton_backend import support, tuning
 TRIED = ("3.6.", "3.7.")
 """Versions of Triton."""
 AVAILABLE = triton.__version__.startswith(TRIED)
-UNTRIED = {"scores"} if triton.__version__.startswith("3.7.") else set()
-"""Kernels that have not run their laws under this one of them."""
 if AVAILABLE:
     from nsa.triton_backend.hopper import interval, interval_backward, scores, selected  # noqa: F401 - for the callers
 
@@ -30,7 +28,7 @@ def serves(kernel: str, group: int, *read: Tensor) -> bool:
     """Whether "interval_forward", ... can be launched for groups of so many heads and tensors [B, T, H, D] that TMA
     is to read."""
     table, name = tuning.table(tuning.architecture(read[0].device)), f"hopper.{kernel}"
-    if not AVAILABLE or kernel in UNTRIED or support.interpreted() or name not in table.narrow:
+    if not AVAILABLE or support.interpreted() or name not in table.narrow:
         return False
     rows = table.of(name, "narrow", group).rows
     return triton.next_power_of_2(group) <= rows and all(map(_readable, read))

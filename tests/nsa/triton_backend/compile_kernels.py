@@ -21,7 +21,6 @@ LENGTH = 2048  # queries of a small group go by block from there on
 def main() -> None:
     architecture, group, dk, dv = map(int, sys.argv[1:5])
     hopper.AVAILABLE &= "portable" not in sys.argv
-    hopper.UNTRIED.clear()  # what has not run must compile, too
     with recorded(architecture) as launches:
         call(Heads(group, dk, dv), LENGTH, LENGTH, backward="forward" not in sys.argv)
     needs, versions = {}, Counter[str]()

@@ -113,15 +113,8 @@ class TestWhatIsServed:
         for group, served in ((16, True), (17, False)):
             assert selected._served("forward", self.keys.repeat(1, 1, group, 1), self.keys, self.keys, layout) == served
 
-    def test_a_kernel_that_was_not_tried_with_this_triton_waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(hopper, "UNTRIED", {"scores"})
-        assert not hopper.serves("scores", 16, self.keys)
-        monkeypatch.setattr(hopper, "UNTRIED", set())
+    def test_nothing_is_under_a_version_of_triton_that_was_not_tried(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert hopper.serves("scores", 16, self.keys)
-
-    def test_nor_is_anything_under_a_version_of_triton_that_was_not_tried(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
         monkeypatch.setattr(hopper, "AVAILABLE", False)
         assert not hopper.serves("interval_forward", 16, self.keys)
 
@@ -147,8 +140,6 @@ def only_hopper(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     Of one token there is no compressed block; the selected branch takes groups of up to 16 heads.
     """
     for module, name in KERNELS:
-        if module is scores and hopper.UNTRIED:
-            continue
         if case.group <= 16 if module is selected else case.keys > 1:
             monkeypatch.setattr(module, name, _Unused())
 
