@@ -115,7 +115,7 @@ def _bounds(ORDERED, FIRST_PAIR, TILES_OF_CELL, pairs, cells, size, BN: tl.const
     first = _first_above(ORDERED, cell, pairs, True)
     before = _first_above(ORDERED, cell - 1, pairs, True)
     tl.store(FIRST_PAIR + cell, first, mask=cell <= cells)
-    tl.store(TILES_OF_CELL + cell, tl.where(cell == 0, 0, tl.cdiv(first - before, size)), mask=cell <= cells)
+    tl.store(TILES_OF_CELL + cell, tl.cdiv(first - before, size), mask=cell <= cells)
 
 
 @kernel

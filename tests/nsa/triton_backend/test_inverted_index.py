@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -52,3 +54,15 @@ def test_it_holds_what_the_plain_one_finds(
     assert torch.equal(found.query, (wanted.order % (count * n) + first * n).int())
     without = inverted_index.build(chosen, layout, first, last, chunk=chunk, size=size, with_slots=False)
     assert torch.equal(without.query, found.query // n)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_cells_that_no_longer_fit_in_16_bits_make_no_difference(
+    device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen, layout = draw(70, 90, device, None)
+    few = inverted_index.build(chosen, layout, 0, 70, chunk=24, size=8, with_slots=True)
+    monkeypatch.setattr(inverted_index, "sorted_as", lambda _: dtype)
+    many = inverted_index.build(chosen, layout, 0, 70, chunk=24, size=8, with_slots=True)
+    for field in dataclasses.fields(few):
+        assert torch.equal(getattr(few, field.name), getattr(many, field.name)), field.name
