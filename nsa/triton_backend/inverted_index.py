@@ -49,6 +49,7 @@ def build(
     """Tiles of up to `size` pairs over the queries first … last of block_indices int32 [B, S, Hkv, n] (contiguous),
     taken `chunk` at a time. No host sync: how many tiles there are is the bound that shapes alone give.
     """
+    assert block_indices.is_contiguous()
     (batch, length, kv_heads, n), count, device = block_indices.shape, last - first, block_indices.device
     cells = triton.cdiv(count, chunk) * batch * kv_heads * layout.max_blocks
     pairs = batch * kv_heads * count * n
@@ -95,9 +96,9 @@ def _cells(
 
 
 @triton.jit
-def _first_above(SORTED, value, count, OR_EQUAL: tl.constexpr):
-    """int64: the first place of SORTED [count] with something above each value (`OR_EQUAL`: or equal), or count."""
-    low, high = tl.zeros_like(value), tl.zeros_like(value) + count
+def _first_above(SORTED, value, places, OR_EQUAL: tl.constexpr):
+    """int64: the first of SORTED's places with something above each value (`OR_EQUAL`: or equal), `places` for none."""
+    low, high = tl.zeros_like(value), tl.zeros_like(value) + places
     while tl.max(high - low, axis=0) > 0:
         middle = (low + high) // 2
         searching = low < high
@@ -120,6 +121,7 @@ def _bounds(ORDERED, FIRST_PAIR, TILES_OF_CELL, pairs, cells, size, BN: tl.const
 
 @kernel
 def _cut(FIRST_PAIR, FIRST_TILE, BEGIN, END, CELL, tiles, cells, size, BN: tl.constexpr):
+    """BEGIN, END and CELL [tiles]; the tiles that are left over are empty ones of the last cell."""
     tile = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     cell = tl.minimum(_first_above(FIRST_TILE, tile, cells + 1, False), cells) - 1
     past = tl.load(FIRST_PAIR + cell + 1)
@@ -130,8 +132,11 @@ def _cut(FIRST_PAIR, FIRST_TILE, BEGIN, END, CELL, tiles, cells, size, BN: tl.co
 
 
 @kernel
-def _queries(PAIR, QUERY, pairs, first, count, PER: tl.constexpr, BN: tl.constexpr):
-    """QUERY [pairs]: the numbers of queries times n plus slot, over PER; `first` and `count` are times n too."""
+def _queries(PAIR, QUERY, pairs, first_slot, slots, PER: tl.constexpr, BN: tl.constexpr):
+    """QUERY [pairs]: where each pair's slot stands among all queries' slots of a sequence and group, over PER.
+
+    `slots` of them are indexed, from `first_slot` on.
+    """
     place = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     pair = tl.load(PAIR + place, mask=place < pairs, other=0)
-    tl.store(QUERY + place, (first + pair % count) // PER, mask=place < pairs)
+    tl.store(QUERY + place, (first_slot + pair % slots) // PER, mask=place < pairs)

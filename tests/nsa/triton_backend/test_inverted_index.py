@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -30,6 +28,24 @@ def draw(queries: int, keys: int, device: torch.device, cu_seqlens: torch.Tensor
     return chosen.int().to(device), layout
 
 
+def agree(
+    found: inverted_index.Index, chosen: torch.Tensor, layout: Layout, first: int, last: int, chunk: int, size: int
+) -> None:
+    """Fail unless it holds what the plain index finds, with slots."""
+    (batch, _, kv_heads, n), count = chosen.shape, last - first
+    block = chosen[:, first:last].transpose(1, 2).long()  # [B, Hkv, count, n]
+    cells_of_chunk = batch * kv_heads * layout.max_blocks
+    kv_row = torch.arange(batch * kv_heads, device=chosen.device).view(batch, kv_heads, 1, 1)
+    chunks_before = torch.arange(count, device=chosen.device) // chunk * cells_of_chunk
+    cell = kv_row * layout.max_blocks + (layout.blocks_before[first:last] + chunks_before)[:, None] + block
+    wanted = plain.build(torch.where(block < 0, -1, cell).flatten(), size, -(-count // chunk) * cells_of_chunk)
+    for name, other in (
+        ("pair", "order"), ("begin", "begin"), ("end", "end"), ("cell", "block"), ("first_tile", "first_tile")
+    ):  # fmt: skip
+        assert torch.equal(getattr(found, name), getattr(wanted, other)), name
+    assert torch.equal(found.query, (wanted.order % (count * n) + first * n).int())
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("first", "last", "chunk"), [(0, 70, 70), (0, 70, 24), (10, 58, 17), (69, 70, 1)])
 @pytest.mark.parametrize("size", [3, 8, 512])
@@ -39,30 +55,28 @@ def test_it_holds_what_the_plain_one_finds(
     cu_seqlens = torch.tensor([0, 20, 21, 70], dtype=torch.int32, device=device) if packed else None
     chosen, layout = draw(70, 70 if packed else 90, device, cu_seqlens)
     found = inverted_index.build(chosen, layout, first, last, chunk=chunk, size=size, with_slots=True)
-
-    count, n = last - first, CONFIG.n_sel
-    block = chosen[:, first:last].transpose(1, 2).long()  # [B, Hkv, count, n]
-    cells_of_chunk = BATCH * KV_HEADS * layout.max_blocks
-    kv_row = torch.arange(BATCH * KV_HEADS, device=device).view(BATCH, KV_HEADS, 1, 1)
-    chunks_before = torch.arange(count, device=device) // chunk * cells_of_chunk
-    cell = kv_row * layout.max_blocks + (layout.blocks_before[first:last] + chunks_before)[:, None] + block
-    wanted = plain.build(torch.where(block < 0, -1, cell).flatten(), size, -(-count // chunk) * cells_of_chunk)
-    for name, other in (
-        ("pair", "order"), ("begin", "begin"), ("end", "end"), ("cell", "block"), ("first_tile", "first_tile")
-    ):  # fmt: skip
-        assert torch.equal(getattr(found, name), getattr(wanted, other)), name
-    assert torch.equal(found.query, (wanted.order % (count * n) + first * n).int())
+    agree(found, chosen, layout, first, last, chunk, size)
     without = inverted_index.build(chosen, layout, first, last, chunk=chunk, size=size, with_slots=False)
-    assert torch.equal(without.query, found.query // n)
+    assert torch.equal(without.query, found.query // CONFIG.n_sel)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_cells_that_no_longer_fit_in_16_bits_make_no_difference(
-    device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_programs_share_its_work(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inverted_index, "PAIRS_PER_PROGRAM", 64)
+    monkeypatch.setattr(inverted_index, "CELLS_PER_PROGRAM", 16)
     chosen, layout = draw(70, 90, device, None)
-    few = inverted_index.build(chosen, layout, 0, 70, chunk=24, size=8, with_slots=True)
-    monkeypatch.setattr(inverted_index, "sorted_as", lambda _: dtype)
-    many = inverted_index.build(chosen, layout, 0, 70, chunk=24, size=8, with_slots=True)
-    for field in dataclasses.fields(few):
-        assert torch.equal(getattr(few, field.name), getattr(many, field.name)), field.name
+    found = inverted_index.build(chosen, layout, 10, 58, chunk=17, size=3, with_slots=True)
+    agree(found, chosen, layout, 10, 58, 17, 3)
+
+
+@pytest.mark.parametrize(("queries", "keys", "kv_heads"), [(7, 604, 31), (8, 2048, 8)])
+def test_cells_up_to_where_16_bits_end_and_beyond(device: torch.device, queries: int, keys: int, kv_heads: int) -> None:
+    """2**15 - 1 of them, the most that are sorted as 16 bits beside the number for none; and one more."""
+    config = nsa.NSAConfig(l=4, d=2, l_sel=4, n_sel=4, w=13)
+    layout = Layout(queries, keys, config, device)
+    assert abs(kv_heads * layout.max_blocks * queries - 2**15 + 0.5) < 1
+    generator = torch.Generator().manual_seed(queries)
+    shape = (1, queries, kv_heads, config.n_sel)
+    chosen = torch.randint(-1, layout.max_blocks, shape, generator=generator).int().to(device)
+    chosen[0, -1, -1, -1] = layout.max_blocks - 1
+    found = inverted_index.build(chosen, layout, 0, queries, chunk=1, size=8, with_slots=True)
+    agree(found, chosen, layout, 0, queries, 1, 8)
