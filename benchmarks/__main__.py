@@ -7,6 +7,8 @@
     python -m benchmarks bisect GOOD BAD --case NAME    which commit made it slower?
     python -m benchmarks calibrate      how often compare is right on this machine; sets its thresholds
     python -m benchmarks merge FOLDER...    join the results of several runners
+    python -m benchmarks samples RUN    every sample of a run, where they still are
+    python -m benchmarks convert        bring records of earlier versions into today's form
     python -m benchmarks accept --case NAME --reason TEXT    take the level that a case has now as its baseline
     python -m benchmarks tune           find faster tiles of the kernels on this GPU; writes its table
 
@@ -23,7 +25,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks import gpus, jsonl
-from benchmarks.commands import accept, bisect, calibrate, compare, merge, options, report, run, tune
+from benchmarks.commands import accept, bisect, calibrate, compare, convert, merge, options, report, run, samples, tune
 
 COMMANDS = {
     "run": run,
@@ -33,6 +35,8 @@ COMMANDS = {
     "calibrate": calibrate,
     "accept": accept,
     "merge": merge,
+    "samples": samples,
+    "convert": convert,
     "tune": tune,
 }
 

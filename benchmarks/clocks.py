@@ -7,10 +7,12 @@ works at its limit, and part of its figures; heat and a failing supply are not, 
 
 from __future__ import annotations
 
+import statistics
 import time
 from bisect import bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -64,6 +66,35 @@ class Clocks:
             f"{len(extraordinary)} of {len(self.sm_mhz)} samples throttled: {', '.join(named)}; SM clock {lowest} to"
             f" {highest} MHz, up to {max(self.temperature_c)} degrees C"
         )
+
+    @property
+    def summary(self) -> ClockSummary:
+        """In a few numbers, as a record keeps it."""
+        return ClockSummary(
+            min(self.sm_mhz),
+            statistics.median(self.sm_mhz),
+            statistics.median(self.power_w),
+            max(self.temperature_c),
+            dict(Counter(self.throttle_reasons)),
+        )
+
+
+@dataclass(frozen=True)
+class ClockSummary:
+    """What the GPU's clocks did beside the samples of one measurement."""
+
+    sm_mhz_min: int
+    """Lowest clock of the multiprocessors."""
+    sm_mhz_median: float
+    power_w_median: float
+    """Power that the board drew."""
+    temperature_c_max: int
+    throttled: Mapping[str, int] = field(default_factory=dict)
+    """Samples beside which the device lowered its clocks, by reason ("power_cap", "hardware_slowdown+thermal")."""
+
+    def __post_init__(self) -> None:
+        if not all(type(count) is int and count > 0 for count in self.throttled.values()):
+            raise ValueError(f"clocks.throttled must count samples by reason; got {self.throttled}")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -82,6 +84,11 @@ class Fingerprint:
         if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z", self.utc, re.ASCII):
             raise ValueError(f"fingerprint.utc must be like 2026-01-02T03:04:05.678Z; got {self.utc!r}")
 
+    @cached_property
+    def conditions(self) -> tuple[object, ...]:
+        """The values of `CONDITIONS`: fingerprints that share them give figures that can be compared."""
+        return _conditions(self)
+
 
 _DIRTY = {"0": False, "1": True}
 """NSA_DIRTY beside NSA_COMMIT: whether the copy differs from that commit; unknown without it."""
@@ -91,6 +98,9 @@ CONDITIONS = (
     "threads", "omp_wait_policy", "gpu_clocks", "benchmarks_sha256",
 )  # fmt: skip
 """What two figures must share to be compared. The rest is when, which NSA (what is compared), and measured itself."""
+
+
+_conditions = attrgetter(*CONDITIONS)
 
 
 def differences(a: Fingerprint, b: Fingerprint) -> list[str]:

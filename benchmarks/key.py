@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 CACHES = ("warm", "cold")
@@ -58,7 +62,12 @@ class Key:
         dims = f"{self.head_dim_k}" if self.head_dim_k == self.head_dim_v else f"{self.head_dim_k}:{self.head_dim_v}"
         return self.model or f"{self.heads}x{self.kv_heads}x{dims}"
 
-    @property
+    @cached_property
+    def identity(self) -> str:
+        """Every field, as one word that tells any two keys apart."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @cached_property
     def case(self) -> str:
         """What all contenders share: decode/8x2x64/b4/s16384/float32, then a word for each thing that is not usual:
         "q16" where a prefill continues or a decode takes 16 tokens, the kind of inputs ("local"), "cold", "graph"."""
@@ -72,3 +81,43 @@ class Key:
     def name(self) -> str:
         """One readable word, what `--cases` matches: the case and the implementation."""
         return f"{self.case}/{self.implementation}"
+
+    @classmethod
+    def from_name(cls, name: str) -> Key:
+        """The key of this name, without backend and config. ValueError where a name does not say all the rest."""
+        found = _NAME.fullmatch(name)
+        if found is None:
+            raise ValueError(f"{name!r} is no name of a case that gives its heads: mode/heads/b1/s64/dtype/.../who")
+        parts = found.groupdict()
+        words = parts["words"].split("/")[1:]
+        num_keys, head_dim_k = int(parts["num_keys"]), int(parts["head_dim_k"])
+        usual_queries = 1 if parts["mode"] == "decode" else num_keys
+        key = cls(
+            mode=parts["mode"],
+            implementation=parts["implementation"],
+            backend_asked=None,
+            dtype=parts["dtype"],
+            num_queries=next((int(word[1:]) for word in words if _QUERIES.fullmatch(word)), usual_queries),
+            batch=int(parts["batch"]),
+            num_keys=num_keys,
+            heads=int(parts["heads"]),
+            kv_heads=int(parts["kv_heads"]),
+            head_dim_k=head_dim_k,
+            head_dim_v=int(parts["head_dim_v"] or head_dim_k),
+            config=None,
+            inputs=next((word for word in words if not (_QUERIES.fullmatch(word) or word in _WORDS)), "random"),
+            cache="cold" if "cold" in words else "warm",
+            launch="graph" if "graph" in words else "eager",
+        )
+        if key.name != name:
+            raise ValueError(f"{name!r} is no name of a case; its parts make {key.name!r}")
+        return key
+
+
+_NAME = re.compile(
+    r"(?P<mode>[a-z-]+)/(?P<heads>\d+)x(?P<kv_heads>\d+)x(?P<head_dim_k>\d+)(:(?P<head_dim_v>\d+))?"
+    r"/b(?P<batch>\d+)/s(?P<num_keys>\d+)/(?P<dtype>\w+)(?P<words>(/[\w-]+)*)/(?P<implementation>[\w-]+)",
+    re.ASCII,
+)
+_QUERIES = re.compile(r"q\d+", re.ASCII)
+_WORDS = ("cold", "graph")

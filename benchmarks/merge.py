@@ -1,7 +1,7 @@
-"""Results of several runners into one folder: every line that is whole comes along, none is changed or dropped.
+"""Results of several runners into one folder: every line that is whole comes along, and none is dropped.
 
 Runs, regressions, verdicts and accepted levels are files of lines that are only appended to: two versions of one file
-differ by whole lines. Pages are not merged but built again.
+differ by whole lines. Raw samples stay where they are. Pages are not merged but built again.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import jsonl, schema, whole
+from benchmarks import conversion, jsonl, run_file, schema, whole
 from benchmarks.accepted import Acceptance
 from benchmarks.judgements import Judgement
 from benchmarks.records import Record
+from benchmarks.run_file import Damaged
 
-LINES = ("runs/*/*.jsonl", "regression/*/*.jsonl", "verdicts/*.jsonl", "baselines/accepted.jsonl")
-WHOLE = ("calibration/*.json", "laws/*.xml")
+RUNS = "runs/*/*.jsonl"
+LINES = ("regression/*/*.jsonl", "verdicts/*.jsonl", "baselines/accepted.jsonl")
+WHOLE = ("calibration/*.json", "laws/*.json")
+PATTERNS = (RUNS, *LINES, *WHOLE)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -46,10 +49,12 @@ def merge(source: Path, results: Path, merged: Merged) -> None:
         raise ValueError(f"a folder of results is needed; {source} is none")
     folders = [folder for folder in (source, *sorted(source.iterdir())) if _holds_results(folder)]
     if not folders:
-        raise ValueError(f"{source} holds no results: no {', no '.join((*LINES, *WHOLE))} in it or one folder below")
+        raise ValueError(f"{source} holds no results: no {', no '.join(PATTERNS)} in it or one folder below")
     results.mkdir(parents=True, exist_ok=True)
     with _alone(results):
         for folder in folders:
+            for path in _found(folder, (RUNS,), merged):
+                _merge_run(path, results / path.relative_to(folder), merged)
             for path in _found(folder, LINES, merged):
                 _merge_lines(path, results / path.relative_to(folder), merged)
             for path in _found(folder, WHOLE, merged):
@@ -57,7 +62,7 @@ def merge(source: Path, results: Path, merged: Merged) -> None:
 
 
 def _holds_results(folder: Path) -> bool:
-    return folder.is_dir() and any(next(folder.glob(pattern), None) for pattern in (*LINES, *WHOLE))
+    return folder.is_dir() and any(next(folder.glob(pattern), None) for pattern in PATTERNS)
 
 
 def _found(folder: Path, patterns: tuple[str, ...], merged: Merged) -> Iterator[Path]:
@@ -71,6 +76,33 @@ def _found(folder: Path, patterns: tuple[str, ...], merged: Merged) -> Iterator[
                 merged.refused.append(f"{path}: a name must be of letters, digits, '.', '_' and '-'")
             else:
                 yield path
+
+
+def _merge_run(path: Path, target: Path, merged: Merged) -> None:
+    """The records that the target lacks; files of earlier versions are converted on the way."""
+    if target.exists() and conversion.is_old(target):
+        conversion.convert(target)
+    ours = run_file.split(run_file.read(target))[0] if target.exists() else []
+    known = set(map(run_file.whole_line, ours))
+    fresh: list[Record] = []
+    for found in run_file.entries(path):
+        if isinstance(found, Damaged):
+            merged.refused.append(f"{path}:{found.line}: {found.why}")
+        elif found.fingerprint.machine != path.parent.name:
+            wrong = f"a record of {found.fingerprint.machine!r} must not lie in {path.parent.name}/"
+            merged.refused.append(f"{path}:{found.number}: {wrong}")
+        elif (line := run_file.whole_line(record := found.record())) in known:
+            merged.known_lines += 1
+        else:
+            known.add(line)
+            fresh.append(record)
+    if ours:
+        for record in fresh:
+            run_file.append(target, record)
+    elif fresh:
+        whole.replace(target, "".join(f"{line}\n" for line in run_file.lines_of(fresh)).encode())
+        merged.new_files += 1
+    merged.new_lines += len(fresh)
 
 
 def _merge_lines(path: Path, target: Path, merged: Merged) -> None:
@@ -97,40 +129,33 @@ def _merge_lines(path: Path, target: Path, merged: Merged) -> None:
 
 
 def _why_damaged(line: bytes, path: Path) -> str | None:
-    """What is wrong with a line; a run's must be a whole record of the machine whose folder it lies in."""
-    kind = path.parent.parent.name if path.parent.parent.name in _KINDS else path.parent.name
+    """What is wrong with a line; None where it is whole."""
+    kind = path.parent.parent.name if path.parent.parent.name in _KINDS else path.parent.name  # regression/<machine>/
     try:
         found = json.loads(line.decode())
         if not isinstance(found, dict):
             raise TypeError("a line must be a JSON object")
-        _KINDS[kind](found, path.parent.name)
+        _KINDS[kind](found)
     except (ValueError, TypeError, RecursionError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
-def _record(found: dict[str, Any], machine: str) -> None:
-    own = Record.from_json(json.dumps(found)).fingerprint.machine
-    if own != machine:
-        raise ValueError(f"a record of {own!r} must not lie in {machine}/")
-
-
-def _replayed(found: dict[str, Any], _machine: str) -> None:
+def _replayed(found: dict[str, Any]) -> None:
     missing = {"fingerprint", "incident", "verdict", "schema_version"} - set(found)
     if missing:
         raise ValueError(f"a replayed incident must have {', '.join(sorted(missing))}")
 
 
-def _judgement(found: dict[str, Any], _folder: str) -> None:
+def _judgement(found: dict[str, Any]) -> None:
     schema.build(Judgement, found, "judgement")
 
 
-def _acceptance(found: dict[str, Any], _folder: str) -> None:
+def _acceptance(found: dict[str, Any]) -> None:
     schema.build(Acceptance, found, "acceptance")
 
 
-_KINDS: dict[str, Callable[[dict[str, Any], str], None]] = {
-    "runs": _record,
+_KINDS: dict[str, Callable[[dict[str, Any]], None]] = {
     "regression": _replayed,
     "verdicts": _judgement,
     "baselines": _acceptance,

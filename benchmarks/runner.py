@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -19,6 +20,7 @@ from benchmarks.fingerprint import Fingerprint
 from benchmarks.gate import IncorrectError, NonFiniteError, finite, merged
 from benchmarks.graphs import CannotCaptureError
 from benchmarks.records import Gate, Key, Outcome, Record
+from benchmarks.samples import RawSamples, SampleSummary
 from benchmarks.timing import Timing
 from benchmarks.turns import Turns
 
@@ -29,6 +31,15 @@ _FRESH_SEED = 1
 """Of the inputs after the last sample; those that are timed have the seed 0."""
 
 Prepare = Callable[[Key, str], Work]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A record, and the samples behind it."""
+
+    record: Record
+    raw: RawSamples | None = None
+    """None where nothing was timed."""
 
 
 class ThrottledError(Exception):
@@ -46,8 +57,8 @@ def run(
     fingerprint: Fingerprint,
     command: Callable[[Key], str],
     prepare: Prepare = prepare,
-) -> Iterator[Record]:
-    """One record per key, in order."""
+) -> Iterator[Measurement]:
+    """One measurement per key, in order."""
     for key in keys:
         yield measure(key, device, plan, fingerprint, command(key), prepare)
         gc.collect()
@@ -57,21 +68,23 @@ def run(
 
 def measure(
     key: Key, device: str, plan: timing.Plan, fingerprint: Fingerprint, command: str, prepare: Prepare = prepare
-) -> Record:
+) -> Measurement:
     """One measurement. Only KeyboardInterrupt and the like leave it."""
     gate: Gate | None = None
     try:
         if key.mode == "memory":
             gate, peak = memory.in_child(key, MEMORY_DEADLINE_S)
-            return Record(
-                key,
-                Outcome.PASSED,
-                None,
-                fingerprint,
-                command,
-                gate,
-                peak_mem_mib=peak.mib,
-                peak_mem_source=peak.source,
+            return Measurement(
+                Record(
+                    key,
+                    Outcome.PASSED,
+                    None,
+                    fingerprint,
+                    command,
+                    gate,
+                    peak_mem_mib=peak.mib,
+                    peak_mem_source=peak.source,
+                )
             )
         work = prepare(key, device)
         before = guards.digests(work.inputs)
@@ -89,8 +102,13 @@ def measure(
     except Exception as error:
         outcome, reason = classify(error, key.implementation)
         clocks = error.clocks if isinstance(error, ThrottledError) else None
-        return Record(key, outcome, reason, fingerprint, command, getattr(error, "gate", None) or gate, clocks=clocks)
-    return Record(
+        summary = clocks.summary if clocks else None
+        gate = getattr(error, "gate", None) or gate
+        return Measurement(
+            Record(key, outcome, reason, fingerprint, command, gate, clocks=summary),
+            RawSamples(key.name, clocks=clocks) if clocks else None,
+        )
+    record = Record(
         key,
         Outcome.PASSED,
         None,
@@ -98,7 +116,7 @@ def measure(
         command,
         gate if fresh is None else merged(gate, fresh),
         latency_ms=timed.latency_ms,
-        samples_ms=timed.samples_ms,
+        samples=SampleSummary.of(timed.samples_ms),
         interval_ms=timed.interval_ms,
         end_to_end_ms=timed.end_to_end_ms,
         tokens_per_s=work.tokens / timed.latency_ms * 1e3,
@@ -110,10 +128,11 @@ def measure(
         warmup_calls=timed.warmup_calls,
         stop_reason=timed.stop_reason,
         unmet=timed.unmet,
-        clocks=timed.clocks,
+        clocks=timed.clocks.summary if timed.clocks else None,
         flops=work.flops,
         bytes_moved=work.bytes_moved,
     )
+    return Measurement(record, RawSamples(key.name, timed.samples_ms, timed.clocks))
 
 
 def _require_steady(timed: Timing) -> None:

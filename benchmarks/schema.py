@@ -62,7 +62,11 @@ def _reader(kind: Any) -> _Reader:
 def _dataclass(kind: Any) -> _Reader:
     hints = get_type_hints(kind)
     readers = {field.name: _reader(hints[field.name]) for field in dataclasses.fields(kind)}
-    needed = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
+    needed = [
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.default is field.default_factory is dataclasses.MISSING
+    ]
 
     def read(data: Any) -> Any:
         if not isinstance(data, dict):

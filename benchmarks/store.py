@@ -1,34 +1,20 @@
-"""Queries over every run: thousands of records by their columns, and the full ones where a page shows them."""
+"""Queries over every run. All lines are read and checked once, full records are kept only where a query asks for them:
+two years of five GPUs are 600,000 of them.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from benchmarks import index, schema
+from benchmarks import run_file
 from benchmarks.cases import NSA
 from benchmarks.fingerprint import Fingerprint
-from benchmarks.records import Damaged, Record
-
-_FULL = "SELECT f.path, r.start, r.length FROM records r JOIN files f ON f.id = r.file"
-_ORDER = "ORDER BY r.utc, f.path, r.line"
-_BOTH = f"""
-WITH dense AS (SELECT DISTINCT machine, case_name, utc FROM records WHERE implementation != '{NSA}'),
-both AS (
-  SELECT machine, case_name, backend, max(utc) AS utc FROM records JOIN dense USING (machine, case_name, utc)
-  WHERE implementation = '{NSA}' GROUP BY machine, case_name, backend),
-alone AS (
-  SELECT machine, case_name, backend, max(utc) AS utc FROM records
-  WHERE implementation = '{NSA}' GROUP BY machine, case_name, backend),
-oldest AS (
-  SELECT machine, case_name, min(coalesce(both.utc, alone.utc)) AS utc
-  FROM alone LEFT JOIN both USING (machine, case_name, backend) GROUP BY machine, case_name)
-"""
+from benchmarks.key import Key
+from benchmarks.record_line import Line
+from benchmarks.records import Record
+from benchmarks.run_file import Damaged
 
 
 @dataclass(frozen=True)
@@ -52,93 +38,137 @@ class Series:
     """Oldest first."""
 
 
-class Store:
-    """An open index. Make it with `opened`."""
+class _Row(NamedTuple):
+    """The columns of one record."""
 
-    def __init__(self, connection: sqlite3.Connection, runs: Path) -> None:
-        self._connection = connection
-        self._runs = runs
-        self._fingerprints: dict[int, Fingerprint] = {}
+    fingerprint: Fingerprint
+    key: Key
+    path: str | None
+    """What ran, as the gate recorded it."""
+    latency_ms: float | None
+    interval_ms: tuple[float, float] | None
+    tokens_per_s: float | None
+    file: int
+    """Number of its file."""
+
+    @property
+    def series(self) -> tuple[str, str, str]:
+        """`Record.identity`, in an order for pages: by case, then by what ran."""
+        return self.key.case, self.path or "", self.key.identity
+
+
+class Store:
+    """Every run below a folder of results, or one machine's, as it was when this was made."""
+
+    def __init__(self, results: Path, machine: str = "*") -> None:
+        self._files = sorted((results / "runs").glob(f"{machine}/*.jsonl"))
+        self._rows: list[_Row] = []
+        self._damaged: list[Damaged] = []
+        for number, path in enumerate(self._files):
+            for found in run_file.entries(path):
+                if isinstance(found, Damaged):
+                    self._damaged.append(found)
+                elif found.fingerprint.machine != path.parent.name:
+                    self._damaged.append(Damaged(path, found.number, f"a record of {found.fingerprint.machine!r}"))
+                else:
+                    self._rows.append(_row(found.key, found.fingerprint, found.figures, number))
+        self._rows.sort(key=lambda row: row.fingerprint.utc)  # stable: by file and line within one run
 
     def __len__(self) -> int:
         """Records of all runs."""
-        (count,) = self._connection.execute("SELECT count(*) FROM records").fetchone()
-        return int(count)
+        return len(self._rows)
 
     def machines(self) -> list[str]:
         """Every machine that has a record, the one with the newest run first."""
-        rows = self._connection.execute("SELECT machine FROM records GROUP BY machine ORDER BY max(utc) DESC")
-        return [machine for (machine,) in rows]
+        return list(dict.fromkeys(row.fingerprint.machine for row in reversed(self._rows)))
 
     def records(
         self, machine: str | None = None, mode: str | None = None, implementation: str | None = None, since: str = ""
     ) -> list[Record]:
         """Full records by run, oldest first. `since`: UTC of the first run wanted, as in the fingerprint."""
-        wanted = {"machine": machine, "mode": mode, "implementation": implementation}
-        named = {column: value for column, value in wanted.items() if value is not None}
-        where = " AND ".join(["r.utc >= :since", *(f"r.{column} = :{column}" for column in named)])
-        return self._full(f"{_FULL} WHERE {where} {_ORDER}", {**named, "since": since})
+        wanted = {
+            row.file
+            for row in self._rows
+            if row.fingerprint.utc >= since and machine in (None, row.fingerprint.machine)
+        }
+        return [
+            record
+            for record in self._full(wanted)
+            if record.fingerprint.utc >= since
+            and machine in (None, record.fingerprint.machine)
+            and mode in (None, record.key.mode)
+            and implementation in (None, record.key.implementation)
+        ]
 
     def current(self) -> list[Record]:
         """As few records as `verdict.comparisons` needs to answer as it would for all of them, oldest run first.
 
         For each case the newest run with NSA and a baseline, and what came after; NSA's newest where none has both.
         """
-        newer = "JOIN oldest o ON o.machine = r.machine AND o.case_name = r.case_name AND r.utc >= o.utc"
-        return self._full(f"{_BOTH} {_FULL} {newer} {_ORDER}", {})
+        oldest = self._oldest_needed()
+        files = {row.file for row in self._rows if row.fingerprint.utc >= oldest.get(_case(row), "~")}
+        return [record for record in self._full(files) if record.fingerprint.utc >= oldest.get(_case(record), "~")]
+
+    def _oldest_needed(self) -> dict[tuple[str, str], str]:
+        """UTC of the first run that `current` needs, by (machine, case) of those that NSA was measured on."""
+        dense = {(*_case(row), row.fingerprint.utc) for row in self._rows if row.key.implementation != NSA}
+        both: dict[tuple[str, str, str | None], str] = {}
+        alone: dict[tuple[str, str, str | None], str] = {}
+        for row in self._rows:  # oldest first: the last one stays
+            if row.key.implementation != NSA:
+                continue
+            name = (*_case(row), row.key.backend_asked)
+            alone[name] = row.fingerprint.utc
+            if (*_case(row), row.fingerprint.utc) in dense:
+                both[name] = row.fingerprint.utc
+        oldest: dict[tuple[str, str], str] = {}
+        for name, utc in alone.items():
+            needed, case = both.get(name, utc), name[:2]
+            oldest[case] = min(needed, oldest.get(case, needed))
+        return oldest
 
     def history(self, machine: str, implementation: str = NSA) -> list[Series]:
         """Every latency that this machine measured, by series, in the order of the cases' names."""
-        rows = self._connection.execute(
-            "SELECT identity, f.path, start, length, utc, latency_ms, low_ms, high_ms, tokens_per_s, fingerprint"
-            " FROM records r JOIN files f ON f.id = r.file"
-            " WHERE machine = ? AND implementation = ? AND latency_ms IS NOT NULL"
-            " ORDER BY case_name, r.path, identity, utc, f.path, line",
-            (machine, implementation),
-        )
-        points: dict[bytes, list[Point]] = {}
-        places: dict[bytes, tuple[bytes, int, int]] = {}
-        for identity, path, start, length, utc, latency_ms, low_ms, high_ms, tokens_per_s, known in rows:
-            interval_ms = None if low_ms is None else (low_ms, high_ms)
-            point = Point(utc, latency_ms, interval_ms, tokens_per_s, self._fingerprint(known))
-            points.setdefault(identity, []).append(point)
-            places[identity] = (path, start, length)
-        return [Series(*pair) for pair in zip(self._read(places.values()), points.values(), strict=True)]
+        series: dict[tuple[str, str, str], list[_Row]] = {}
+        for row in self._rows:
+            if (row.fingerprint.machine, row.key.implementation) == (machine, implementation) and row.latency_ms:
+                series.setdefault(row.series, []).append(row)
+        newest = {
+            _row(record.key, record.fingerprint, record, 0).series: record
+            for record in self._full({rows[-1].file for rows in series.values()})
+            if record.latency_ms
+        }
+        return [Series(newest[name], [_point(row) for row in rows]) for name, rows in sorted(series.items())]
 
     def runs(self, machine: str) -> list[Fingerprint]:
         """Every run of this machine that has a record, oldest first."""
-        rows = self._connection.execute(
-            "SELECT DISTINCT utc, fingerprint FROM records WHERE machine = ? ORDER BY utc, fingerprint", (machine,)
-        )
-        return [self._fingerprint(known) for _, known in rows]
+        here = {id(row.fingerprint): row.fingerprint for row in self._rows if row.fingerprint.machine == machine}
+        return list(dict.fromkeys(here.values()))  # the lines of an old run have each its own
 
     def damaged(self) -> list[Damaged]:
         """Every line that is no record, by name."""
-        rows = self._connection.execute(
-            "SELECT f.path, d.line, d.why FROM damaged d JOIN files f ON f.id = d.file ORDER BY f.path, d.line"
-        )
-        return [Damaged(self._runs / os.fsdecode(path), line, why) for path, line, why in rows]
+        return list(self._damaged)
 
-    def _fingerprint(self, number: int) -> Fingerprint:
-        if number not in self._fingerprints:
-            (text,) = self._connection.execute("SELECT json FROM fingerprints WHERE id = ?", (number,)).fetchone()
-            self._fingerprints[number] = schema.build(Fingerprint, json.loads(text), "fingerprint")
-        return self._fingerprints[number]
-
-    def _full(self, query: str, values: Mapping[str, str]) -> list[Record]:
-        return list(self._read(self._connection.execute(query, values)))
-
-    def _read(self, places: Iterable[tuple[bytes, int, int]]) -> Iterator[Record]:
-        """The lines themselves come from the runs, each file read once."""
-        contents: dict[bytes, bytes] = {}
-        for path, start, length in places:
-            if path not in contents:
-                contents[path] = (self._runs / os.fsdecode(path)).read_bytes()
-            yield Record.from_json(contents[path][start : start + length].decode())
+    def _full(self, files: set[int]) -> list[Record]:
+        """The records of these files, oldest run first."""
+        found = [
+            record
+            for number in sorted(files)
+            for record in run_file.read(self._files[number])
+            if isinstance(record, Record) and record.fingerprint.machine == self._files[number].parent.name
+        ]
+        return sorted(found, key=lambda record: record.fingerprint.utc)
 
 
-@contextmanager
-def opened(results: Path) -> Iterator[Store]:
-    """The store of results/runs, up to date with its files."""
-    with index.opened(results) as connection:
-        yield Store(connection, results / "runs")
+def _row(key: Key, fingerprint: Fingerprint, figures: Record | Line, file: int) -> _Row:
+    path = figures.gate.path if figures.gate else None
+    return _Row(fingerprint, key, path, figures.latency_ms, figures.interval_ms, figures.tokens_per_s, file)
+
+
+def _case(of: _Row | Record) -> tuple[str, str]:
+    return of.fingerprint.machine, of.key.case
+
+
+def _point(row: _Row) -> Point:
+    assert row.latency_ms is not None
+    return Point(row.fingerprint.utc, row.latency_ms, row.interval_ms, row.tokens_per_s, row.fingerprint)

@@ -101,15 +101,10 @@ def breaks(fingerprints: Sequence[Fingerprint]) -> list[Break]:
 
 def _comparable(fingerprints: Sequence[Fingerprint]) -> list[list[int]]:
     """Indices of the runs that share their conditions, in the order in which these began."""
-    parts: list[list[int]] = []
+    parts: dict[tuple[object, ...], list[int]] = {}
     for i, one in enumerate(fingerprints):
-        same = (part for part in parts if not fingerprint.differences(fingerprints[part[0]], one))
-        part = next(same, None)
-        if part is None:
-            parts.append([i])
-        else:
-            part.append(i)
-    return parts
+        parts.setdefault(one.conditions, []).append(i)
+    return list(parts.values())
 
 
 def _changes(latencies_ms: Sequence[float], smallest: float) -> list[Change]:

@@ -22,7 +22,7 @@ from benchmarks import runner
 from benchmarks.cases.prepare import prepare
 from benchmarks.fingerprint import Fingerprint
 from benchmarks.records import Key, Outcome, Record
-from benchmarks.runner import Prepare
+from benchmarks.runner import Measurement, Prepare
 from benchmarks.timing import Plan
 
 DEADLINE_S = {"cuda": 180.0, "cpu": 600.0}
@@ -40,18 +40,18 @@ def run(
     command: Callable[[Key], str],
     prepare: Prepare = prepare,
     deadline_s: float | None = None,
-) -> Iterator[Record]:
-    """One record per key, in order, whatever happens to the process that measures; `DEADLINE_S` unless given."""
+) -> Iterator[Measurement]:
+    """One measurement per key, in order, whatever happens to the process that measures; `DEADLINE_S` unless given."""
     deadline_s = DEADLINE_S[device] if deadline_s is None else deadline_s
     worker: _Worker | None = None
     try:
         for key in keys:
             worker = worker or _Worker(device, plan, fingerprint, prepare)
-            record = worker.measure(key, command(key), deadline_s)
-            if worker.ended or (device == "cuda" and record.outcome is Outcome.CRASHED):
+            measured = worker.measure(key, command(key), deadline_s)
+            if worker.ended or (device == "cuda" and measured.record.outcome is Outcome.CRASHED):
                 worker.close()
                 worker = None
-            yield record
+            yield measured
     finally:
         if worker is not None:
             worker.close()
@@ -73,22 +73,22 @@ class _Worker:
         self.ended = False
         self._started = False
 
-    def measure(self, key: Key, command: str, deadline_s: float) -> Record:
-        """The record of a key; STALLED or CRASHED where the process does not give one."""
+    def measure(self, key: Key, command: str, deadline_s: float) -> Measurement:
+        """The measurement of a key; STALLED or CRASHED where the process does not give one."""
         try:
             if not self._started:  # importing PyTorch counts for no case
                 self._started = self._pipe.poll(_START_S) and self._pipe.recv()
             self._pipe.send((key, command))
             if self._pipe.poll(deadline_s):
-                record: Record = self._pipe.recv()
-                return record
+                measured: Measurement = self._pipe.recv()
+                return measured
             reason = f"no answer within {deadline_s:.0f} s; it stood {self._where()}"
             outcome = Outcome.STALLED
         except (EOFError, OSError):
             self._process.join()
             reason, outcome = f"the process that measured it {_ending(self._process.exitcode)}", Outcome.CRASHED
         self.ended = True
-        return Record(key, outcome, reason, self._fingerprint, command)
+        return Measurement(Record(key, outcome, reason, self._fingerprint, command))
 
     def close(self) -> None:
         """End it, whatever it does, and leave nothing behind."""
@@ -146,5 +146,5 @@ def _serve(pipe: Connection, stacks: str, device: str, plan: Plan, fingerprint: 
                 key, command = pipe.recv()
             except EOFError:
                 return
-            (record,) = runner.run([key], device, plan, fingerprint, partial(_first, command), prepare)
-            pipe.send(record)
+            (measured,) = runner.run([key], device, plan, fingerprint, partial(_first, command), prepare)
+            pipe.send(measured)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from benchmarks import __main__ as bench
-from benchmarks import checkout, judgements, records, rounds, runner, verdict, worker
+from benchmarks import checkout, judgements, rounds, run_file, runner, verdict, worker
 from benchmarks.cases import attention
 from benchmarks.checkout import Sources
 from benchmarks.commands import run as bench_run
@@ -67,7 +67,7 @@ def product(step: Step) -> Evidence:
     """Try the gates of the benches, this suite's own through a pipe, unknown baselines, and the scripts of CI."""
     with tempfile.TemporaryDirectory() as folder:
         wrong = _blind("benchmarks run", lambda broken: _bench(broken, Path(folder)), step)
-        wrong += _zero_for_unknown(*records.read_runs(Path(folder))[0])
+        wrong += _zero_for_unknown(*run_file.read_all(Path(folder))[0])
         wrong += _blind("benchmarks compare", lambda broken: _compare(broken, Path(folder)), step)
         named = f'"red": ["{_REPLAYED}"]'
         wrong += _blind("regression run | tee", lambda broken: _replay(broken, Path(folder)), step, named)

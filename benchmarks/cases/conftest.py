@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import ceilings, fingerprint, gpus, records, runner, suite
+from benchmarks import ceilings, fingerprint, gpus, raw_samples, run_file, runner, suite
 from benchmarks.commands import options
-from benchmarks.commands.run import reproducer
+from benchmarks.commands.run import run_command
 from benchmarks.gpus import Machine, WrongMachineError
-from benchmarks.records import Key, Record
+from benchmarks.records import Key
+from benchmarks.runner import Measurement
 from nsa import backends
 
-Measure = Callable[[Key], Record]
+Measure = Callable[[Key], Measurement]
 
 
 class Session:
@@ -47,15 +48,18 @@ class Session:
         """Taken once, when it is first needed."""
         return fingerprint.take(self.machine.id, self.machine.device, ceilings.measure(self.machine))
 
-    def measure(self, key: Key) -> Record:
+    def measure(self, key: Key) -> Measurement:
         """Measure and write the record."""
+        command = run_command(self.machine.id, self.backend, quick=self.quick)
         if self.path is None:
-            self.path = records.create_run(self._results, self.identity)
+            self.path = run_file.create(self._results, self.identity, command)
         plan = runner.QUICK if self.quick else runner.FULL
-        command = reproducer(key, self.machine.id, self.backend, quick=self.quick)
-        (record,) = runner.run([key], self.machine.device, plan, self.identity, lambda _: command)
-        records.append(self.path, record)
-        return record
+        case_command = partial(run_file.case_command, command)
+        (measured,) = runner.run([key], self.machine.device, plan, self.identity, case_command)
+        run_file.append(self.path, measured.record)
+        if measured.raw:
+            raw_samples.append(self.path, measured.raw)
+        return measured
 
 
 SESSION = pytest.StashKey[Session]()

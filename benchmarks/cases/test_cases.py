@@ -9,16 +9,18 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks import verdict
 from benchmarks.cases.replay import CLOCK
-from benchmarks.records import Key, Outcome, Record
+from benchmarks.records import Key, Outcome
+from benchmarks.runner import Measurement
 
 
 @pytest.mark.benchmark(timer=CLOCK.now)
-def test_case(key: Key, measure: Callable[[Key], Record], benchmark: BenchmarkFixture) -> None:
+def test_case(key: Key, measure: Callable[[Key], Measurement], benchmark: BenchmarkFixture) -> None:
     """Measure it, then show its samples; a baseline that gives no figure is skipped, and NSA where it is not wrong."""
-    record = measure(key)
+    measured = measure(key)
+    record = measured.record
     if verdict.faults([record]):
         pytest.fail(f"{record.outcome.value}: {record.reason}", pytrace=False)
-    if record.outcome is not Outcome.PASSED or record.samples_ms is None:
+    if record.outcome is not Outcome.PASSED or measured.raw is None:
         pytest.skip(f"{record.outcome.value}: {record.reason}")
     benchmark.group = key.case
     benchmark.extra_info.update(
@@ -29,4 +31,4 @@ def test_case(key: Key, measure: Callable[[Key], Record], benchmark: BenchmarkFi
         peak_mem_mib=record.peak_mem_mib,
         command=record.command,
     )
-    CLOCK.replay(benchmark, record.samples_ms)
+    CLOCK.replay(benchmark, measured.raw.samples_ms)

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from benchmarks import accepted, gpus, lines, store, trend
+from benchmarks import accepted, gpus, lines, trend
 from benchmarks.accepted import Acceptance, Standing, State
 from benchmarks.checkout import git
 from benchmarks.commands import options
-from benchmarks.store import Series
+from benchmarks.store import Series, Store
 
 SUMMARY = "move baselines to the level that cases have now, with a reason"
 
@@ -44,8 +44,7 @@ def main(arguments: argparse.Namespace) -> int:
     if not arguments.reason.strip():
         raise ValueError("--reason must say why the baseline moves; got an empty one")
     machine = arguments.gpu or gpus.machine(None, gpus.visible_gpu()).id
-    with store.opened(arguments.out) as opened:
-        history = opened.history(machine)
+    history = Store(arguments.out).history(machine)
     moved = _acceptances(machine, _chosen(history, arguments.cases, machine), arguments.reason, arguments.out)
     for acceptance in moved:
         lines.append(accepted.path(arguments.out), acceptance)

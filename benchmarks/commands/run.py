@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import glob
 import json
 import shlex
 import sys
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
-from benchmarks import ceilings, console, fingerprint, gpus, records, runner, suite, verdict, worker
+from benchmarks import ceilings, console, fingerprint, gpus, raw_samples, run_file, runner, suite, verdict, worker
 from benchmarks.commands import options
 from benchmarks.commands.report import build_page
-from benchmarks.records import Key
+from benchmarks.records import Record
 from nsa import backends
 
 SUMMARY = "measure, write records, build the page"
@@ -46,21 +46,21 @@ def main(arguments: argparse.Namespace) -> int:
     for folder in (arguments.out / "runs" / machine.id, arguments.out / "report"):
         options.check_writable(folder)
     identity = fingerprint.take(machine.id, machine.device, ceilings.measure(machine))
-    path = records.create_run(arguments.out, identity)
+    command = run_command(machine.id, arguments.backend, quick=arguments.quick)
+    path = run_file.create(arguments.out, identity, command)
     print(f"{machine.title}: {len(keys)} measurements -> {path}", flush=True)
 
-    def command(key: Key) -> str:
-        return reproducer(key, machine.id, arguments.backend, quick=arguments.quick)
-
     begin = time.perf_counter()
-    done: list[records.Record] = []
+    done: list[Record] = []
     plan = runner.QUICK if arguments.quick else runner.FULL
     try:
         with console.Progress(keys) as progress:
-            for record in worker.run(keys, machine.device, plan, identity, command):
-                records.append(path, record)
-                progress.finished(record)
-                done.append(record)
+            for measured in worker.run(keys, machine.device, plan, identity, partial(run_file.case_command, command)):
+                run_file.append(path, measured.record)
+                if measured.raw:
+                    raw_samples.append(path, measured.raw)
+                progress.finished(measured.record)
+                done.append(measured.record)
     except KeyboardInterrupt:
         return _interrupted(arguments.out, path, len(done), len(keys))
     page = build_page(arguments.out)
@@ -82,10 +82,10 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def reproducer(key: Key, machine_id: str, backend: str, *, quick: bool) -> str:
-    """What measures this key again, as typed in a shell in the repository's root."""
+def run_command(machine_id: str, backend: str, *, quick: bool) -> str:
+    """What measures a case again, with its name behind it."""
     words = ["python", "-m", "benchmarks", "run", "--gpu", machine_id, "--backend", backend]
-    return shlex.join([*words, *["--quick"] * quick, "--cases", glob.escape(key.name)])
+    return shlex.join([*words, *["--quick"] * quick, "--cases"])
 
 
 def _interrupted(results: Path, path: Path, done: int, total: int) -> int:

@@ -26,7 +26,7 @@ def figures(here: Sequence[Comparison]) -> Table:
                 Cell(nsa.gate.path if nsa.gate else "nothing"),
                 number(console.figure(nsa) or None),
                 number(None if nsa.interval_ms is None else " to ".join(map(digits, nsa.interval_ms))),
-                number(None if nsa.p99_ms is None else digits(nsa.p99_ms)),
+                number(digits(nsa.samples.p99_ms) if nsa.samples and nsa.samples.p99_ms is not None else None),
                 number(None if nsa.end_to_end_ms is None else digits(nsa.end_to_end_ms)),
                 number(None if nsa.share_of_limit is None else f"{100 * nsa.share_of_limit:.1f} %"),
                 *(number(_versus(nsa, by_name.get(name))) for name in names),
@@ -91,9 +91,9 @@ def _reservation(record: Record) -> str:
     words = [record.unmet] if record.unmet else []
     if record.queued_ahead is False:
         words.append("the device waited for the host: the figure holds launches too")
-    if record.clocks is not None and record.clocks.throttled_samples:
-        reasons = ", ".join(dict.fromkeys(record.clocks.throttle_reasons))
-        words.append(f"{len(record.clocks.throttled_samples)} samples at lowered clocks ({reasons})")
+    if record.clocks is not None and record.clocks.throttled:
+        throttled = record.clocks.throttled
+        words.append(f"{sum(throttled.values())} samples at lowered clocks ({', '.join(throttled)})")
     return "; ".join(words)
 
 

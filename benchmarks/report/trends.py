@@ -28,6 +28,7 @@ TICKS = 6
 _ROW_INCH = 0.72
 _MIDDLE, _HALF = 0.56, 0.38
 """Of a row's height: where the middle of its line is and how far that goes; below it there is room for words."""
+_MOST_MARKERS = 120  # more of them lie on one another, and take most of the time
 _LEAST_REACH = 0.02  # noise alone does not fill a row
 
 
@@ -141,7 +142,8 @@ def _row(axis: Axes, row: Row, scale: Scale, at: dict[str, int]) -> None:
     axis.axhline(scale.middle, **look.GRID)
     axis.axhline(scale.bottom, color=look.GREY, linewidth=0.4)
     axis.fill_between(x, scale.all(lows), scale.all(highs), color=look.BLUE, alpha=0.2, linewidth=0)
-    axis.plot(x, scale.all(map(_throughput, row.series.points)), color=look.BLUE, marker="o", markersize=3, linewidth=1)
+    marker: dict[str, Any] = {"marker": "o", "markersize": 3} if len(x) <= _MOST_MARKERS else {}
+    axis.plot(x, scale.all(map(_throughput, row.series.points)), color=look.BLUE, linewidth=1, **marker)
     for change in row.changes:
         point = row.series.points[change.index]
         place = (at[point.utc], scale(_throughput(point)))

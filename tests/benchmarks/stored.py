@@ -5,25 +5,25 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from benchmarks import records, store
-from benchmarks.records import Damaged, Record
+from benchmarks import run_file
+from benchmarks.records import Record
+from benchmarks.run_file import Damaged
+from benchmarks.store import Store
 
 
 def write(results: Path, *found: Record) -> Path:
-    path = records.create_run(results, found[0].fingerprint)
+    path = run_file.create(results, found[0].fingerprint)
     for record in found:
-        records.append(path, record)
+        run_file.append(path, record)
     return path
 
 
 def everything(results: Path) -> list[Record]:
-    with store.opened(results) as opened:
-        return opened.records()
+    return Store(results).records()
 
 
 def damaged(results: Path) -> list[Damaged]:
-    with store.opened(results) as opened:
-        return opened.damaged()
+    return Store(results).damaged()
 
 
 def run(day: int, *contenders: Record) -> list[Record]:

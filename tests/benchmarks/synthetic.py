@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.cases import NSA
 from benchmarks.fingerprint import Fingerprint
 from benchmarks.records import Check, Gate, Key, Outcome, Record
+from benchmarks.samples import SampleSummary
 from nsa import NSAConfig
 
 CONFIG = NSAConfig(l=4, d=2, l_sel=8, n_sel=4, w=8)
@@ -65,7 +66,7 @@ def passed(the_key: Key, latency_ms: float = 10.0, utc: str = FINGERPRINT.utc, m
         "python -m benchmarks run",
         GREEN,
         latency_ms=latency_ms,
-        samples_ms=(latency_ms, latency_ms),
+        samples=SampleSummary.of((latency_ms, latency_ms)),
         tokens_per_s=the_key.num_queries / latency_ms * 1e3,
         clock="perf_counter",
         warmup_calls=2,

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import accepted, lines, records, store
+from benchmarks import accepted, lines, run_file
 from benchmarks.__main__ import main
 from benchmarks.accepted import Acceptance
 from benchmarks.records import Key, Record
 from benchmarks.report import changes
+from benchmarks.store import Store
 from tests.benchmarks.synthetic import key, passed
 
 A, B, NEW = key("decode", length=128), key("decode", length=256), key("decode", length=512)
@@ -25,9 +26,9 @@ def utc(day: int) -> str:
 
 def write_run(results: Path, day: int, *latencies_ms: tuple[Key, float]) -> None:
     found: Sequence[Record] = [passed(the_key, latency_ms, utc(day)) for the_key, latency_ms in latencies_ms]
-    path = records.create_run(results, dataclasses.replace(found[0].fingerprint, utc=utc(day)))
+    path = run_file.create(results, dataclasses.replace(found[0].fingerprint, utc=utc(day)))
     for record in found:
-        records.append(path, record)
+        run_file.append(path, record)
 
 
 @pytest.fixture
@@ -125,17 +126,17 @@ def test_a_level_under_other_conditions_is_not_called_slower(results: Path, caps
     (entry,) = accepted.read(results)[0]
     assert (entry.path, entry.fingerprint) == ("torch", passed(A, utc=utc(5)).fingerprint)
     elsewhere = dataclasses.replace(passed(A, utc=utc(6)).fingerprint, torch="2.14.0")
-    path = records.create_run(results, elsewhere)
+    path = run_file.create(results, elsewhere)
     for latency_ms in (15.0, 15.0):
-        records.append(path, dataclasses.replace(passed(A, latency_ms), fingerprint=elsewhere))
+        run_file.append(path, dataclasses.replace(passed(A, latency_ms), fingerprint=elsewhere))
     capsys.readouterr()
     accept(results, B.name)
     said = capsys.readouterr().out
     assert "SLOWER" not in said
     assert f"NOT_COMPARABLE {A.name}" in said
     assert "(torch 2.13.0 -> 2.14.0)" in said
-    with store.opened(results) as opened:
-        history = opened.history("cpu")
+    opened = Store(results)
+    history = opened.history("cpu")
     other_path = dataclasses.replace(entry, path="triton", fingerprint=elsewhere)
     (standing, _) = accepted.standings("cpu", history, {("cpu", "A CPU", A.name): other_path})
     assert standing.differences == ("path triton -> torch",)

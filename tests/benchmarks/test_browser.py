@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import records
+from benchmarks import run_file
 from benchmarks.records import Outcome
 from benchmarks.report import build
 from tests.benchmarks import whole_results
@@ -106,9 +106,9 @@ def test_a_hostile_record_changes_nothing(tmp_path: Path) -> None:
     results = tmp_path / "results"
     hostile = failed(key(implementation=HOSTILE, model=HOSTILE), Outcome.CRASHED, HOSTILE)
     nsa = failed(key(model=HOSTILE), Outcome.INCORRECT, HOSTILE)
-    path = records.create_run(results, nsa.fingerprint)
+    path = run_file.create(results, nsa.fingerprint)
     for record in (hostile, nsa):
-        records.append(path, record)
+        run_file.append(path, record)
     folder = path.parent
     (folder / "torn.jsonl").write_text(f'{{"{HOSTILE}": 1}}', encoding="utf-8")
     whole_results.write_verdicts(results, reason=HOSTILE)

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 import nsa
-from benchmarks import records, runner
+from benchmarks import runner
 from benchmarks.cases import attention, floors, footprint, parts, train_step
 from benchmarks.cases.parts import PARTS
 from benchmarks.commands import options
 from benchmarks.fingerprint import ROOT
 from benchmarks.gate import IncorrectError
 from benchmarks.records import Key, Outcome
+from benchmarks.store import Store
 from benchmarks.timing import Plan
 from nsa import NSAConfig
 from nsa.model import DecoderLM
@@ -101,7 +102,7 @@ def test_operations_of_a_train_step() -> None:
 
 @pytest.mark.parametrize("mode", PARTS)
 def test_each_part_is_measured_behind_the_oracle(mode: str) -> None:
-    record = runner.measure(key(mode, length=96, batch=2), "cpu", PLAN, FINGERPRINT, "command")
+    record = runner.measure(key(mode, length=96, batch=2), "cpu", PLAN, FINGERPRINT, "command").record
     assert (record.outcome, record.reason) == (Outcome.PASSED, None)
     assert record.gate is not None
     assert [check.name for check in record.gate.checks[:2]] == ["block_indices", "o"]
@@ -158,7 +159,7 @@ def test_a_part_that_remembers_is_stopped(mode: str) -> None:
 def test_a_case_that_cannot_fit_is_not_tried_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"total": 24 * footprint.GIB}))
     monkeypatch.setattr(attention, "prepare", lambda *_: pytest.fail("tried"))
-    record = runner.measure(large("prefill-forward-backward"), "cpu", PLAN, FINGERPRINT, "command")
+    record = runner.measure(large("prefill-forward-backward"), "cpu", PLAN, FINGERPRINT, "command").record
     assert record.outcome is Outcome.OUT_OF_MEMORY
     assert record.reason is not None
     assert record.reason.startswith("MemoryError: not tried: it takes about 2")
@@ -170,7 +171,7 @@ def test_no_peak_on_record_is_above_the_estimate() -> None:
     runs = options.RESULTS / "runs" / "h200"
     if not runs.is_dir():
         pytest.skip(f"no run of an H200 in {runs}")
-    found, _ = records.read(sorted(runs.glob("*.jsonl")))
+    found = Store(options.RESULTS).records(machine="h200")
     peaks = [(record.peak_mem_mib / 1024, record.key) for record in found if record.peak_mem_mib is not None]
     assert len(peaks) > 20
     for peak_gib, the_key in peaks:

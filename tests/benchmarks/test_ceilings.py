@@ -48,7 +48,7 @@ def test_the_reason_holds_the_figures() -> None:
 
 def measure(work: Work, limits: Ceilings) -> Record:
     identity = dataclasses.replace(FINGERPRINT, ceilings=limits)
-    return runner.measure(key(), "cpu", Plan(3, 0.0, 1.0), identity, "command", lambda *_: work)
+    return runner.measure(key(), "cpu", Plan(3, 0.0, 1.0), identity, "command", lambda *_: work).record
 
 
 def test_a_figure_above_the_physical_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

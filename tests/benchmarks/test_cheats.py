@@ -27,7 +27,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, attend: Attend, mode: str = "prefi
     """The record of an implementation that stands in for NSA."""
     monkeypatch.setattr(attention, "nsa_attention", attend)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return runner.measure(key(mode, **changes), device, PLAN, FINGERPRINT, "command")
+    return runner.measure(key(mode, **changes), device, PLAN, FINGERPRINT, "command").record
 
 
 def caught(record: Record, outcome: Outcome, said: str) -> None:
@@ -79,8 +79,8 @@ def test_output_remembered_by_version_or_content_gains_nothing(monkeypatch: pyte
     ]
     by_version, by_content = (Remembering(word, torch.clone) for word in words)
     record = measured(monkeypatch, by_version)
-    assert record.samples_ms is not None
-    assert by_version.computed >= len(record.samples_ms)
+    assert record.samples is not None
+    assert by_version.computed >= record.samples.count
     monkeypatch.setattr(guards.Touch, "__call__", lambda self: None)
     idle = Remembering(words[0], torch.clone)
     measured(monkeypatch, idle)
@@ -174,7 +174,7 @@ def test_a_train_step_that_does_not_train(monkeypatch: pytest.MonkeyPatch) -> No
     config = {"l": 16, "d": 8, "l_sel": 32, "n_sel": 8, "w": 64}
     the_key = key("train-step", length=96, heads=8, model="showcase", config=config)
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: None)
-    record = runner.measure(the_key, "cpu", PLAN, FINGERPRINT, "command")
+    record = runner.measure(the_key, "cpu", PLAN, FINGERPRINT, "command").record
     caught(record, Outcome.INCORRECT, "the step left every weight as it was")
 
 

@@ -13,7 +13,8 @@ import torch
 from benchmarks import clocks, runner, timing
 from benchmarks.cases import Work
 from benchmarks.clocks import Clocks, Watch
-from benchmarks.records import Outcome, Record
+from benchmarks.records import Outcome
+from benchmarks.samples import RawSamples
 from benchmarks.timing import Plan, Timing
 from tests.benchmarks.synthetic import FINGERPRINT, GREEN, failed, key
 
@@ -106,19 +107,21 @@ def test_a_void_measurement_has_an_outcome_its_clocks_and_no_number(monkeypatch:
 
     monkeypatch.setattr(timing, "measure", measure)
     work = Work(lambda: GREEN, lambda: (torch.zeros(1),), 1)
-    record = runner.measure(key(), "cpu", Plan(3, 0.0, 1.0), FINGERPRINT, "command", lambda *_: work)
+    measured = runner.measure(key(), "cpu", Plan(3, 0.0, 1.0), FINGERPRINT, "command", lambda *_: work)
+    record = measured.record
     assert record.outcome is Outcome.THROTTLED
     assert record.reason == "3 of 3 samples throttled: thermal; SM clock 1200 to 1200 MHz, up to 88 degrees C"
-    assert record.clocks == hot
+    assert record.clocks == hot.summary
+    assert record.clocks.throttled == {"thermal": 3}
     assert record.latency_ms is None
-    assert Record.from_json(record.to_json()) == record
+    assert measured.raw is not None
+    assert measured.raw.clocks == hot
 
 
 def test_clocks_are_as_many_as_samples() -> None:
     three = watched([0], 3)
-    passed = {"gate": GREEN, "latency_ms": 1.0, "samples_ms": (1.0, 1.0), "clocks": three}
     with pytest.raises(ValueError, match=r"clocks\.sm_mhz must be beside each of the 2 samples; got 3"):
-        Record(key(), Outcome.PASSED, None, FINGERPRINT, "command", **passed)  # type: ignore[arg-type]
+        RawSamples("a case", (1.0, 1.0), three)
     with pytest.raises(ValueError, match=r"clocks\.throttle_reasons must be one for each of the 1 throttled"):
         dataclasses.replace(three, throttled_samples=(0,))
     assert failed(key(), Outcome.UNSUPPORTED, "why").clocks is None

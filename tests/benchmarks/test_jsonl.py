@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import jsonl, lines, records
+from benchmarks import jsonl, lines, run_file
 from benchmarks.fingerprint import ROOT
 from benchmarks.jsonl import DiskFullError
 from benchmarks.records import Gate
@@ -56,14 +56,14 @@ def test_a_killed_writer_leaves_every_finished_line(tmp_path: Path) -> None:
 
 def test_a_torn_line_swallows_nothing_that_comes_after_it(tmp_path: Path) -> None:
     record = passed(key())
-    path = records.create_run(tmp_path, FINGERPRINT)
-    records.append(path, record)
+    path = run_file.create(tmp_path, FINGERPRINT)
+    run_file.append(path, record)
     with path.open("a") as file:
-        file.write(record.to_json()[:100])  # killed in the middle of a line
-    records.append(path, record)
-    found, (damaged,) = records.read([path])
+        file.write(path.read_text().splitlines()[1][:100])  # killed in the middle of a line
+    run_file.append(path, record)
+    found, (damaged,) = run_file.split(run_file.read(path))
     assert found == [record, record]
-    assert damaged.line == 2
+    assert damaged.line == 3
 
 
 def test_a_full_disk_is_said_and_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

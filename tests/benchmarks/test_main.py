@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpus, records, runner, worker
+from benchmarks import gpus, run_file, runner, worker
 from benchmarks.__main__ import main
 from benchmarks.cases import attention
 from benchmarks.commands.options import chosen
 from benchmarks.gpus import Found
 from benchmarks.records import Outcome
+from benchmarks.runner import Measurement
 from tests.benchmarks.synthetic import failed, key, passed
 
 
@@ -29,7 +30,7 @@ def test_measures_writes_records_and_a_page(tmp_path: Path, capsys: pytest.Captu
     assert summary["outcomes"] == {"PASSED": 2}
     assert page_line == f"The page: {summary['page']}"
     assert Path(summary["page"]).is_file()
-    found, damaged = records.read_runs(tmp_path)
+    found, damaged = run_file.read_all(tmp_path)
     assert [record.key.implementation for record in found] == ["sdpa-flash", "nsa"]
     assert damaged == []
     assert found[1].command.endswith("--cases prefill-forward/8x2x64/b1/s512/float32/nsa")
@@ -118,8 +119,8 @@ def test_refuses_an_out_that_cannot_be_written_before_measuring(
 def test_an_interrupted_run_keeps_what_it_finished(
     done: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: object) -> Iterator[records.Record]:
-        yield from [passed(key())] * done
+    def interrupted(*_: object) -> Iterator[Measurement]:
+        yield from [Measurement(passed(key()))] * done
         raise KeyboardInterrupt
 
     monkeypatch.setattr(worker, "run", interrupted)
@@ -128,7 +129,7 @@ def test_an_interrupted_run_keeps_what_it_finished(
     (path,) = (tmp_path / "runs" / "cpu").iterdir()
     assert f"interrupted; {done} of " in said
     assert said.endswith(str(path))
-    assert records.read([path]) == ([passed(key())] * done, [])
+    assert [found.latency_ms for found in run_file.read_all(tmp_path)[0]] == [passed(key()).latency_ms] * done
     assert (tmp_path / "report" / "index.html").is_file() == bool(done)
 
 

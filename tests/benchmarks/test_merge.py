@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import merge
+from benchmarks import merge, run_file
 from benchmarks.__main__ import main
 from tests.benchmarks import stored
 from tests.benchmarks.synthetic import key, passed
 
 
 def lines(results: Path) -> list[str]:
-    return sorted(line for path in results.glob("runs/*/*.jsonl") for line in path.read_text().splitlines())
+    return sorted(map(run_file.whole_line, run_file.read_all(results)[0]))
 
 
 def joined(source: Path, results: Path) -> merge.Merged:
@@ -52,36 +52,47 @@ def test_a_longer_version_of_a_file_adds_its_lines(tmp_path: Path) -> None:
     (path,) = (stored.write(ours, *stored.run(1, passed(key()))),)
     other = theirs / path.relative_to(ours)
     other.parent.mkdir(parents=True)
-    other.write_text(path.read_text() + stored.run(4, passed(key()))[0].to_json() + "\n")
+    other.write_text(path.read_text() + "\n".join(run_file.lines_of(stored.run(4, passed(key())))) + "\n")
     before = path.read_text()
     assert joined(theirs, ours).new_lines == 1
     assert path.read_text().startswith(before)
-    assert len(path.read_text().splitlines()) == 2
+    assert len(lines(ours)) == 2
 
 
 @pytest.mark.parametrize(
     ("broken", "why"),
     [
-        (lambda line: line[: len(line) // 2], "JSONDecodeError"),
-        (lambda line: line.replace('"machine":"cpu"', '"machine":"h200"'), "must not lie in"),
-        (lambda line: line.replace('"PASSED"', '"FINE"'), "FINE"),
+        (lambda line: line[: len(line) // 2], "truncated"),
+        (lambda line: line.replace('"rows_checked":8', '"rows_checked":"8"'), "rows_checked"),
+        (lambda line: line.replace('"key"', '"outcome":"FINE","key"'), "FINE"),
     ],
-    ids=["torn", "of another machine", "no outcome"],
+    ids=["torn", "of another type", "no outcome"],
 )
 def test_a_damaged_line_is_refused_by_name_and_the_others_come(
     two_runners: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: object, why: str
 ) -> None:
-    path = stored.write(two_runners[0], *stored.run(7, passed(key())), *stored.run(8, passed(key())))
-    whole, bad = path.read_text().splitlines()
-    path.write_text(f"{whole}\n{broken(bad)}\n")  # type: ignore[operator]
+    kept, lost = stored.run(7, passed(key())), stored.run(7, passed(key(length=128)))
+    path = stored.write(two_runners[0], *kept, *lost)
+    run_line, whole, bad = path.read_text().splitlines()
+    path.write_text(f"{run_line}\n{whole}\n{broken(bad)}\n")  # type: ignore[operator]
     results = tmp_path / "results"
     assert main(["merge", str(two_runners[0]), "--out", str(results)]) == 1
     told = capsys.readouterr()
-    assert f"{path}:2: " in told.err
+    assert f"{path}:3: " in told.err
     assert why in told.err
     assert json.loads(told.out.splitlines()[-1])["refused"] == 1
-    assert whole in lines(results)
+    assert run_file.whole_line(kept[0]) in lines(results)
     assert len(lines(results)) == 3
+
+
+def test_a_record_of_another_machine_is_refused(tmp_path: Path) -> None:
+    path = stored.write(tmp_path / "theirs", *stored.run(1, passed(key(), machine="h200")))
+    (path.parent.parent / "cpu").mkdir()
+    path = path.rename(path.parent.parent / "cpu" / path.name)
+    (refused,) = joined(tmp_path / "theirs", tmp_path / "ours").refused
+    assert refused == f"{path}:2: a record of 'h200' must not lie in cpu/"
+    assert stored.everything(tmp_path / "theirs") == []
+    assert "'h200'" in stored.damaged(tmp_path / "theirs")[0].why
 
 
 def test_what_leads_elsewhere_is_refused(tmp_path: Path) -> None:
@@ -94,7 +105,7 @@ def test_what_leads_elsewhere_is_refused(tmp_path: Path) -> None:
     (source / "runs").mkdir()
     (source / "runs" / "cpu").symlink_to(tmp_path / "elsewhere")
     (source / "laws").mkdir()
-    (source / "laws" / "-x y.xml").write_text("<a/>")
+    (source / "laws" / "-x y.json").write_text("{}")
     merged = joined(source, tmp_path / "results")
     assert merged.new_files == 0
     assert len(merged.refused) == 3

@@ -1,43 +1,19 @@
-"""A record without a green gate holds no number; a damaged line is named, never a crash."""
+"""A record without a green gate holds no number, and no number is an impossible one."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import fingerprint, records, schema
+from benchmarks import fingerprint
 from benchmarks.ceilings import Ceilings
 from benchmarks.records import Check, Gate, Key, Outcome, Record
+from benchmarks.samples import RawSamples, SampleSummary
 from tests.benchmarks.synthetic import FINGERPRINT, GREEN, failed, key, passed
-
-
-@pytest.mark.parametrize(
-    "record",
-    [passed(key()), failed(key(implementation="sdpa-flash"), Outcome.UNSUPPORTED, "no <kernel> & no 'luck'")],
-    ids=["passed", "failed"],
-)
-def test_reads_back_what_was_written(tmp_path: Path, record: Record) -> None:
-    path = records.create_run(tmp_path, FINGERPRINT)
-    records.append(path, record)
-    records.append(path, record)
-    assert records.read_runs(tmp_path) == ([record, record], [])
-
-
-def test_run_path_names_machine_time_and_commit(tmp_path: Path) -> None:
-    assert records.create_run(tmp_path, FINGERPRINT) == tmp_path / "runs/cpu/20260102T030405Z-0123456789.jsonl"
-
-
-def test_runs_of_one_second_have_files_of_their_own(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        paths = list(pool.map(lambda _: records.create_run(tmp_path, FINGERPRINT), range(24)))
-    assert len(set(paths)) == len(list((tmp_path / "runs" / "cpu").iterdir())) == 24
 
 
 def test_a_run_is_told_apart_within_its_second() -> None:
@@ -46,7 +22,9 @@ def test_a_run_is_told_apart_within_its_second() -> None:
 
 @pytest.mark.parametrize("outcome", [outcome for outcome in Outcome if outcome is not Outcome.PASSED])
 @pytest.mark.parametrize(
-    "number", [{"latency_ms": 1.0}, {"samples_ms": (1.0,)}, {"tokens_per_s": 1.0}, {"peak_mem_mib": 0.0}], ids=str
+    "number",
+    [{"latency_ms": 1.0}, {"samples": SampleSummary.of((1.0,))}, {"tokens_per_s": 1.0}, {"peak_mem_mib": 0.0}],
+    ids=str,
 )
 def test_no_number_unless_passed(outcome: Outcome, number: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be None with outcome"):
@@ -74,88 +52,7 @@ def test_passed_needs_a_number_and_failure_a_reason() -> None:
         Record(key(), Outcome.CRASHED, None, FINGERPRINT, "command")
 
 
-def test_damaged_lines_are_named_and_the_rest_is_read(tmp_path: Path) -> None:
-    good = passed(key())
-    tampered = json.loads(good.to_json()) | {"outcome": "INCORRECT", "reason": "wrong"}
-    lines = [good.to_json(), good.to_json()[:100], "[]", '{"schema_version": 99}', json.dumps(tampered)]
-    path = tmp_path / "runs" / "cpu" / "a.jsonl"
-    path.parent.mkdir(parents=True)
-    path.write_bytes("\n".join(lines).encode() + b"\n\xff\xfe\n" + good.to_json().encode())
-    found, damaged = records.read_runs(tmp_path)
-    assert found == [good, good]
-    assert [(line.path, line.line) for line in damaged] == [(path, number) for number in (2, 3, 4, 5, 6)]
-    assert "schema_version must be 1 or 2; got 99" in damaged[2].why
-    assert "must be None with outcome INCORRECT" in damaged[3].why
-
-
-EDITS = [
-    ("peak_mem_mib", "12", "record.peak_mem_mib must be float; got '12'"),
-    ("peak_mem_mib", float("nan"), "record.peak_mem_mib must be finite"),
-    ("peak_mem_mib", -1, "peak_mem_mib must be finite and at least 0"),
-    ("latency_ms", 10**400, "record.latency_ms must be float"),
-    ("samples_ms", [1.0, -1.0], "samples_ms must be finite and at least 0"),
-    ("samples_ms", [float("inf")], "record.samples_ms[0] must be finite"),
-    ("samples_ms", "1.0", "record.samples_ms must be"),
-    ("outcome", [], "Outcome"),
-    ("reason", "\ud800", "surrogates not allowed"),
-    ("command", None, "record.command must be str; got None"),
-    ("colour", "red", "record has no field 'colour'"),
-    ("fingerprint.utc", None, "record.fingerprint.utc must be str; got None"),
-    ("fingerprint.utc", "yesterday", "fingerprint.utc must be like"),
-    ("fingerprint.machine", "a/b", "fingerprint.machine must be of a-z"),
-    ("fingerprint.machine", "$\\frac{$", "fingerprint.machine must be of a-z"),
-    ("fingerprint.machine", "../../../x", "fingerprint.machine must be of a-z"),
-    ("fingerprint.machine", "cpu\n", "fingerprint.machine must be of a-z"),
-    ("fingerprint", [], "record.fingerprint must be a JSON object"),
-    ("gate.path", 5, "record.gate.path must be str; got 5"),
-    ("gate.checks", [None], "record.gate.checks[0] must be a JSON object"),
-    ("key.backend_asked", {}, "record.key.backend_asked must be str; got {}"),
-    ("key.num_keys", 0, "key.num_keys must be at least 1; got 0"),
-    ("key.num_keys", -64, "key.num_keys must be at least 1; got -64"),
-    ("key.num_keys", 2**64, "record.key.num_keys must fit in 64 bits"),
-    ("key.batch", True, "record.key.batch must be int; got True"),
-    ("key.config", 3, "record.key.config must be"),
-]
-
-
-@pytest.mark.parametrize(("field", "value", "why"), EDITS, ids=[f"{field}={value!r:.12}" for field, value, _ in EDITS])
-def test_an_edited_line_is_named(tmp_path: Path, field: str, value: Any, why: str) -> None:
-    good = passed(key())
-    data = json.loads(good.to_json())
-    *parents, last = field.split(".")
-    functools.reduce(lambda part, name: part[name], parents, data)[last] = value
-    path = records.create_run(tmp_path, FINGERPRINT)
-    path.write_text("\n".join([json.dumps(data), good.to_json()]), encoding="utf-8")
-    found, (damaged,) = records.read_runs(tmp_path)
-    assert found == [good]
-    assert (damaged.path, damaged.line) == (path, 1)
-    assert why in damaged.why
-
-
-def test_the_first_field_that_is_missing_is_named() -> None:
-    data = json.loads(passed(key()).to_json())
-    del data["gate"]["rows_checked"], data["gate"]["path"], data["gate"]["checks"]
-    with pytest.raises(ValueError, match=r"record\.gate must have 'rows_checked'"):
-        Record.from_json(json.dumps(data))
-
-
-def test_a_field_that_cannot_be_read_is_no_fault_of_the_file() -> None:
-    @dataclasses.dataclass
-    class Folder:
-        path: Path
-
-    with pytest.raises(NotImplementedError, match=r"reads no fields of type .*Path"):
-        schema.build(Folder, {"path": "/"}, "folder")
-
-
-def test_a_line_that_is_too_deep_is_named(tmp_path: Path) -> None:
-    records.create_run(tmp_path, FINGERPRINT).write_text("[" * 100_000, encoding="utf-8")
-    found, (damaged,) = records.read_runs(tmp_path)
-    assert (found, damaged.line) == ([], 1)
-    assert damaged.why.startswith("RecursionError")
-
-
-@pytest.mark.parametrize("number", [{"samples_ms": (1.0, float("nan"))}, {"peak_mem_mib": -1.0}], ids=str)
+@pytest.mark.parametrize("number", [{"peak_mem_mib": float("nan")}, {"peak_mem_mib": -1.0}], ids=str)
 def test_no_impossible_number_is_recorded(number: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be finite and at least 0"):
         Record(key(), Outcome.PASSED, None, FINGERPRINT, "command", GREEN, latency_ms=1.0, **number)
@@ -214,21 +111,6 @@ def test_what_was_reached_comes_from_the_case_s_own_count() -> None:
     assert no_ceilings.share_of_limit is None
 
 
-def test_reads_records_of_schema_1() -> None:
-    new = json.loads(passed(key()).to_json())
-    added = {"launch", "cudnn", "flash_attn", "image", "gpu_clocks", "ceilings", "interval_ms", "end_to_end_ms",
-             "queued_ahead", "compile_s", "unmet", "clocks", "flops", "bytes_moved"}  # fmt: skip
-
-    def without(part: Any) -> Any:
-        if not isinstance(part, dict):
-            return part
-        return {name: without(value) for name, value in part.items() if name not in added}
-
-    old = Record.from_json(json.dumps(without(new) | {"schema_version": 1}))
-    assert old == dataclasses.replace(passed(key()), schema_version=1)
-    assert Record.from_json(old.to_json()) == old
-
-
 @pytest.mark.parametrize("interval_ms", [(1.0,), (2.0, 3.0), (0.5, 0.9)])
 def test_an_interval_holds_the_latency(interval_ms: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="interval_ms must be two bounds around latency_ms"):
@@ -237,5 +119,40 @@ def test_an_interval_holds_the_latency(interval_ms: tuple[float, ...]) -> None:
 
 @pytest.mark.parametrize(("samples", "p99_ms"), [(99, None), (100, 99.0), (101, 100.0), (1000, 990.0)])
 def test_p99_is_what_99_of_100_samples_do_not_exceed(samples: int, p99_ms: float | None) -> None:
-    record = dataclasses.replace(passed(key()), samples_ms=tuple(map(float, range(samples, 0, -1))))
-    assert record.p99_ms == p99_ms
+    summary = SampleSummary.of(tuple(map(float, range(samples, 0, -1))))
+    assert summary.p99_ms == p99_ms
+    assert (summary.count, summary.min_ms, summary.max_ms) == (samples, 1.0, samples)
+    quarter = -(-samples // 4)
+    assert (summary.p25_ms, summary.p75_ms) == (quarter, -(-3 * samples // 4))
+
+
+@pytest.mark.parametrize("samples_ms", [(1.0, -1.0), (1.0, float("nan")), (float("inf"),)])
+def test_no_impossible_sample_is_kept(samples_ms: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="samples"):
+        SampleSummary.of(samples_ms)
+    with pytest.raises(ValueError, match="samples_ms must be finite and at least 0"):
+        RawSamples("a case", samples_ms)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"head_dim_v": 8},
+        {"mode": "decode", "num_queries": 1, "batch": 8},
+        {"mode": "decode", "num_queries": 4, "inputs": "local", "cache": "cold", "launch": "graph"},
+        {"num_queries": 16, "cache": "cold", "implementation": "sdpa-flash"},
+        {"mode": "part-selected", "dtype": "bfloat16"},
+    ],
+)
+def test_a_name_is_read_back(changes: dict[str, Any]) -> None:
+    wanted = dataclasses.replace(key(), backend_asked=None, config=None, **changes)
+    assert Key.from_name(wanted.name) == wanted
+
+
+@pytest.mark.parametrize(
+    "name", ["", "nsa", "train-step/125m/b1/s64/float32/nsa", "decode/4x2x16/b1/s64/float32/cold/warm/nsa"]
+)
+def test_a_name_that_does_not_say_all_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="is no name of a case"):
+        Key.from_name(name)

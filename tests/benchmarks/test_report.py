@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 
-from benchmarks import records
+from benchmarks import run_file
 from benchmarks.records import Outcome, Record
 from benchmarks.report import album, build
 from tests.benchmarks import whole_results
@@ -38,9 +38,9 @@ class Page(HTMLParser):
 
 
 def write(results: Path, *found: Record) -> None:
-    path = records.create_run(results, found[0].fingerprint)
+    path = run_file.create(results, found[0].fingerprint)
     for record in found:
-        records.append(path, record)
+        run_file.append(path, record)
 
 
 def machine_page(results: Path, name: str = "cpu") -> Path:
@@ -187,5 +187,5 @@ def write_many_runs(results: Path, machine: str, runs: int) -> int:
     for number in range(1, runs):
         other = whole_results.run_of(number, machine)
         again = text.replace(first.utc, other.utc).replace(str(first.commit), str(other.commit))
-        records.create_run(results, other).write_text(again)
-    return runs * text.count("\n")
+        run_file.create(results, other).write_text(again)
+    return runs * (text.count("\n") - 1)

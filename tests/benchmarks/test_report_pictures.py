@@ -10,11 +10,12 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from benchmarks import store, verdict
+from benchmarks import verdict
 from benchmarks.report import lengths, look, trends
 from benchmarks.report.album import Album
 from benchmarks.report.references import Reference
 from benchmarks.report.trends import Boundary, Row, Scale
+from benchmarks.store import Series, Store
 from benchmarks.trend import Change
 from tests.benchmarks import whole_results
 from tests.benchmarks.synthetic import key, passed
@@ -90,14 +91,14 @@ def words(figure: Figure) -> str:
 
 
 @pytest.fixture
-def history(tmp_path: Path) -> list[store.Series]:
+def history(tmp_path: Path) -> list[Series]:
     whole_results.write_runs(tmp_path, 12)
-    with store.opened(tmp_path) as opened:
-        return [one for one in opened.history("h200") if one.newest.key.mode == "decode"]
+    opened = Store(tmp_path)
+    return [one for one in opened.history("h200") if one.newest.key.mode == "decode"]
 
 
 def test_a_trend_shows_band_change_boundary_and_reference(
-    history: list[store.Series], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    history: list[Series], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures = drawn(monkeypatch)
     level = history[0].points[-1].tokens_per_s or 0.0
@@ -119,7 +120,7 @@ def test_a_trend_shows_band_change_boundary_and_reference(
     assert (tmp_path / picture.png).is_file()
 
 
-def test_a_row_has_a_scale_of_its_own_that_no_reference_flattens(history: list[store.Series]) -> None:
+def test_a_row_has_a_scale_of_its_own_that_no_reference_flattens(history: list[Series]) -> None:
     far = Reference("a", "published: a (y)", [(8192, 1e9)])
     for row in (Row("8k", history[0], [], []), Row("8k", history[0], [], [far])):
         scale = Scale.of(row, bottom=-3)
@@ -130,14 +131,14 @@ def test_a_row_has_a_scale_of_its_own_that_no_reference_flattens(history: list[s
     assert str(Scale(0, 2.02e6, 0.08)) == "2.02M/s ±8\u00a0%"
 
 
-def test_many_cases_take_several_pictures(history: list[store.Series], tmp_path: Path) -> None:
+def test_many_cases_take_several_pictures(history: list[Series], tmp_path: Path) -> None:
     rows = [Row(str(number), one, [], []) for number, one in enumerate(history * 3)]
     pictures = trends.draw(Album(tmp_path), "h200", "Decode", rows, [])
     assert [picture.title.partition(":")[0] for picture in pictures] == ["Decode (1 of 2)", "Decode (2 of 2)"]
 
 
-def test_one_run_is_no_trend(history: list[store.Series], tmp_path: Path) -> None:
-    alone = store.Series(history[0].newest, history[0].points[:1])
+def test_one_run_is_no_trend(history: list[Series], tmp_path: Path) -> None:
+    alone = Series(history[0].newest, history[0].points[:1])
     assert trends.draw(Album(tmp_path), "h200", "Decode", [Row("8k", alone, [], [])], []) == []
 
 

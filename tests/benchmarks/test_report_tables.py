@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import regression.ledger
-from benchmarks import accepted, judgements, store, verdict
+from benchmarks import accepted, judgements, verdict
 from benchmarks.judgements import Side, Verdict
 from benchmarks.published import Series, Source
 from benchmarks.report import calibrated, changes, headlines, judged, ledger, lengths, references
@@ -17,6 +17,7 @@ from benchmarks.report.album import Album
 from benchmarks.report.calibrated import wilson
 from benchmarks.report.headlines import Race, faster_from
 from benchmarks.report.table import NBSP, Cell, Table, percent
+from benchmarks.store import Store
 from regression.evidence import Bound, Evidence
 from regression.ledger import Entry
 from regression.runner import Pace
@@ -215,8 +216,8 @@ def test_percent_has_a_true_minus() -> None:
 def test_changes_are_told_newest_first_and_where_a_case_stands(tmp_path: Path) -> None:
     whole_results.write_runs(tmp_path, 12)
     whole_results.write_accepted(tmp_path)
-    with store.opened(tmp_path) as opened:
-        history = [one for one in opened.history("h200") if one.newest.key.mode == "decode"]
+    opened = Store(tmp_path)
+    history = [one for one in opened.history("h200") if one.newest.key.mode == "decode"]
     standings = accepted.standings("h200", history, accepted.current(tmp_path))
     followed = changes.follow(history)
     table = changes.table(followed)
@@ -231,8 +232,8 @@ def test_changes_are_told_newest_first_and_where_a_case_stands(tmp_path: Path) -
 
 def test_a_change_that_one_run_saw_asks_for_another(tmp_path: Path) -> None:
     whole_results.write_runs(tmp_path, whole_results.SLOWER_FROM + 1)
-    with store.opened(tmp_path) as opened:
-        followed = changes.follow(one for one in opened.history("h200") if one.newest.key.mode == "decode")
+    opened = Store(tmp_path)
+    followed = changes.follow(one for one in opened.history("h200") if one.newest.key.mode == "decode")
     assert column(changes.table(followed), "seen again") == ["not yet: python -m benchmarks run"] * 4
     assert changes.news(followed, []).endswith("4 slower, 0 faster, 4 not seen again yet. No baseline is accepted.")
 

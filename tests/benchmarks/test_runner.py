@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import nsa
-from benchmarks import memory, memory_child, runner
+from benchmarks import memory, memory_child, records, runner
 from benchmarks.baselines import BASELINES
 from benchmarks.cases import Work, attention
 from benchmarks.records import Gate, Key, Outcome, Record
@@ -25,21 +25,24 @@ PLAN = Plan(min_samples=3, min_time_s=0.0, wall_limit_s=5.0, warmup_calls=1)
 
 
 def measure(the_key: Key, prepare: runner.Prepare = runner.prepare) -> Record:
-    return runner.measure(the_key, "cpu", PLAN, FINGERPRINT, "command", prepare)
+    return runner.measure(the_key, "cpu", PLAN, FINGERPRINT, "command", prepare).record
 
 
 def has_no_number(record: Record) -> bool:
-    return all(getattr(record, name) is None for name in Record.NUMBERS)
+    return all(getattr(record, name) is None for name in records.NUMBERS)
 
 
 @pytest.mark.parametrize("implementation", ["nsa", "sdpa-flash", "sdpa-math"])
 @pytest.mark.parametrize("mode", ["prefill-forward", "prefill-forward-backward", "decode"])
 def test_measures_every_mode(mode: str, implementation: str) -> None:
     the_key = key(mode, implementation, batch=2)
-    record = measure(the_key)
+    measured = runner.measure(the_key, "cpu", PLAN, FINGERPRINT, "command")
+    record = measured.record
     assert (record.outcome, record.reason) == (Outcome.PASSED, None)
-    assert record.samples_ms is not None
-    assert record.latency_ms == sorted(record.samples_ms)[1]
+    assert measured.raw is not None
+    assert record.latency_ms == sorted(measured.raw.samples_ms)[1]
+    assert record.samples is not None
+    assert record.samples.count == 3
     assert record.tokens_per_s == pytest.approx(2 * the_key.num_queries / record.latency_ms * 1e3)
     assert record.gate is not None
     assert record.gate.path == ("torch" if implementation == "nsa" else implementation)
@@ -90,7 +93,7 @@ def test_what_turns_nan_after_the_gate_gets_no_number() -> None:
         return Work(lambda: GREEN, lambda: (next(outputs),), 1)
 
     plan = dataclasses.replace(PLAN, warmup_calls=0)
-    record = runner.measure(key(), "cpu", plan, FINGERPRINT, "command", prepare)
+    record = runner.measure(key(), "cpu", plan, FINGERPRINT, "command", prepare).record
     assert record.outcome is Outcome.NONFINITE
     assert record.gate == GREEN
     assert has_no_number(record)

@@ -12,6 +12,7 @@ import pytest
 from benchmarks import runner, worker
 from benchmarks.cases import Work
 from benchmarks.records import Key, Outcome, Record
+from benchmarks.runner import Measurement
 from benchmarks.timing import Plan
 from tests.benchmarks.synthetic import FINGERPRINT, key
 
@@ -36,7 +37,8 @@ def hang_in_a_kernel() -> None:
 
 def measured(*lengths: int, deadline_s: float = 60.0) -> list[Record]:
     keys = [key(length=length) for length in lengths]
-    return list(worker.run(keys, "cpu", PLAN, FINGERPRINT, lambda one: f"measure {one.num_keys}", prepare, deadline_s))
+    measured = worker.run(keys, "cpu", PLAN, FINGERPRINT, lambda one: f"measure {one.num_keys}", prepare, deadline_s)
+    return [one.record for one in measured]
 
 
 def outcomes(records: Sequence[Record]) -> list[str]:
@@ -85,8 +87,8 @@ def test_a_crash_on_a_gpu_is_given_a_new_process(monkeypatch: pytest.MonkeyPatch
         def __init__(self, *_: object) -> None:
             Fake.made += 1
 
-        def measure(self, the_key: Key, command: str, _: float) -> Record:
-            return Record(the_key, Outcome.CRASHED, "an illegal memory access", FINGERPRINT, command)
+        def measure(self, the_key: Key, command: str, _: float) -> Measurement:
+            return Measurement(Record(the_key, Outcome.CRASHED, "an illegal memory access", FINGERPRINT, command))
 
         def close(self) -> None:
             pass

@@ -9,15 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import accepted, calibration, judgements, lines, records
+from benchmarks import accepted, calibration, judgements, lines, run_file
 from benchmarks.accepted import Acceptance
 from benchmarks.calibration import Calibration, Rate
 from benchmarks.ceilings import Ceilings
-from benchmarks.clocks import Clocks
+from benchmarks.clocks import ClockSummary
 from benchmarks.fingerprint import Fingerprint
 from benchmarks.judgements import Judgement, Rules, Side, Verdict
 from benchmarks.key import Key
 from benchmarks.records import Outcome, Record
+from benchmarks.samples import SampleSummary
 from tests.benchmarks.synthetic import FINGERPRINT, failed, key, passed
 
 CEILINGS = Ceilings(700.0, 50.0, 4.2, 50.0, 989.0, 4.8)
@@ -74,15 +75,13 @@ def measured(the_key: Key, where: Fingerprint, number: int, noise: random.Random
     return dataclasses.replace(
         passed(the_key, latency_ms),
         fingerprint=where,
-        samples_ms=tuple(latency_ms * noise.lognormvariate(0, 0.01) for _ in range(30)),
+        samples=SampleSummary.of([latency_ms * noise.lognormvariate(0, 0.01) for _ in range(30)]),
         interval_ms=(latency_ms * 0.992, latency_ms * 1.009),
         end_to_end_ms=latency_ms + 0.04,
         tokens_per_s=the_key.batch * the_key.num_queries / latency_ms * 1e3,
         peak_mem_mib=the_key.num_keys / 40,
         compile_s=3.2,
-        clocks=Clocks((1980,) * 30, (640.0,) * 30, (61,) * 30, (3, 4), ("power_cap", "power_cap"))
-        if the_key.num_keys == LENGTHS[-1]
-        else None,
+        clocks=ClockSummary(1980, 1980.0, 640.0, 61, {"power_cap": 2}) if the_key.num_keys == LENGTHS[-1] else None,
         flops=work * share * 4e11,
         bytes_moved=work * share * 1e9,
     )
@@ -94,8 +93,8 @@ def write_runs(results: Path, runs: int, machine: str = "h200", device: str = "N
     for number in range(runs):
         where = run_of(number, machine, device)
         noise = random.Random(number)
-        found = [measured(one, where, number, noise).to_json() for one in keys()]
-        records.create_run(results, where).write_text("".join(f"{line}\n" for line in found))
+        found = [measured(one, where, number, noise) for one in keys()]
+        run_file.create(results, where).write_text("".join(f"{line}\n" for line in run_file.lines_of(found)))
         count += len(found)
     return count
 

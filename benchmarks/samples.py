@@ -1,0 +1,67 @@
+"""The samples of one measurement: in a few numbers, which a record keeps, and as they were taken, with the clocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.clocks import Clocks
+
+_ENOUGH_FOR_P99 = 100
+
+
+@dataclass(frozen=True)
+class SampleSummary:
+    """How the samples of one latency spread; each quantile is the sample that this share of them does not exceed."""
+
+    count: int
+    min_ms: float
+    p25_ms: float
+    p75_ms: float
+    max_ms: float
+    p99_ms: float | None = None
+    """None for fewer than 100 samples, whose greatest says less."""
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"samples.count must be at least 1; got {self.count}")
+        between = () if self.p99_ms is None else (self.p99_ms,)
+        ordered = (0.0, self.min_ms, self.p25_ms, self.p75_ms, *between, self.max_ms)
+        # a sample can be shorter than the clock's step, and is 0 then
+        if not (all(map(math.isfinite, ordered)) and list(ordered) == sorted(ordered)):
+            raise ValueError(f"samples must be finite, at least 0, and ascend from min_ms to max_ms; got {self}")
+
+    @classmethod
+    def of(cls, samples_ms: Sequence[float]) -> SampleSummary:
+        """Of all samples of a measurement, at least one."""
+        ordered = sorted(samples_ms)
+
+        def quantile(share: float) -> float:
+            return ordered[math.ceil(share * len(ordered)) - 1]
+
+        p99_ms = quantile(0.99) if len(ordered) >= _ENOUGH_FOR_P99 else None
+        return cls(len(ordered), ordered[0], quantile(0.25), quantile(0.75), ordered[-1], p99_ms)
+
+
+@dataclass(frozen=True)
+class RawSamples:
+    """Every sample in the order taken, and the clocks beside it."""
+
+    name: str
+    """The record's key by name."""
+    samples_ms: tuple[float, ...] = ()
+    clocks: Clocks | None = None
+    """None without NVML."""
+
+    def __post_init__(self) -> None:
+        for value in self.samples_ms:
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{self.name}: samples_ms must be finite and at least 0; got {value}")
+        if self.clocks is None or not self.samples_ms:
+            return
+        for name in ("sm_mhz", "power_w", "temperature_c"):
+            readings = len(getattr(self.clocks, name))
+            if readings != len(self.samples_ms):
+                wanted = f"must be beside each of the {len(self.samples_ms)} samples"
+                raise ValueError(f"{self.name}: clocks.{name} {wanted}; got {readings}")

@@ -1,0 +1,54 @@
+"""Evidence in small says what the whole said: totals, failures, reasons, medians."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import evidence
+from benchmarks.__main__ import main
+
+JUNIT = """<testsuites><testsuite name="pytest" time="1.5" timestamp="2026-11-22T00:00:00+00:00">
+<testcase classname="tests.a" name="one" time="1"/>
+<testcase classname="tests.a" name="two"><failure message="wrong">where</failure></testcase>
+<testcase classname="tests.b" name="three"><skipped message="needs a GPU"/></testcase>
+<testcase classname="tests.b" name="four"><error message="no fixture"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_junit_in_small(tmp_path: Path) -> None:
+    (tmp_path / "a.xml").write_text(JUNIT)
+    assert evidence.of_junit(tmp_path / "a.xml") == {
+        "utc": "2026-11-22T00:00:00+00:00",
+        "seconds": 1.5,
+        "passed": 1,
+        "failed": 2,
+        "skipped": 1,
+        "failures": ["tests.a::two", "tests.b::four"],
+        "skipped_because": {"needs a GPU": 1},
+        "files": {"tests.a": {"passed": 1, "failed": 1}, "tests.b": {"skipped": 1, "failed": 1}},
+    }
+
+
+def test_heartbeats_in_small() -> None:
+    lines = [{"step": n, "rank": 0, "utc": f"t{n}", "loss": 10.0 - n, "step_ms": None} for n in range(1, 28)]
+    first, second = map(json.loads, evidence.of_heartbeats([*lines, {"event": "stopped"}]))
+    assert first == {"first_step": 1, "last_step": 25, "utc": "t25", "loss": -3.0}
+    assert second == {"first_step": 26, "last_step": 27, "utc": "t27", "loss": -16.5}
+
+
+def test_convert_keeps_what_is_no_evidence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, text in (("good", JUNIT), ("torn", JUNIT[:100]), ("empty", "<testsuites/>")):
+        (tmp_path / "laws").mkdir(exist_ok=True)
+        (tmp_path / "laws" / f"{name}.xml").write_text(text)
+    run = tmp_path / "train" / "two" / "a"
+    run.mkdir(parents=True)
+    (run / "heartbeat_rank0.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
+    assert main(["convert", "--out", str(tmp_path)]) == 1
+    told = capsys.readouterr()
+    assert json.loads(told.out) == {"files": 2, "records": 0, "damaged": 2}
+    assert "torn.xml" in told.err
+    assert sorted(path.name for path in (tmp_path / "laws").iterdir()) == ["empty.xml", "good.json", "torn.xml"]
+    assert json.loads((run / "medians_rank0.jsonl").read_text())["loss"] == 2.5
