@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.model import IGNORED, next_token_loss
+from nsa.loss import IGNORED
+from nsa.model import next_token_loss
 from nsa.train import batches, documents, packing
 from nsa.train.batches import Prefetch, Share, SyntheticBatches
 from nsa.train.documents import Documents, NoTextError, files
