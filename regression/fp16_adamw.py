@@ -78,6 +78,8 @@ def _refused(device: str) -> bool:
             training.run(dataclasses.replace(chosen, runtime=runtime), lambda record: None)
         except RefusedError as error:
             return [refusal.field for refusal in error.refusals] == ["runtime.fp32_master_weights"]
+        except ValueError:  # PyTorch's, of a run that has begun
+            return False
     return False
 
 

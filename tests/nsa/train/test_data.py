@@ -139,9 +139,12 @@ def test_rows_hold_every_token_once() -> None:
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_targets_are_the_tokens_that_follow(packed: bool) -> None:
-    """Held to the model's own loss, which shifts by itself."""
+    """Held to a list of them, and to the public loss."""
     rows = [Row(torch.randint(16, (12,)), (5, 7)), Row(torch.randint(16, (12,)), (1, 11))]
     batch = packing.batch(rows, packing=packed, position={})
+    flat, ends = batch.tokens.flatten().tolist(), (4, 11, 12, 23) if packed else (11, 23)
+    expected = [IGNORED if t in ends else flat[t + 1] for t in range(24)]
+    assert batch.targets.flatten().tolist() == expected
     logits = torch.randn(*batch.tokens.shape, 16)
     found = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED)
     cu_seqlens = torch.tensor([0, 5, 12, 13, 24], dtype=torch.int32) if packed else None
