@@ -22,7 +22,7 @@ from nsa.train.first_batch import NoFirstBatchError
 from nsa.train.packing import Packer, Row
 from nsa.train.settings import Data
 from nsa.train.tokens import ByteTokenizer, tokenizer
-from tests.nsa.train.runs import settings
+from tests.nsa.train.runs import needs_datasets, settings
 
 TEXTS = [f"document {i}: " + "naïve café " * (i % 23) for i in range(240)]
 
@@ -56,6 +56,7 @@ FORMATS = [_parquet, _jsonl, _text]
 
 
 def _data(folder: Path, write: Callable[[Path], None] = _jsonl) -> Data:
+    needs_datasets()
     folder.mkdir(exist_ok=True)
     write(folder)
     return Data(dataset="files", path=str(folder))
@@ -218,12 +219,14 @@ def test_files_must_be_there_and_of_one_format(tmp_path: Path) -> None:
 
 
 def test_says_which_column_is_missing(tmp_path: Path) -> None:
+    needs_datasets()
     (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
     with pytest.raises(NoTextError, match="no column 'text'; it has body"):
         next(iter(Documents(Data(dataset="files", path=str(tmp_path)))))
 
 
 def test_a_source_without_text_ends(tmp_path: Path) -> None:
+    needs_datasets()
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(NoTextError, match="no document for training"):
         next(iter(Documents(Data(dataset="files", path=str(tmp_path)))))

@@ -14,14 +14,14 @@ from nsa.train.batches import Share
 from nsa.train.feed import Feed
 from nsa.train.packing import Batch
 from nsa.train.settings import Settings
-from tests.nsa.train.runs import settings
+from tests.nsa.train.runs import needs_datasets, settings
 
 NUMBER_OF_DOCUMENTS = 60
 
 
 def _on_text(folder: Path, monkeypatch: pytest.MonkeyPatch, **overrides: Any) -> Settings:
     """Documents of which each says its own number and nothing else; one in five is held out."""
-    pytest.importorskip("datasets")
+    needs_datasets()
     monkeypatch.setattr(documents, "HELD_OUT", 5)
     path = folder / "text.jsonl"
     path.write_text("".join(json.dumps({"text": f"<{i}>"}) + "\n" for i in range(NUMBER_OF_DOCUMENTS)))
