@@ -37,7 +37,7 @@ INCIDENT = Incident(
 
 _DEADLINE_S = 0.5
 _MARGIN_S = 2.0
-"""For a busy machine to prepare the run, and to wake the thread that waits."""
+"""For a busy machine to wake the thread that waits."""
 _SHARDS = Data(dataset="fineweb_edu", loader_timeout_s=_DEADLINE_S)
 
 
@@ -70,15 +70,20 @@ def faulty(step: Step) -> Evidence:
 def product(step: Step) -> Evidence:
     """Silence becomes a named error in time; the fallback is taken only if asked for, and is recorded."""
     step(0)
-    wrong, begin = list[str](), time.monotonic()
-    with _silent_server() as address, _served_by(lambda settings: _shard(address)):
+    wrong, opened_s = list[str](), list[float]()
+
+    def silent(settings: Settings) -> Source:
+        opened_s.append(time.monotonic())
+        return _shard(address)
+
+    with _silent_server() as address, _served_by(silent):
         try:
             _run(_SHARDS)
             wrong.append("a silent loader gave a batch")
         except NoFirstBatchError as error:
             if "fineweb_edu" not in str(error):
                 wrong.append(f"the error does not name the loader: {error}")
-        waited_s = time.monotonic() - begin
+        waited_s = time.monotonic() - opened_s[0]
         step(1)
         sources = _run(dataclasses.replace(_SHARDS, synthetic_on_fail=True))
         if sources != {SYNTHETIC}:
