@@ -23,7 +23,8 @@ class Turns:
     def __init__(self, work: Work, key: Key, device: str) -> None:
         copies = [work.copy()] if work.copy is not None and key.cache == "cold" and _has_room(work) else []
         self._works = [work, *copies]
-        self._calls = [graphs.capture(one.call) if key.launch == "graph" else one.call for one in self._works]
+        captured = key.launch == "graph"
+        self._calls = [graphs.capture(one.call) if captured and not one.replays else one.call for one in self._works]
         self._device, self._cache = device, key.cache
 
     def time(self, plan: Plan) -> Timing:

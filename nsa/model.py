@@ -8,17 +8,17 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, silu
+from torch.nn.functional import silu
 
-from nsa import checks
 from nsa.cache import KVCache
 from nsa.config import NSAConfig
 from nsa.dense import DenseAttention
 from nsa.layer import Cache, NativeSparseAttention, a_size
+from nsa.loss import in_vocabulary
+from nsa.loss import next_token_loss as next_token_loss
 from nsa.paged_rows import PagedRows
 
 ATTENTIONS = ("nsa", "dense")
-IGNORED = -100  # cross_entropy's default ignore_index
 
 
 @dataclass(frozen=True)
@@ -215,33 +215,6 @@ class DecoderLM(nn.Module):
             came = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
             raise TypeError(f"tokens must be int64 or int32 of shape [B, S]; got {came}")
         vocab_size = self.config.vocab_size
-        known = _known(tokens, vocab_size)
+        known = in_vocabulary(tokens, vocab_size)
         x: Tensor = self.embedding(tokens.clamp(0, vocab_size - 1))
         return x.masked_fill(~known[..., None], torch.nan)
-
-
-def next_token_loss(logits: Tensor, tokens: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Mean cross-entropy in nats, in at least float32: the logits at t against the token at t + 1.
-
-    logits [B, S, vocab_size] and the same tokens [B, S] that they were made from. With `cu_seqlens` no
-    document is asked for the next one's first token. ValueError for S < 2, which has no next token; NaN if
-    no packed document has two tokens.
-    """
-    logits = checks.tensor("logits", logits, (*tokens.shape, "vocab_size"))
-    if tokens.shape[1] < 2:
-        raise ValueError(f"tokens must have S >= 2 for a next token; got {list(tokens.shape)}")
-    vocab_size = logits.shape[2]
-    known = _known(tokens, vocab_size)
-    first = checks.layout(logits, None, NSAConfig(), cu_seqlens).positions == 0  # no token comes before these
-    targets = tokens.clamp(0, vocab_size - 1).long().masked_fill(first, IGNORED)[:, 1:]
-    wide = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32))
-    loss = cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
-    return torch.where(known.all(), loss, torch.nan)
-
-
-def _known(tokens: Tensor, vocab_size: int) -> Tensor:
-    """Which tokens are in the vocabulary. ValueError for another on a CPU; a GPU is not waited for: NaN follows."""
-    known = (tokens >= 0) & (tokens < vocab_size)
-    if tokens.device.type == "cpu" and not known.all():
-        raise ValueError(f"tokens must be between 0 and {vocab_size - 1}; got {tokens[~known][0].item()}")
-    return known

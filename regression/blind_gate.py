@@ -31,6 +31,7 @@ from benchmarks.judgements import Rules, Side
 from benchmarks.records import Key, Record
 from regression.evidence import Evidence
 from regression.incident import Incident, Step
+from regression.injection import Fault, injected
 from regression.verdict import Verdict
 
 INCIDENT = Incident(
@@ -172,7 +173,7 @@ def nothing_is_a_fault(_: Any) -> list[Record]:
 
 @contextmanager
 def inject() -> Iterator[None]:
-    with mock.patch.object(verdict, "faults", nothing_is_a_fault):
+    with injected(Fault(verdict, "faults", nothing_is_a_fault)):
         yield
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 import nsa
 from nsa import Aux, NSAConfig, backends
+from regression.injection import Fault, injected
 
 SMALL = NSAConfig(l=4, d=2, l_sel=4, n_sel=4, w=8)
 """One config for most incidents: a GPU compiles its kernels once, and the interpreter's tiles stay small."""
@@ -102,11 +102,16 @@ def interpreted(backend: str, device: str) -> bool:
 @contextmanager
 def in_every_backend(part: str, fault: Callable[..., Any]) -> Iterator[None]:
     """Put `fault` in the place of one part of `nsa.backends.Backend`, in each backend that can be imported."""
-    with ExitStack() as injected:
-        for name in backends.NAMES[1:]:
-            try:
-                module = backends.load(name)
-            except ImportError:  # no Triton on this machine
-                continue
-            injected.enter_context(mock.patch.object(module, part, fault))
+    with injected(*replacing(part, fault)):
         yield
+
+
+def replacing(part: str, fault: Callable[..., Any]) -> list[Fault]:
+    """The fault for each backend that can be imported."""
+    found = []
+    for name in backends.NAMES[1:]:
+        try:
+            found.append(Fault(backends.load(name), part, fault))
+        except ImportError:  # no Triton on this machine
+            continue
+    return found

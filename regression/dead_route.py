@@ -20,6 +20,7 @@ from nsa import backends
 from regression import calls
 from regression.evidence import Evidence
 from regression.incident import Incident, Step
+from regression.injection import Fault, injected
 from regression.verdict import Verdict
 
 INCIDENT = Incident(
@@ -96,7 +97,7 @@ def _noting(name: str, part: Callable[..., Any], ran: set[str]) -> Callable[...,
 
 @contextmanager
 def inject() -> Iterator[None]:
-    with mock.patch.object(backends, "choose", falls_through):
+    with injected(Fault(backends, "choose", falls_through)):
         yield
 
 

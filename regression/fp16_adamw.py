@@ -5,71 +5,91 @@ What really happened: the weights themselves were fp16, so AdamW divided by sqrt
 
 from __future__ import annotations
 
+import dataclasses
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest import mock
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from nsa.train import preflight
+from nsa.train import checkpoint, preflight
+from nsa.train.health import LAWFUL_SKIPS
+from nsa.train.preflight import RefusedError
+from nsa.train.run import CHECKPOINTS
+from nsa.train.settings import Settings
+from nsa.train.trainer import Trainer
 from regression import training
 from regression.evidence import Evidence
 from regression.incident import Incident, Step
-from regression.training import Run, Trainer
+from regression.injection import Fault, injected
 from regression.verdict import Verdict
 
 INCIDENT = Incident(
     id="fp16-adamw",
     symptom="fp16 NaN after step 1; tune GradScaler",
     cause="weights held in fp16: AdamW's eps rounds to 0, g² underflows, 0/0",
-    detector="steps in fp32, bf16 and fp16: loss, gradients and weights finite; fp16 weights refused",
+    detector="runs in fp32, bf16 and fp16: loss, gradients and weights finite; fp16 weights refused",
     expects=Verdict.NONFINITE,
 )
 
-_STEPS = training.LAWFUL_SKIPS + 2
+_STEPS = LAWFUL_SKIPS + 2
 """Steps that are all skipped are more than the scaler may lose."""
-_PURE = preflight.Plan(steps=1, precision="fp16", fp32_master_weights=False, grad_scaler=True)
+_healthy = Trainer.__init__
 
 
-class HalfWeightsTrainer(Trainer):
-    """The model is cast to the compute type, and the optimiser with it."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self.model.to(training.COMPUTE[run.precision])
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=run.lr)
-        self.scaler = torch.amp.GradScaler(run.device, enabled=False)
+def half_weights(trainer: Trainer, settings: Settings, *given: Any) -> None:
+    """The model is held in the compute type, the optimiser with it, and nothing scales the loss."""
+    runtime = dataclasses.replace(settings.runtime, fp32_master_weights=False)
+    _healthy(trainer, dataclasses.replace(settings, runtime=runtime), *given)
+    trainer.scaler = torch.amp.GradScaler(trainer.device.type, enabled=False)
 
 
 def product(step: Step) -> Evidence:
-    """Take some optimiser steps in every precision that preflight lets start."""
+    """A short run in every precision, judged by its own alarms and by the weights that it saved."""
     bad: list[str] = []
     for precision in preflight.PRECISIONS:
-        trainer = training.Trainer(Run(steps=_STEPS, precision=precision, device=step.device))
-        for n in range(1, _STEPS + 1):
-            loss = trainer.step()
-            step(n, loss=loss)
-            alarm = trainer.non_finite(loss)
-            bad += [f"{precision}, step {n}: {alarm.why}"] if alarm else []
-        weights = [name for name, weight in trainer.model.named_parameters() if not weight.isfinite().all()]
-        bad += (
-            [f"{precision}: {len(weights)} of the weights after step {_STEPS}, {weights[0]} first"] if weights else []
-        )
-    refused = any(refusal.field == "runtime.fp32_master_weights" for refusal in preflight.refusals(_PURE))
+        with tempfile.TemporaryDirectory() as folder:
+            chosen = training.settings(Path(folder), step.device, precision=precision, steps=_STEPS)
+            ended = training.run(chosen, lambda record: step(record["step"], loss=record["loss"]))
+            bad += [f"{precision}: {sentinel}: {why}" for sentinel, why in ended.alarms.items()]
+            bad += [f"{precision}: {name} after step {_STEPS}" for name in _spoilt_weights(chosen)]
     return Evidence(
         nonfinite=tuple(bad),
-        wrong=() if refused else ("preflight lets weights in fp16 start",),
+        wrong=() if _refused(step.device) else ("preflight lets weights in fp16 start",),
         notes=(f"AdamW's eps 1e-8 in fp16 is {float(torch.tensor(1e-8, dtype=torch.float16)):g}",),
     )
 
 
+def _spoilt_weights(chosen: Settings) -> list[str]:
+    """Weights of the last checkpoint, if there is one, that are not finite."""
+    found = checkpoint.newest_whole(Path(chosen.out_dir) / CHECKPOINTS)
+    weights = {} if found is None else found.state["model"]
+    return [name for name, weight in weights.items() if not weight.isfinite().all()]
+
+
+def _refused(device: str) -> bool:
+    """Whether a run that asks for weights in fp16 is refused, with the field named."""
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = training.settings(Path(folder), device, precision="fp16", steps=1)
+        runtime = dataclasses.replace(chosen.runtime, fp32_master_weights=False)
+        try:
+            training.run(dataclasses.replace(chosen, runtime=runtime), lambda record: None)
+        except RefusedError as error:
+            return [refusal.field for refusal in error.refusals] == ["runtime.fp32_master_weights"]
+        except ValueError:  # PyTorch's, of a run that has begun
+            return False
+    return False
+
+
 @contextmanager
 def inject() -> Iterator[None]:
-    with mock.patch.object(training, "Trainer", HalfWeightsTrainer):
+    with injected(Fault(Trainer, "__init__", half_weights)):
         yield
 
 
 def faulty(step: Step) -> Evidence:
-    """The same steps with the weights in the compute type."""
+    """The same runs with the weights in the compute type."""
     with inject():
         return product(step)

@@ -10,25 +10,29 @@ import dataclasses
 import datetime
 import multiprocessing
 import os
+import socket
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, cast
-from unittest import mock
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from nsa.model import DecoderLM
-from nsa.train import sentinels
+from nsa.train import distributed, sentinels
+from nsa.train.batches import Share
+from nsa.train.distributed import Ranks
+from nsa.train.feed import Feed
+from nsa.train.settings import Settings
+from nsa.train.trainer import Trainer
 from regression import training
 from regression.evidence import Bound, Evidence
 from regression.incident import Incident, Step
-from regression.training import TINY, Run, Trainer
+from regression.injection import Fault, injected
+from regression.training import TINY
 from regression.verdict import Verdict
 
 INCIDENT = Incident(
@@ -41,25 +45,22 @@ INCIDENT = Incident(
 )
 
 _RANKS, _STEPS = 2, 2
-_RUN = Run(
-    steps=_STEPS,
-    model=dataclasses.replace(TINY, n_layers=1, nsa=dataclasses.replace(TINY.nsa, phi="mlp")),
-    batch_size=_RANKS,
-)
+_MODEL = dataclasses.replace(TINY, n_layers=1, nsa=dataclasses.replace(TINY.nsa, phi="mlp"))
 """All three blocks of 48 tokens are chosen, so that float32 and float64 read the same keys."""
 _BUDGET = 3.0
 """Times one rank's own error against float64, as for every backward pass in this project."""
 _RANK_DEADLINE = datetime.timedelta(seconds=60)
+_healthy = DecoderLM.__init__
+_standing = False
+"""Whether the fault is in the product of this process; ranks are new processes and must be told."""
 
 
-class NoGradientTrainer(Trainer):
+def with_constant_keys(lm: DecoderLM, *given: Any) -> None:
     """The compressed keys are a constant, so that nothing reaches what makes them."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        for name, module in self.model.named_modules():
-            if name.endswith("compress_k"):
-                module.register_forward_hook(lambda *call: call[-1].detach())
+    _healthy(lm, *given)
+    for name, module in lm.named_modules():
+        if name.endswith("compress_k"):
+            module.register_forward_hook(lambda *call: call[-1].detach())
 
 
 def product(step: Step) -> Evidence:
@@ -68,14 +69,16 @@ def product(step: Step) -> Evidence:
 
 
 def compare_ranks(step: Step, device: str) -> Evidence:
-    """One backward pass in one process, then two steps of two ranks: NCCL on "cuda", Gloo on "cpu"."""
-    run = dataclasses.replace(_RUN, device=device)
-    truth, own = (_one_rank(run, dtype) for dtype in (torch.float64, torch.float32))
+    """Steps of the trainer in one process, then in two ranks: NCCL on "cuda", Gloo on "cpu"."""
+    with tempfile.TemporaryDirectory() as folder:
+        sizes: dict[str, Any] = {"batch_size": _RANKS, "packing": False, "grad_clip": 0.0, "steps": _STEPS}
+        chosen = training.settings(Path(folder), device, model=_MODEL, **sizes)
+    truth, own = (_gradients(chosen, Ranks(), dtype) for dtype in (torch.float64, torch.float32))
     step(1)
     alarm = sentinels.missing_gradients({name: None if g is None else float(g.norm()) for name, g in own.items()})
     wrong = [] if alarm is None else [alarm.why]
     try:
-        first, second = _two_ranks(training.Trainer, run)
+        first, second = _two_ranks(chosen)
     except RuntimeError as error:  # DistributedDataParallel's own complaint, as the rank raised it
         return Evidence(wrong=tuple(wrong), exception=f"a rank died: RuntimeError: {str(error).split('. ')[0]}")
     step(2)
@@ -87,60 +90,58 @@ def compare_ranks(step: Step, device: str) -> Evidence:
     return Evidence(wrong=tuple(wrong), error=Bound(found, _BUDGET * allowed, of))
 
 
-def _one_rank(run: Run, dtype: torch.dtype) -> dict[str, Tensor | None]:
-    """Gradients of the whole batch by parameter."""
-    trainer = training.Trainer(run)
-    trainer.model.to(dtype)
-    for module in trainer.model.modules():
+def _gradients(chosen: Settings, own: Ranks, dtype: torch.dtype = torch.float32) -> dict[str, Tensor | None]:
+    """By parameter, of the first step on this rank's share; a bucket that never filled shows in the second step."""
+    device = torch.device(chosen.runtime.device, own.local_rank)
+    trainer = Trainer(chosen, device, own)
+    trainer.lm.to(dtype)
+    for module in trainer.lm.modules():
         if isinstance(module, torch.nn.RMSNorm):  # its default eps is the type's, so float64 would be another function
             module.eps = torch.finfo(torch.float32).eps
-    torch.autograd.backward(trainer.loss(trainer.batch()))
-    return {name: p.grad for name, p in trainer.model.named_parameters()}
+    feed = Feed(chosen, Share(own.rank, own.ranks))
+    gradients: dict[str, Tensor | None] = {}
+    for n in range(_STEPS):
+        trainer.step([next(feed).to(device)])
+        if n == 0:
+            named = trainer.lm.named_parameters()
+            gradients = {name: None if p.grad is None else p.grad.cpu().clone() for name, p in named}
+    feed.close()
+    return gradients
 
 
 def _flat(gradients: dict[str, Tensor | None]) -> Tensor:
-    return torch.cat([g.flatten() for g in gradients.values() if g is not None]).cpu()
+    return torch.cat([g.flatten() for g in gradients.values() if g is not None])
 
 
-def _two_ranks(trainer: type[Trainer], run: Run) -> list[Tensor]:
-    """The gradients of each rank, after a second step in which a bucket that never filled shows.
-
-    Raises RuntimeError with the words of a rank that failed.
-    """
+def _two_ranks(chosen: Settings) -> list[Tensor]:
+    """The gradients of each rank. Raises RuntimeError with the words of a rank that failed."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(_RANKS, mp_context=spawn) as ranks:
-        futures = [ranks.submit(_rank, trainer, run, rank, str(Path(folder) / "store")) for rank in range(_RANKS)]
+    with ProcessPoolExecutor(_RANKS, mp_context=spawn) as ranks:
+        futures = [ranks.submit(_rank, chosen, rank, port, _standing) for rank in range(_RANKS)]
         return [torch.tensor(future.result()) for future in futures]
 
 
-def _rank(trainer_type: type[Trainer], run: Run, rank: int, store: str) -> list[float]:
-    """One process of two: its share of the batch, _STEPS times."""
+def _rank(chosen: Settings, rank: int, port: int, fault: bool) -> list[float]:
+    """One process of two, as torchrun would start it."""
     torch.set_num_threads(1)
-    on_gpu = run.device == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(rank)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # both ranks are on this machine, whatever its name resolves to
-    group: dict[str, Any] = {"init_method": f"file://{store}", "rank": rank, "world_size": _RANKS}
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=_RANK_DEADLINE, **group)
-    try:
-        trainer = trainer_type(run)
-        replica = DistributedDataParallel(trainer.model, find_unused_parameters=False)
-        trainer.model = cast(DecoderLM, replica)  # which it stands for
-        batch = trainer.batch()[rank : rank + 1]
-        gradients = []
-        for _ in range(_STEPS):
-            replica.zero_grad()
-            torch.autograd.backward(trainer.loss(batch))
-            gradients = [p.grad.flatten() for p in replica.parameters() if p.grad is not None]
-        return torch.cat(gradients).tolist()
-    finally:
-        dist.destroy_process_group()
+    own = {"RANK": rank, "WORLD_SIZE": _RANKS, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in own.items()})
+    distributed.TIMEOUT = _RANK_DEADLINE
+    with inject() if fault else nullcontext(), distributed.joined(os.environ, chosen.runtime.device == "cuda") as ranks:
+        return _flat(_gradients(chosen, ranks)).tolist()
 
 
 @contextmanager
 def inject() -> Iterator[None]:
-    with mock.patch.object(training, "Trainer", NoGradientTrainer):
-        yield
+    global _standing
+    with injected(Fault(DecoderLM, "__init__", with_constant_keys)):
+        _standing = True
+        try:
+            yield
+        finally:
+            _standing = False
 
 
 def faulty(step: Step) -> Evidence:

@@ -9,7 +9,8 @@ Each `regression/<id with underscores>.py` exports
 
 `faulty` and `product` run in a child process each. They call `step(n)` after every unit of work; silence beyond a
 deadline that is scaled from these steps is a stall. Only a machine without the GPUs that `needs` names is a lawful
-skip.
+skip. `inject` opens `regression.injection.injected`, which counts what enters the fault: a run that never does is an
+error, not a pass.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ import importlib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from unittest import mock
 
 import torch
 
@@ -18,6 +17,7 @@ from benchmarks import memory
 from benchmarks.memory import MIB, Peak
 from regression.evidence import Evidence
 from regression.incident import Incident, Step
+from regression.injection import Fault, injected
 from regression.verdict import Verdict
 
 INCIDENT = Incident(
@@ -106,7 +106,7 @@ def in_gib(mib: float, source: str) -> Peak:
 
 @contextmanager
 def inject() -> Iterator[None]:
-    with mock.patch.object(memory, "Peak", in_gib):
+    with injected(Fault(memory, "Peak", in_gib)):
         yield
 
 

@@ -7,10 +7,9 @@ model that generates was not the one that had been trained.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -21,9 +20,10 @@ from nsa.decode import Decoded, Decoder, Rows
 from nsa.geometry import Layout
 from nsa.torch_backend.scores import select_blocks as healthy
 from regression import dense, future
-from regression.calls import COMPILING_S, SMALL, Call, draw, in_every_backend, interpreted
+from regression.calls import COMPILING_S, SMALL, Call, draw, interpreted, replacing
 from regression.evidence import Bound, Evidence
 from regression.incident import Incident, Step
+from regression.injection import Fault, injected
 from regression.verdict import Verdict
 
 INCIDENT = Incident(
@@ -125,13 +125,10 @@ def product(step: Step) -> Evidence:
     return _examine(step, step.backends)
 
 
-@contextmanager
-def inject() -> Iterator[None]:
+def inject() -> AbstractContextManager[None]:
     """Put it into the product."""
-    with ExitStack() as injected:
-        injected.enter_context(in_every_backend("select_blocks", _decode_of_its_own))
-        if importlib.util.find_spec("triton") is not None:
-            module = backends.load("triton")
-            own = _fused_decode_of_its_own(vars(module)["decode_attention"])
-            injected.enter_context(mock.patch.object(module, "decode_attention", own))
-        yield
+    faults = replacing("select_blocks", _decode_of_its_own)
+    if importlib.util.find_spec("triton") is not None:
+        module = backends.load("triton")
+        faults.append(Fault(module, "decode_attention", _fused_decode_of_its_own(vars(module)["decode_attention"])))
+    return injected(*faults)

@@ -15,6 +15,7 @@ from regression import listing
 from regression.deadline import Deadline
 from regression.evidence import Evidence
 from regression.incident import Incident, Needs
+from regression.injection import NeverEnteredError
 from regression.process import Child
 from regression.verdict import Aspect, Verdict, aspects, gravest
 
@@ -82,6 +83,11 @@ class Finding:
         """Skipped because the machine lacks GPUs; any other skip is a failure."""
         never_started = self.evidence.exit_status is None
         return self.verdict is Verdict.SKIPPED and never_started
+
+    @property
+    def never_entered(self) -> bool:
+        """A fault was injected, and the run ended without a call of it: whatever it found is of a healthy product."""
+        return self.evidence.uncaught and (self.evidence.exception or "").startswith(NeverEnteredError.__name__)
 
     @property
     def ok(self) -> bool:

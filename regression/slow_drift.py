@@ -5,9 +5,11 @@ What such a check must find: telemetry that keeps a tensor of each step, and goe
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest import mock
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from nsa.train import sentinels
 from regression import training
 from regression.evidence import Bound, Evidence
 from regression.incident import Incident, Step
+from regression.injection import Fault, injected
 from regression.resources import clock_s, memory_mib
 from regression.verdict import Verdict
 
@@ -48,14 +51,19 @@ def product(step: Step) -> Evidence:
 
 def _train(step: Step, before: int) -> tuple[sentinels.Alarm | None, sentinels.Alarm | None]:
     """(throughput's alarm, memory's alarm) of a run at one size, after the warm-up; `before` steps were taken."""
-    run = training.Run(steps=_STEPS, batch_size=2, seq_len=64, device=step.device)
-    trainer, speeds, memory = training.Trainer(run), list[float](), list[float]()
-    for n in range(1, _STEPS + 1):
-        begin = clock_s(step.device)
-        loss = trainer.step()
-        speeds.append(run.batch_size * run.seq_len / (clock_s(step.device) - begin))
+    speeds, memory, last_s = list[float](), list[float](), clock_s(step.device)
+
+    def stepped(record: dict[str, Any]) -> None:
+        nonlocal last_s
+        now_s = clock_s(step.device)
+        speeds.append(chosen.tokens_per_step / (now_s - last_s))
         memory.append(memory_mib(step.device))
-        step(before + n, loss=loss, tokens_per_s=speeds[-1], memory_mib=memory[-1])
+        last_s = now_s
+        step(before + record["step"], loss=record["loss"], tokens_per_s=speeds[-1], memory_mib=memory[-1])
+
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = training.settings(Path(folder), step.device, steps=_STEPS, seq_len=64, log_every=_STEPS)
+        training.run(chosen, stepped)
     return (
         sentinels.throughput_drift(speeds[_WARM_UP:], tolerance=_FALL),
         sentinels.memory_slope(memory[_WARM_UP:], limit_mib_per_step=_MIB_PER_STEP, grown_mib=_GROWN_MIB),
@@ -76,12 +84,13 @@ def faulty(step: Step) -> Evidence:
 @contextmanager
 def inject() -> Iterator[None]:
     """Put them into the gates."""
-    history: list[Tensor] = []
+    history: dict[torch.Size, list[Tensor]] = {}
 
     def with_history(gates: Gates, x: Tensor) -> Tensor:
-        history.append(x.detach().repeat(1, 1, 16))
-        torch.stack(history).std(0)
+        alike = history.setdefault(x.shape, [])
+        alike.append(x.detach().repeat(1, 1, 16))
+        torch.stack(alike).std(0)
         return _healthy(gates, x)
 
-    with mock.patch.object(Gates, "forward", with_history):
+    with injected(Fault(Gates, "forward", with_history)):
         yield

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from nsa import NSAConfig
 from nsa.train import sentinels, series
+from nsa.train.batches import Share, SyntheticBatches
+from nsa.train.distributed import Ranks
+from nsa.train.health import Figures, Health
+from nsa.train.trainer import COMPUTE, Trainer
+from regression import training
 from regression.evidence import Bound, Evidence
 from regression.incident import Step
 from regression.profiles import PROFILES
 from regression.resources import clock_s, memory_mib
-from regression.training import COMPUTE, Run, Trainer
 
 LEAST_ROUNDS = 4
 """However short the soak: 28 steps, well past the fifth."""
@@ -29,11 +35,10 @@ MIB_PER_ROUND = 4.0
 class _Seen:
     """What the lane has seen so far."""
 
+    health: Health
     rounds: int = 0
-    targets: int = 0
-    """Tokens predicted."""
     loss_sum: float = 0.0
-    """Over these."""
+    """Over all targets, which the trainer counts."""
     tokens_per_s: list[float] = field(default_factory=list)
     """Of each round."""
     memory: list[float] = field(default_factory=list)
@@ -45,8 +50,11 @@ class _Seen:
 def run(step: Step, *, profile: str, precision: str, prefill: str, seconds: float) -> Evidence:
     """Rounds over all shapes until the seconds have passed, and at least LEAST_ROUNDS."""
     chosen = PROFILES[profile] if step.device == "cuda" else PROFILES[profile].shrunken
-    trainer = Trainer(Run(steps=1, model=chosen.model, precision=precision, device=step.device, lr=2e-4))
-    seen, end = _Seen(), time.monotonic() + seconds
+    with tempfile.TemporaryDirectory() as folder:  # in which nothing is written
+        own = training.settings(Path(folder), step.device, model=chosen.model, precision=precision, steps=1, lr=2e-4)
+    trainer, end = Trainer(own, torch.device(step.device), Ranks()), time.monotonic() + seconds
+    backend = chosen.model.backend
+    seen = _Seen(Health(random_vocab_size=None, fp16=precision == "fp16", warmup_steps=0, fused_backend=backend))
     while seen.rounds < LEAST_ROUNDS or time.monotonic() < end:
         _round(trainer, chosen.shapes, seen, step)
         _check_prefill(trainer, prefill, chosen.seq_len, seen, step)
@@ -55,35 +63,41 @@ def run(step: Step, *, profile: str, precision: str, prefill: str, seconds: floa
     return _evidence(trainer, seen)
 
 
+def _tokens(trainer: Trainer, batch_size: int, seq_len: int) -> SyntheticBatches:
+    """Random tokens of another shape, which no step has seen before."""
+    shape = dataclasses.replace(trainer.settings.train, batch_size=batch_size, seq_len=seq_len, seed=trainer.done)
+    return SyntheticBatches(dataclasses.replace(trainer.settings, train=shape), Share())
+
+
 def _round(trainer: Trainer, shapes: tuple[tuple[int, int], ...], seen: _Seen, step: Step) -> None:
-    """One optimiser step of each shape."""
-    begin, tokens = clock_s(trainer.run.device), 0
+    device = trainer.device
+    begin, tokens = clock_s(device.type), 0
     for batch_size, seq_len in shapes:
-        trainer.run = dataclasses.replace(trainer.run, batch_size=batch_size, seq_len=seq_len)
-        loss, targets = trainer.step(), batch_size * (seq_len - 1)
-        seen.targets += targets
+        stepped = trainer.step([_tokens(trainer, batch_size, seq_len).next().to(device)])
+        loss, targets = float(stepped.loss), int(stepped.targets)
+        trainer.tokens_seen += targets
         seen.loss_sum += loss * targets
         tokens += batch_size * seq_len
-        if alarm := trainer.non_finite(loss):
+        for alarm in seen.health.step(Figures(trainer.done, loss, float(stepped.grad_norm), targets, None, None)):
             seen.nonfinite.append(f"{alarm.why} at step {trainer.done} of {batch_size} × {seq_len}")
-        step(trainer.done, loss=loss, optimizer_steps=trainer.done - trainer.skipped)
-    seen.tokens_per_s.append(tokens / (clock_s(trainer.run.device) - begin))
-    seen.memory.append(memory_mib(trainer.run.device))
+        step(trainer.done, loss=loss, optimizer_steps=trainer.done - seen.health.skipped)
+    seen.tokens_per_s.append(tokens / (clock_s(device.type) - begin))
+    seen.memory.append(memory_mib(device.type))
 
 
 @torch.no_grad()
 def _check_prefill(trainer: Trainer, prefill: str, longest: int, seen: _Seen, step: Step) -> None:
     """Logits through the cache, in one call or token by token, against those of training's forward."""
-    length = prefilled_tokens(trainer.run.model.nsa, longest)
-    trainer.run = dataclasses.replace(trainer.run, batch_size=2, seq_len=length)
-    tokens, compute = trainer.batch(), COMPUTE[trainer.run.precision]
-    with torch.autocast(trainer.run.device, dtype=compute, enabled=compute != torch.float32):
-        expected = trainer.model(tokens)
-        cache = trainer.model.new_cache(batch_size=2, max_tokens=length)
+    length = prefilled_tokens(trainer.settings.model.nsa, longest)
+    tokens = _tokens(trainer, 2, length).next().tokens.to(trainer.device)
+    compute = COMPUTE[trainer.settings.runtime.precision]
+    with torch.autocast(trainer.device.type, dtype=compute, enabled=compute != torch.float32):
+        expected = trainer.lm(tokens)
+        cache = trainer.lm.new_cache(batch_size=2, max_tokens=length)
         pieces = tokens.split(1 if prefill == "sequential" else length, dim=1)
         rows = []
         for piece in pieces:
-            rows.append(trainer.model(piece, cache))
+            rows.append(trainer.lm(piece, cache))
             step(trainer.done)  # token by token a long prefill takes longer than a step
         logits = torch.cat(rows, 1)
     if not logits.isfinite().all():
@@ -101,19 +115,21 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 def _evidence(trainer: Trainer, seen: _Seen) -> Evidence:
-    run = trainer.run
-    held = [name for name, parameter in trainer.model.named_parameters() if not parameter.isfinite().all()]
-    floor = sentinels.loss_floor_nats(run.model.vocab_size, seen.targets)
-    skipped = f", {trainer.skipped} skipped, scale {trainer.scaler.get_scale():g}" if run.precision == "fp16" else ""
+    settings = trainer.settings
+    precision = settings.runtime.precision
+    held = [name for name, parameter in trainer.lm.named_parameters() if not parameter.isfinite().all()]
+    floor = sentinels.loss_floor_nats(settings.model.vocab_size, trainer.tokens_seen)
+    skips = f", {seen.health.skipped} skipped, scale {trainer.scaler.get_scale():g}"
+    skipped = skips if precision == "fp16" else ""
     slope, lost = series.steady_slope(seen.memory), series.fall(seen.tokens_per_s)
     unknown = [name for name, figure in (("memory slope", slope), ("throughput", lost)) if figure is None]
     few = f"; unknown after so few rounds: {', '.join(unknown)}" if unknown else ""
     return Evidence(
         nonfinite=(*seen.nonfinite, *held),
-        loss_nats=Bound(seen.loss_sum / seen.targets, floor),
-        error=Bound(max(seen.errors), ERROR, "of prefill against forward") if run.precision == "fp32" else None,
+        loss_nats=Bound(seen.loss_sum / trainer.tokens_seen, floor),
+        error=Bound(max(seen.errors), ERROR, "of prefill against forward") if precision == "fp32" else None,
         memory=None if slope is None else Bound(slope, MIB_PER_ROUND, "MiB per round"),
         slowdown=None if lost is None else Bound(lost, FALL, "of the throughput lost for good"),
-        paths=(run.model.backend,),
+        paths=(settings.model.backend,),
         notes=(f"{trainer.done} steps in {seen.rounds} rounds{skipped}{few}",),
     )

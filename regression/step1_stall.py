@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from regression import host_cost
 from regression.calls import COMPILING_S, draw
 from regression.evidence import Bound, Evidence
 from regression.incident import Incident, Step
+from regression.injection import Fault, injected
 from regression.operators import Operators
 from regression.verdict import Verdict
 
@@ -71,5 +71,5 @@ def product(step: Step) -> Evidence:
 @contextmanager
 def inject() -> Iterator[None]:
     """Put them into the gates."""
-    with mock.patch.object(Gates, "forward", with_statistics):
+    with injected(Fault(Gates, "forward", with_statistics)):
         yield

@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from regression import host_cost
 from regression.calls import COMPILING_S
 from regression.evidence import Evidence
 from regression.incident import Incident, Step
+from regression.injection import Fault, injected
 from regression.verdict import Verdict
 
 INCIDENT = Incident(
@@ -72,5 +72,5 @@ def faulty(step: Step) -> Evidence:
 @contextmanager
 def inject() -> Iterator[None]:
     """Put the loop into the layer."""
-    with mock.patch.object(layer, "nsa_attention", token_by_token):
+    with injected(Fault(layer, "nsa_attention", token_by_token)):
         yield

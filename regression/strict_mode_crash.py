@@ -10,7 +10,6 @@ import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ import nsa
 from regression import calls, public_face
 from regression.evidence import Evidence
 from regression.incident import Incident, Step
+from regression.injection import Fault, injected
 from regression.public_face import Entry, Flags
 from regression.verdict import Verdict
 
@@ -101,5 +101,5 @@ def inject() -> Iterator[None]:
             assert strict_asserts
         return healthy(*arguments, **flags)
 
-    with mock.patch.object(nsa, "nsa_attention", broken):
+    with injected(Fault(nsa, "nsa_attention", broken)):
         yield

@@ -6,15 +6,18 @@ What really happened: the config came from an environment variable, its default 
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest import mock
+from pathlib import Path
+from typing import Any
 
 from nsa.train import preflight
 from nsa.train.preflight import Decision, Plan, RefusedError
 from regression import training
 from regression.evidence import Evidence
 from regression.incident import Incident, Step
+from regression.injection import Fault, injected
 from regression.verdict import Verdict
 
 INCIDENT = Incident(
@@ -55,15 +58,29 @@ def product(step: Step) -> Evidence:
         broken.append("a sound run is refused")
     if not preflight.check(dataclasses.replace(SOUND, save_every=0), allow_toy=True).overridden:
         broken.append("what allow_toy overrode is not recorded")
-    report = training.Run(steps=50_000, precision="fp32")
-    try:
-        next(training.train(report))
-    except RefusedError:
-        pass
-    else:
-        broken.append(f"the training loop started {report.plan.length} in fp32 that keep nothing")
+    if _starts(step.device):
+        broken.append(f"{SOUND.length} in fp32 that keep nothing were started")
     step(len(_SPOILED) + 1)
     return Evidence(wrong=tuple(broken))
+
+
+class _StartedError(Exception):
+    """The run has taken a step."""
+
+
+def _starts(device: str) -> bool:
+    """Whether the run of the report takes its first step."""
+
+    def stepped(record: dict[str, Any]) -> None:
+        raise _StartedError
+
+    with tempfile.TemporaryDirectory() as folder:
+        report = training.settings(Path(folder), device, steps=SOUND.steps, precision="fp32")
+        try:
+            training.run(report, stepped)
+        except (_StartedError, RefusedError) as error:
+            return isinstance(error, _StartedError)
+    return True
 
 
 def _refused(plan: Plan) -> set[str]:
@@ -77,7 +94,7 @@ def _refused(plan: Plan) -> set[str]:
 
 @contextmanager
 def inject() -> Iterator[None]:
-    with mock.patch.object(preflight, "check", nobody_asks):
+    with injected(Fault(preflight, "check", nobody_asks)):
         yield
 
 

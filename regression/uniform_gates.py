@@ -5,9 +5,9 @@ What really happened: ln 3 is 1.0986. The gates were where they had begun, and t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest import mock
+import tempfile
+from contextlib import AbstractContextManager
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,22 +17,24 @@ from nsa.train import sentinels
 from regression import training
 from regression.evidence import Evidence
 from regression.incident import Incident, Step
+from regression.injection import Fault, injected
 from regression.verdict import Verdict
 
 INCIDENT = Incident(
     id="uniform-gates",
     symptom="gate entropy 1.098, healthy",
     cause="ln 3 = 1.0986: the gates were never trained",
-    detector="entropy and largest share of trained gates: collapsed and exactly uniform are both faults",
+    detector="the run's own alarms on its gates: collapsed and exactly uniform are both faults",
     expects=Verdict.WRONG,
 )
 
 _STEPS = 20
+_ALARMS = ("gates_uniform", "gates_collapsed")
 
 
 def untrained(gates: Gates, x: Tensor) -> Tensor:
-    """A softmax over logits that begin at 0 and that no gradient reaches."""
-    return (gates.linear(x) * 0).detach().unflatten(-1, (-1, sentinels.BRANCHES)).softmax(-1)
+    """A softmax over logits that begin at 0 and that next to no gradient reaches."""
+    return (gates.linear(x) * 1e-8).unflatten(-1, (-1, sentinels.BRANCHES)).softmax(-1)
 
 
 def collapsed(gates: Gates, x: Tensor) -> Tensor:
@@ -42,52 +44,28 @@ def collapsed(gates: Gates, x: Tensor) -> Tensor:
 
 
 def product(step: Step) -> Evidence:
-    """Train, then look at the gates of every layer on a fresh batch."""
-    trainer = training.Trainer(training.Run(steps=_STEPS, device=step.device))
-    for n in range(1, _STEPS + 1):
-        step(n, loss=trainer.step())
-    wrong, notes = [], []
-    for name, gates in _gates(trainer).items():
-        shares = (gates / gates.sum(-1, keepdim=True)).flatten(0, -3)  # [rows, heads, 3]
-        entropies = torch.special.entr(shares).sum(-1).mean(0)
-        maxima = shares.amax(-1).mean(0)
-        entropy, largest = float(entropies.mean()), float(maxima.mean())
-        alarms = (
-            sentinels.gates_uniform(entropy),
-            sentinels.gates_collapsed(entropies.tolist(), maxima.tolist()),
-        )
-        wrong += [f"{name}: {alarm.why}" for alarm in alarms if alarm]
-        notes.append(f"{name}: entropy {entropy:.4f} nats, largest share {largest:.3f}")
-    return Evidence(wrong=tuple(wrong), notes=tuple(notes))
+    """Train, and hear what the run says of its gates."""
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = training.settings(Path(folder), step.device, steps=_STEPS, statistics=True)
+        ended = training.run(chosen, lambda record: step(record["step"], loss=record["loss"]))
+    last = ended.steps[-1]
+    entropy, largest = last["gate_entropy_mean_nats"], last["gate_max_share_max"]
+    return Evidence(
+        wrong=tuple(f"{name}: {why}" for name, why in ended.alarms.items() if name in _ALARMS),
+        notes=(f"mean entropy {entropy:.4f} nats, largest share of a head {largest:.3f}",),
+    )
 
 
-def _gates(trainer: training.Trainer) -> dict[str, Tensor]:
-    """What the gates of every layer give on one batch: [B, S, Hq, 3] by module name."""
-    found: dict[str, Tensor] = {}
-
-    def keep(module: Gates, _: object, output: Tensor) -> None:
-        found[names[module]] = output
-
-    names = {module: name for name, module in trainer.model.named_modules() if isinstance(module, Gates)}
-    hooks = [module.register_forward_hook(keep) for module in names]
-    with torch.no_grad():
-        trainer.model(trainer.batch())
-    for hook in hooks:
-        hook.remove()
-    return found
-
-
-@contextmanager
-def inject() -> Iterator[None]:
-    with mock.patch.object(Gates, "forward", untrained):
-        yield
+def inject() -> AbstractContextManager[None]:
+    """Put untrained gates into the product."""
+    return injected(Fault(Gates, "forward", untrained))
 
 
 def faulty(step: Step) -> Evidence:
     """Both ends: each must be seen."""
     with inject():
         uniform = product(step)
-    with mock.patch.object(Gates, "forward", collapsed):
+    with injected(Fault(Gates, "forward", collapsed)):
         one_branch = product(step)
     seen = (*uniform.wrong, *one_branch.wrong) if uniform.wrong and one_branch.wrong else ()
     return Evidence(wrong=seen, notes=uniform.notes)

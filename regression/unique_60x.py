@@ -10,7 +10,6 @@ import timeit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -21,6 +20,7 @@ from nsa import NSAConfig
 from nsa.model import SHOWCASE, DecoderLM, ModelConfig
 from regression.evidence import Evidence
 from regression.incident import Incident, Step
+from regression.injection import Fault, injected
 from regression.verdict import Verdict
 
 INCIDENT = Incident(
@@ -171,8 +171,7 @@ def product(step: Step) -> Evidence:
 @contextmanager
 def inject() -> Iterator[None]:
     """A key that forgets what the figure was measured on."""
-    with (
-        mock.patch.object(Key, "case", property(lambda key: key.mode)),
-        mock.patch.object(Record, "identity", property(lambda record: record.key.mode)),
-    ):
+    case = Fault(Key, "case", property(lambda key: key.mode))
+    identity = Fault(Record, "identity", property(lambda record: record.key.mode))
+    with injected(case, identity):
         yield

@@ -6,16 +6,17 @@ at token 0, and a row finds the next tokens in it; on random tokens the loss fel
 
 from __future__ import annotations
 
-import statistics
+import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import nsa
 from nsa.geometry import Layout
-from nsa.train import sentinels
 from regression import dense, future, training
 from regression.calls import COMPILING_S, SMALL, draw, in_every_backend, interpreted
 from regression.evidence import Bound, Evidence
@@ -32,7 +33,7 @@ INCIDENT = Incident(
     floor_s=COMPILING_S,
 )
 LENGTHS = tuple(times * SMALL.w + more for times in (1, 2) for more in (-1, 0, 1))
-STEPS, JUDGED = 100, 20
+STEPS = 100
 
 
 def _by_absolute_position(
@@ -71,14 +72,11 @@ def _layer_leaks(device: str) -> list[str]:
 
 def _trained(step: Step, first: int) -> tuple[Bound, str]:
     """The mean of the last losses on random tokens, one more of them than the window holds, and their floor."""
-    run = training.Run(steps=STEPS, lr=5e-3, batch_size=8, seq_len=training.TINY.nsa.w + 1, device=step.device)
-    losses = []
-    for n, loss in training.train(run):
-        losses.append(loss)
-        step(first + n, loss=loss)
-    floor = sentinels.loss_floor_nats(run.model.vocab_size, JUDGED * run.batch_size * (run.seq_len - 1))
-    note = f"{losses[0]:.3f} -> {losses[-1]:.3f} nats in {STEPS} steps; ln 16 = {run.floor_nats:.3f}"
-    return Bound(statistics.fmean(losses[-JUDGED:]), floor), note
+    sizes: dict[str, Any] = {"batch_size": 8, "seq_len": training.TINY.nsa.w + 1, "packing": False}
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = training.settings(Path(folder), step.device, steps=STEPS, lr=5e-3, **sizes)
+        ended = training.run(chosen, lambda record: step(first + record["step"], loss=record["loss"]))
+    return ended.loss_on_random_tokens(), f"{ended.course()}; ln 16 = 2.773"
 
 
 def _examine(step: Step, backends: Sequence[str]) -> Evidence:

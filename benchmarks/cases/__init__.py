@@ -40,3 +40,5 @@ class Work:
     `call` or a graph of it, and compares what that returns; raises unless it is green."""
     copy: Callable[[], Work] | None = None
     """Makes the same work on a copy of its inputs, so that cold calls can take turns; None where there is no point."""
+    replays: bool = False
+    """Whether `call` replays a CUDA graph of its own, and is timed as it is."""

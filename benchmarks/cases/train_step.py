@@ -1,8 +1,10 @@
-"""One optimiser step of the decoder LM, with NSA and with dense attention: forward, loss, backward, AdamW.
+"""One step of `nsa.train`'s trainer on the decoder LM, with NSA and with dense attention.
 
-Weights in float32, compute in the key's dtype under autocast. The gate compares logits and gradients of the same
-weights on a short text with the float64 model, whose attention is nsa.reference; the text is short enough for every
-block to be selected, since a near-tie that falls the other way changes a gradient by more than rounding does.
+Timed is what a run repeats: forward, loss in pieces, backward, clipping, AdamW. Weights in float32, compute in the
+key's dtype under autocast; launched as a graph the trainer replays its own, of forward, loss and backward. The gate
+compares logits and gradients of the same weights on a short text with the float64 model, whose attention is
+nsa.reference; the text is short enough for every block to be selected, since a near-tie that falls the other way
+changes a gradient by more than rounding does.
 """
 
 from __future__ import annotations
@@ -20,42 +22,46 @@ from benchmarks.baselines import sdpa
 from benchmarks.cases import NSA, Call, Work, floors
 from benchmarks.gate import IncorrectError, finite, green
 from benchmarks.records import Gate, Key
-from nsa import NSAConfig, backends
+from nsa import NSAConfig, backends, loss
 from nsa.model import BASE_125M, SHOWCASE, DecoderLM, ModelConfig, next_token_loss
+from nsa.train.distributed import Ranks
+from nsa.train.packing import Batch
+from nsa.train.settings import Data, Runtime, Settings, Train
+from nsa.train.trainer import Trainer
 
 MODELS = {"showcase": SHOWCASE, "125m": BASE_125M}
 _CHECKED_TOKENS = 64
-_LEARNING_RATE = 1e-4
+_PRECISION = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def prepare(key: Key, device: str) -> Work:
     """The work of a key whose mode is train-step; a baseline's name is the kernel of the dense twin."""
-    torch.manual_seed(0)
-    assert key.model is not None
-    config = _model_config(key)
-    model = DecoderLM(config).to(device)
-    optimiser = torch.optim.AdamW(
-        model.parameters(), lr=_LEARNING_RATE, fused=device == "cuda", capturable=key.launch == "graph"
-    )
-    tokens = torch.randint(config.vocab_size, (key.batch, key.num_queries), device=device)
+    trainer = Trainer(_settings(key, device), torch.device(device), Ranks())
+    tokens = torch.randint(trainer.lm.config.vocab_size, (key.batch, key.num_queries), device=device)
+    targets = loss.next_tokens(tokens)
+    batch = Batch(tokens, targets, key.batch * (key.num_queries - 1))
 
     def call() -> tuple[Tensor, ...]:
-        optimiser.zero_grad()
-        with _precision(key.dtype, device), _kernel(key.implementation):
-            loss = next_token_loss(model(tokens), tokens)
-            loss.backward()
-        optimiser.step()
-        return (loss.detach(),)
+        with _kernel(key.implementation):
+            return (trainer.step([batch]).loss,)
 
     return Work(
-        _check(key, model, tokens[:1, :_CHECKED_TOKENS], device),
+        _check(key, trainer.lm, tokens[:1, :_CHECKED_TOKENS], device),
         call,
         key.batch * key.num_queries,
-        floors.of_train_step(key, model),
+        floors.of_train_step(key, trainer.lm),
         refusals=lambda: _refusals(key.implementation),
-        inputs={"tokens": tokens},
-        recheck=_recheck(key, model, tokens),
+        inputs={"tokens": tokens, "targets": targets},
+        recheck=_recheck(key, trainer, batch),
+        replays=key.launch == "graph",
     )
+
+
+def _settings(key: Key, device: str) -> Settings:
+    """Rows of one text each, a learning rate that stays, and nothing recomputed."""
+    rows = Train(steps=1, seq_len=key.num_queries, batch_size=key.batch, lr=1e-4, lr_schedule="constant")
+    runtime = Runtime(device=device, precision=_PRECISION[key.dtype], cuda_graph=key.launch == "graph")
+    return Settings("bench", _model_config(key), runtime, rows, Data(packing=False))
 
 
 def _model_config(key: Key) -> ModelConfig:
@@ -87,22 +93,25 @@ def _check(key: Key, model: DecoderLM, tokens: Tensor, device: str) -> Callable[
     return check
 
 
-def _recheck(key: Key, model: DecoderLM, tokens: Tensor) -> Callable[[Call, int], Gate]:
+def _recheck(key: Key, trainer: Trainer, batch: Batch) -> Callable[[Call, int], Gate]:
     """The loss that the timed step returns for tokens it has never seen, beside that of the same weights evaluated
     apart; and the step must have moved these weights."""
+
+    model, tokens = trainer.lm, batch.tokens
 
     def recheck(call: Call, seed: int) -> Gate:
         generator = torch.Generator(tokens.device).manual_seed(seed)
         guards.poison(call())
         tokens.random_(model.config.vocab_size, generator=generator)
+        batch.targets.copy_(loss.next_tokens(tokens))
         with torch.no_grad(), _precision(key.dtype, tokens.device.type), _kernel(key.implementation):
             expected = next_token_loss(model(tokens), tokens)
         before = guards.digests(dict(model.named_parameters()))
-        (loss,) = guards.as_read_by_this_stream(call())
-        finite("loss", loss)
+        (found,) = guards.as_read_by_this_stream(call())
+        finite("loss", found)
         if guards.digests(dict(model.named_parameters())) == before:
             raise IncorrectError("the step left every weight as it was")
-        error = ((loss - expected).abs() / expected.abs()).item()
+        error = ((found - expected).abs() / expected.abs()).item()
         # one kernel on the same weights and tokens twice: what is rounded in the compute type may fall the other way
         budget = errors.FORWARD_FACTOR * torch.finfo(getattr(torch, key.dtype)).eps
         return green(Gate(tokens.numel(), (errors.check("loss", error, budget),), _path(key, model, tokens)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -55,7 +56,7 @@ class SyntheticBatches:
         train = settings.train
         self._rows, self._batch_size, self._seq_len = share.rows(train.batch_size), train.batch_size, train.seq_len
         self._vocab_size, self._packing = settings.model.vocab_size, settings.data.packing
-        self._seed = 2 * train.seed + held_out
+        self._held_out, self._key = held_out, zlib.crc32(str(train.seed).encode())
         self._done = 0
 
     def next(self) -> Batch:
@@ -67,7 +68,8 @@ class SyntheticBatches:
         self._done = position["batches"]
 
     def _row(self, number: int) -> Row:
-        generator = torch.Generator().manual_seed((self._seed << 40) + number)
+        # a CPU's generator takes 32 bits of its seed; within a run each of these occurs once, held out or not
+        generator = torch.Generator().manual_seed(self._key ^ (2 * number + self._held_out))
         tokens = torch.randint(self._vocab_size, (self._seq_len,), generator=generator)
         cut = int(torch.randint(1, self._seq_len, (), generator=generator))
         return Row(tokens, (cut, self._seq_len - cut))

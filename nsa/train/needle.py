@@ -22,7 +22,8 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.layer import NativeSparseAttention
-from nsa.model import IGNORED, DecoderLM, ModelConfig
+from nsa.loss import IGNORED
+from nsa.model import DecoderLM, ModelConfig
 from nsa.train import files
 from nsa.train.distributed import Ranks
 from nsa.train.observe import BRANCHES

@@ -11,10 +11,10 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from nsa.model import IGNORED, Block, DecoderLM
+from nsa import loss
+from nsa.model import Block, DecoderLM
 
 CHUNK_LOGITS = 2**23
 """Logits made at once: 32 MiB in float32."""
@@ -39,9 +39,7 @@ class Objective(nn.Module):
 
     def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """hidden [tokens, dim], targets int64 [tokens] -> float32 []."""
-        logits = self.lm.head(hidden)
-        with torch.autocast(logits.device.type, enabled=False):
-            return cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
+        return loss.summed_cross_entropy(self.lm.head(hidden), targets)
 
 
 def recompute(lm: DecoderLM, how: bool | str) -> None:

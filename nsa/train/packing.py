@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.model import IGNORED
+from nsa import loss
+from nsa.loss import IGNORED
 
 BOUNDS = 64
 """`cu_seqlens` has a multiple of so many documents, the last ones empty, so that few shapes reach the compiler."""
@@ -82,19 +83,18 @@ def with_empty_documents(cu_seqlens: Tensor, num_documents: int) -> Tensor:
 
 
 def batch(rows: Sequence[Row], *, packing: bool, position: dict[str, Any]) -> Batch:
-    """Rows as one batch. This is where labels are shifted: the target at t is the token at t + 1."""
+    """Rows as one batch, with the targets that the loss asks for."""
     tokens = torch.stack([row.tokens for row in rows])
-    if not packing:
-        targets = torch.full_like(tokens, IGNORED)
-        targets[:, :-1] = tokens[:, 1:]
-        return Batch(tokens, targets, targets[:, 1:].numel(), None, position)
-    tokens = tokens.flatten()[None]
-    lengths = torch.tensor([length for row in rows for length in row.lengths], dtype=torch.int32)
-    ends = lengths.cumsum(0, dtype=torch.int32)
-    targets = torch.full_like(tokens, IGNORED)
-    targets[:, :-1] = tokens[:, 1:]
-    targets[:, ends.long() - 1] = IGNORED
-    room = -(-(len(ends) + 1) // BOUNDS) * BOUNDS + 1
-    cu_seqlens = torch.full((room,), tokens.numel(), dtype=torch.int32)
-    cu_seqlens[0], cu_seqlens[1 : len(ends) + 1] = 0, ends
-    return Batch(tokens, targets, tokens.numel() - len(ends), cu_seqlens, position)
+    cu_seqlens = None
+    if packing:
+        tokens = tokens.flatten()[None]
+        cu_seqlens = _bounds([length for row in rows for length in row.lengths])
+    targets = loss.next_tokens(tokens, cu_seqlens)
+    return Batch(tokens, targets, int((targets != IGNORED).sum()), cu_seqlens, position)
+
+
+def _bounds(lengths: Sequence[int]) -> Tensor:
+    """int32 [N+1] of documents of these lengths, and of empty ones behind them up to a multiple of BOUNDS."""
+    ends = torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    num_documents = -(-(len(ends) + 1) // BOUNDS) * BOUNDS
+    return with_empty_documents(torch.cat([ends.new_zeros(1), ends]), num_documents)

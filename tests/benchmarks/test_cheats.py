@@ -173,7 +173,7 @@ def test_gradients_that_the_check_did_not_see(monkeypatch: pytest.MonkeyPatch) -
 def test_a_train_step_that_does_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"l": 16, "d": 8, "l_sel": 32, "n_sel": 8, "w": 64}
     the_key = key("train-step", length=96, heads=8, model="showcase", config=config)
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: None)
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, closure=None: None)
     record = runner.measure(the_key, "cpu", PLAN, FINGERPRINT, "command").record
     caught(record, Outcome.INCORRECT, "the step left every weight as it was")
 

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from regression.evidence import Bound, Evidence
 from regression.incident import Incident, Step
+from regression.injection import Fault, injected
 from regression.verdict import Verdict
 
 INCIDENT = Incident(
@@ -40,6 +42,11 @@ def faulty(step: Step) -> Evidence:
 
 def product(step: Step) -> Evidence:
     return passes(step)
+
+
+def inject() -> AbstractContextManager[None]:
+    """A fault that `product` does not enter."""
+    return injected(Fault(sys.modules[__name__], "segfaults", raises))
 
 
 def wrong(_step: Step) -> Evidence:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from nsa import KVCache
 from nsa.layer import Branched
+from nsa.train.trainer import Stepped, Trainer
 from regression import soak_lane
 from regression.evidence import Evidence
 from regression.profiles import PROFILES, Profile
-from regression.training import TINY, Run, Trainer
+from regression.training import TINY
 from regression.verdict import Verdict, verdict
+from tests.regression.spoilt import spoil_every_gradient
 
 
 @pytest.fixture(autouse=True)
@@ -55,9 +60,14 @@ def test_a_prefill_leaves_the_window_and_the_selected_blocks(profile: Profile) -
         assert tokens >= min(one.seq_len, config.w + config.l_sel)
 
 
-def _turned(change: Callable[[float], float], monkeypatch: pytest.MonkeyPatch) -> None:
+def _turned(change: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     healthy = Trainer.step
-    monkeypatch.setattr(Trainer, "step", lambda self: change(healthy(self)))
+
+    def turned(self: Trainer, *given: Any) -> Stepped:
+        stepped = healthy(self, *given)
+        return replace(stepped, loss=change(stepped.loss))
+
+    monkeypatch.setattr(Trainer, "step", turned)
 
 
 def test_not_finite_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,12 +76,7 @@ def test_not_finite_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gradients_that_the_scaler_hides_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Spoilt(Trainer):
-        def __init__(self, run: Run) -> None:
-            super().__init__(run)
-            next(self.model.parameters()).register_hook(lambda grad: grad * float("nan"))
-
-    monkeypatch.setattr(soak_lane, "Trainer", Spoilt)
+    spoil_every_gradient(monkeypatch, float("nan"))
     found = soaked("fp16", "batched")
     assert verdict(found) is Verdict.NONFINITE
     assert "28 skipped" in "; ".join(found.notes)

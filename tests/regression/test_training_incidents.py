@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,7 +13,12 @@ from torch import Tensor
 
 import nsa
 from nsa import backends, torch_backend
-from nsa.train import first_batch, preflight
+from nsa.train import first_batch, packing, preflight
+from nsa.train import run as product_run
+from nsa.train.distributed import Ranks
+from nsa.train.first_batch import FirstBatch, Loader
+from nsa.train.packing import Row
+from nsa.train.settings import Settings
 from regression import (
     blind_gate,
     dead_route,
@@ -26,16 +32,18 @@ from regression import (
     step2_stall,
     strict_mode_crash,
     toy_config_run,
-    training,
     unique_60x,
     workspace_inplace,
 )
 from regression.calls import in_every_backend
 from regression.evidence import Bound, Evidence
+from regression.injection import NeverEnteredError
 from regression.verdict import Verdict, verdict
+from tests.regression.spoilt import spoil_every_gradient
 from tests.regression.test_attention_incidents import Quiet
 
 QUIET = Quiet(("reference", "torch"), "cpu")
+ROW = Row(torch.zeros(48, dtype=torch.int64), (48,))
 
 
 def found(evidence: Evidence) -> str:
@@ -88,16 +96,10 @@ def test_weights_in_fp16_that_preflight_lets_start_are_seen(monkeypatch: pytest.
 
 
 def test_nan_gradients_that_the_scaler_hides_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Spoilt(training.Trainer):
-        def __init__(self, run: training.Run) -> None:
-            super().__init__(run)
-            if run.precision == "fp16":
-                next(self.model.parameters()).register_hook(lambda grad: grad * float("nan"))
-
-    monkeypatch.setattr(training, "Trainer", Spoilt)
+    spoil_every_gradient(monkeypatch, float("nan"), precision="fp16")
     evidence = fp16_adamw.product(QUIET)
     assert evidence.nonfinite
-    assert all(name.startswith("fp16, step") and "grad_norm" in name for name in evidence.nonfinite)
+    assert all(name.startswith("fp16: non_finite") and "grad_norm" in name for name in evidence.nonfinite)
 
 
 def test_a_field_without_a_unit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,8 +113,8 @@ def test_a_field_without_a_unit_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_ranks_that_average_wrongly_are_seen(
     shares: tuple[float, float], seen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ranks(trainer: object, run: training.Run) -> list[Tensor]:
-        one = grad_none_ddp._flat(grad_none_ddp._one_rank(run, torch.float32))
+    def ranks(chosen: Settings) -> list[Tensor]:
+        one = grad_none_ddp._flat(grad_none_ddp._gradients(chosen, Ranks()))
         return [share * one for share in shares]
 
     monkeypatch.setattr(grad_none_ddp, "_two_ranks", ranks)
@@ -163,7 +165,8 @@ def test_a_detector_of_names_that_is_blind_is_not_outvoted_by_ratios(monkeypatch
     monkeypatch.setattr(unique_60x, "_measured", lambda *_: unique_60x._record(unique_60x.KEY, 1.0, _[-1]))
     assert unique_60x.faulty(QUIET).wrong
     monkeypatch.setattr(unique_60x, "_names_of_different_keys", lambda _: [])
-    assert not unique_60x.faulty(QUIET).wrong
+    with pytest.raises(NeverEnteredError):
+        unique_60x.faulty(QUIET)
 
 
 def test_a_call_that_changes_the_next_one_is_seen_without_a_crash() -> None:
@@ -190,8 +193,13 @@ def test_index_types_that_are_taken_though_not_documented_are_seen(monkeypatch: 
 
 
 def test_a_silent_switch_to_other_data_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    switched = first_batch.FirstBatch(b"1", "synthetic", 0.0)
-    monkeypatch.setattr(first_batch, "first_batch", lambda *_: switched)
+    healthy = first_batch.first_batch
+
+    def switched(loader: Loader[Any], deadline_s: float, fallback: Loader[Any] | None = None) -> FirstBatch[Any]:
+        answered = healthy(Loader("other", lambda: packing.batch([ROW], packing=False, position={})), deadline_s)
+        return FirstBatch(answered.batch, loader.name, 0.0)
+
+    monkeypatch.setattr(first_batch, "first_batch", switched)
     assert "a silent loader gave a batch" in found(loader_stall.product(QUIET))
 
 
@@ -217,8 +225,8 @@ def test_a_script_that_loses_an_exit_code_is_named(tmp_path: Path, monkeypatch: 
 
 
 def test_a_run_that_starts_before_preflight_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "train", lambda run: iter([(1, 2.77)]))
-    assert found(toy_config_run.product(QUIET)).startswith("the training loop started 50,000 steps")
+    monkeypatch.setattr(product_run.preflight, "check", lambda plan, **_: product_run.preflight.Decision(plan))
+    assert "50,000 steps in fp32 that keep nothing were started" in found(toy_config_run.product(QUIET))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from nsa.train import environment, files, packing, profile, run
@@ -40,6 +41,11 @@ def train(chosen: Settings, **options: Any) -> Outcome:
     """In this process."""
     torch.set_num_threads(1)
     return run.run(chosen, environment.read({}), Options(**options), {})
+
+
+def needs_datasets() -> None:
+    """Skips a test of text where the package is not installed, as it need not be for random tokens."""
+    pytest.importorskip("datasets", reason="needs the package datasets (pip install -e '.[train]')")
 
 
 def packed(*lengths: int, seed: int = 0) -> Batch:

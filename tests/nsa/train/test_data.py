@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.model import IGNORED, next_token_loss
+from nsa.loss import IGNORED
+from nsa.model import next_token_loss
 from nsa.train import batches, documents, packing
 from nsa.train.batches import Prefetch, Share, SyntheticBatches
 from nsa.train.documents import Documents, NoTextError, files
@@ -21,7 +22,7 @@ from nsa.train.first_batch import NoFirstBatchError
 from nsa.train.packing import Packer, Row
 from nsa.train.settings import Data
 from nsa.train.tokens import ByteTokenizer, tokenizer
-from tests.nsa.train.runs import settings
+from tests.nsa.train.runs import needs_datasets, settings
 
 TEXTS = [f"document {i}: " + "naïve café " * (i % 23) for i in range(240)]
 
@@ -55,6 +56,7 @@ FORMATS = [_parquet, _jsonl, _text]
 
 
 def _data(folder: Path, write: Callable[[Path], None] = _jsonl) -> Data:
+    needs_datasets()
     folder.mkdir(exist_ok=True)
     write(folder)
     return Data(dataset="files", path=str(folder))
@@ -138,9 +140,12 @@ def test_rows_hold_every_token_once() -> None:
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_targets_are_the_tokens_that_follow(packed: bool) -> None:
-    """Held to the model's own loss, which shifts by itself."""
+    """Held to a list of them, and to the public loss."""
     rows = [Row(torch.randint(16, (12,)), (5, 7)), Row(torch.randint(16, (12,)), (1, 11))]
     batch = packing.batch(rows, packing=packed, position={})
+    flat, ends = batch.tokens.flatten().tolist(), (4, 11, 12, 23) if packed else (11, 23)
+    expected = [IGNORED if t in ends else flat[t + 1] for t in range(24)]
+    assert batch.targets.flatten().tolist() == expected
     logits = torch.randn(*batch.tokens.shape, 16)
     found = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED)
     cu_seqlens = torch.tensor([0, 5, 12, 13, 24], dtype=torch.int32) if packed else None
@@ -214,12 +219,14 @@ def test_files_must_be_there_and_of_one_format(tmp_path: Path) -> None:
 
 
 def test_says_which_column_is_missing(tmp_path: Path) -> None:
+    needs_datasets()
     (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
     with pytest.raises(NoTextError, match="no column 'text'; it has body"):
         next(iter(Documents(Data(dataset="files", path=str(tmp_path)))))
 
 
 def test_a_source_without_text_ends(tmp_path: Path) -> None:
+    needs_datasets()
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(NoTextError, match="no document for training"):
         next(iter(Documents(Data(dataset="files", path=str(tmp_path)))))

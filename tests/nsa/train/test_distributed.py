@@ -14,6 +14,7 @@ import torch
 from nsa.model import SHOWCASE, DecoderLM
 from nsa.train import checkpoint, distributed, files
 from nsa.train.distributed import LostRankError, Ranks
+from nsa.train.files import Table
 from nsa.train.objective import Objective
 from tests.nsa.train import runs
 from tests.nsa.train.runs import settings, train
@@ -35,10 +36,10 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     alone.mkdir()
     both.mkdir()
     steady = {"train__lr_schedule": "constant", "train__accumulate_grad_batches": 2}
-    train(settings(alone, **steady, train__val_every=4))
+    train(settings(alone, **steady, train__val_every=8))
     same = ("--set", "train.lr_schedule=constant", "--set", "train.accumulate_grad_batches=2")
     _run(both, *same, "--steps", "4", "--parallel", "ddp")
-    output = _run(both, *same, "--resume", "--parallel", "fsdp2", "--set", "train.val_every=4")
+    output = _run(both, *same, "--resume", "--parallel", "fsdp2", "--set", "train.val_every=8")
     assert "resumed after step 4" in output
     one, two = runs.losses(alone / "run"), runs.losses(both / "run")
     assert sorted(two) == list(range(1, 9))
@@ -48,6 +49,9 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     assert states[1] is not None
     for name, weight in states[0].state["model"].items():
         assert torch.allclose(weight, states[1].state["model"][name], rtol=1e-3, atol=1e-5), name
+    assert states[0].state["tokens_seen"] == states[1].state["tokens_seen"] == 8 * 2 * 92
+    validations = [float(row["loss"]) for folder in (alone, both) for row in Table.rows(folder / "run" / "val.csv")]
+    assert validations[1] == pytest.approx(validations[0], rel=2e-5)
     other_rank = list(files.json_lines(both / "run" / "heartbeat_rank1.jsonl"))
     assert {record["step"] for record in other_rank if "loss" in record} == set(range(1, 9))
     logged = [record for record in runs.records(both / "run") if "rank_imbalance" in record]
