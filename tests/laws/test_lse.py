@@ -15,7 +15,7 @@ from tests.laws.cases import Case, Inputs, cases
 from tests.laws.parts import BRANCHES, Parts, branch_law
 from tests.laws.test_precision import STEADY
 
-SMALL = replace(STEADY, queries=20, keys=24, kv_heads=1)
+SMALL = replace(STEADY, queries=14, keys=20, kv_heads=1)
 """What Triton's interpreter takes a second for."""
 
 
@@ -82,14 +82,15 @@ def test_gradients_through_lse_alone(parts: Parts, branch: str) -> None:
     gradients_through_lse(parts, SMALL, branch, alone=True)
 
 
-@pytest.mark.parametrize("branch", ["compressed", "selected", "window"])
-def test_the_gradient_of_lse_is_that_of_its_own_branch(parts: Parts, branch: str) -> None:
+def test_the_gradient_of_lse_is_that_of_its_own_branch(parts: Parts) -> None:
     """A tensor per branch: those of the others get none from it."""
-    x = SMALL.inputs(parts.device)
+    case = replace(SMALL, queries=10, keys=12)
+    x = case.inputs(parts.device)
     keys = [x.k.clone().requires_grad_() for _ in range(3)]
-    _, aux = nsa.nsa_attention(x.q, keys, x.v, x.gates, SMALL.config, backend=parts.backend, return_aux=True)
-    given = torch.autograd.grad(aux.lse[branch], keys, SMALL.noise(aux.lse[branch]), allow_unused=True)
-    assert [g is not None and bool((g != 0).any()) for g in given] == [name == branch for name in aux.lse]
+    _, aux = nsa.nsa_attention(x.q, keys, x.v, x.gates, case.config, backend=parts.backend, return_aux=True)
+    for branch, lse in aux.lse.items():
+        given = torch.autograd.grad(lse, keys, case.noise(lse), allow_unused=True, retain_graph=True)
+        assert [g is not None and bool((g != 0).any()) for g in given] == [name == branch for name in aux.lse]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -97,7 +98,7 @@ def test_lse_is_float32_for_every_type(parts: Parts, dtype: torch.dtype) -> None
     """From each part and from the whole, many queries or few, none or some keys."""
     if parts.backend == "triton" and dtype == torch.float64:
         pytest.skip("the kernels know no float64")
-    for case in (replace(SMALL, queries=2), replace(SMALL, queries=0), replace(SMALL, queries=2, keys=2)):
+    for case in (replace(SMALL, queries=2, keys=9), replace(SMALL, queries=0), replace(SMALL, queries=2, keys=2)):
         x = case.inputs(parts.device)
         x = x.with_floats(tuple(a.to(dtype) for a in x.floats()))
         found = dict(parts.whole(case, x)[1].lse)
