@@ -202,6 +202,22 @@ def test_layers_with_different_configs_do_not_disturb_each_other() -> None:
     assert torch.equal(other(long), other_first)
 
 
+def test_an_observer_gets_what_was_read_and_no_graph() -> None:
+    """Gates, aux and documents of the call, which give the layer's own output; nothing that keeps its graph alive."""
+    layer, x, cu_seqlens, seen = make_layer(), tokens(1, 37), documents(16, 21), []
+    plain = layer(x, cu_seqlens=cu_seqlens)
+    layer.observer = lambda gates, aux, cu: seen.append((gates, aux, cu))
+    out = layer(x, cu_seqlens=cu_seqlens)
+    assert torch.equal(out, plain)
+    out.sum().backward()
+    ((gates, aux, given),) = seen
+    assert given is cu_seqlens
+    assert aux.backend == "torch"
+    torch.testing.assert_close(gates, layer.gates(x).detach())
+    assert not any(tensor.requires_grad for tensor in (gates, *aux.lse.values()))
+    assert int(aux.keys_read["window"]) == KV_HEADS * sum(min(t + 1, 8) for n in (16, 21) for t in range(n))
+
+
 CONSTRUCTION: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"dim": 0}, ValueError, "dim must be at least 1; got 0"),
     ({"num_heads": 4.0}, TypeError, r"num_heads must be an int; got 4.0 \(float\)"),
