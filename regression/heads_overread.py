@@ -49,7 +49,8 @@ HEADS = tuple(
     for group in groups
 )
 """Hkv and G, so that Hkv, G and their product pass the edges of tiles of 8, 16 and 32."""
-INTERPRETED_HEADS = (3, 8), (1, 17), (9, 1)
+FEW_HEADS = (3, 8), (1, 17)
+"""For the reference, which takes one query at a time, and for the interpreter."""
 
 
 def _whole_tiles(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,9 +87,9 @@ def _run(call: Call, backend: str, upstream: Tensor) -> dict[str, Tensor]:
 def _examine(step: Step, backends: Sequence[str]) -> Evidence:
     nonfinite, wrong = [], []
     for n, backend in enumerate(backends):
-        few = interpreted(backend, step.device)
-        for kv_heads, group in INTERPRETED_HEADS if few else HEADS:
-            call = draw(9 if few else 18, step.device, config=SMALL, kv_heads=kv_heads, group=group)
+        few = backend == "reference" or interpreted(backend, step.device)
+        for kv_heads, group in FEW_HEADS if few else HEADS:
+            call = draw(6 if few else 18, step.device, config=SMALL, kv_heads=kv_heads, group=group)
             upstream = torch.ones_like(call.q)
             inside, around = _inside(call)
             before = [int(x.isnan().sum()) for x in around]
@@ -97,6 +98,8 @@ def _examine(step: Step, backends: Sequence[str]) -> Evidence:
             nonfinite += [f"{shape}: {name}" for name, x in found.items() if not bool(x.isfinite().all())]
             if [int(x.isnan().sum()) for x in around] != before:
                 wrong.append(f"{shape}: memory beside the inputs was written")
+            if interpreted(backend, step.device):
+                continue  # seconds each; what is read of the NaN around shows without it
             plain = _run(call.leaves(), backend, upstream)
             wrong += [
                 f"{shape}: {name} is not what it is alone in memory"
