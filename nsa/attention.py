@@ -6,7 +6,7 @@ Shapes: q [B, S, Hq, Dk], k [B, T, Hkv, Dk], v [B, T, Hkv, Dv]; the S queries ar
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, overload
 
 import torch
@@ -28,7 +28,7 @@ class Aux:
     block_indices: Tensor
     """int32 [B, S, Hkv, n]: the selected blocks, ascending, padded with -1."""
     lse: Mapping[str, Tensor]
-    """Log-sum-exp of each branch's scores, float32 [B, S, Hq], base e; -inf where a query saw no key."""
+    """Log-sum-exp of each branch's scores, float32 [B, S, Hq], differentiable; -inf where a query saw no key."""
     keys_read: Mapping[str, Tensor]
     """Keys that each branch read, counted where they were read: int64 totals over batch, tokens and kv heads."""
     backend: str
@@ -41,6 +41,10 @@ class Aux:
         """
         pair = k.shape[-1] * k.itemsize + v.shape[-1] * v.itemsize
         return {branch: read * pair for branch, read in self.keys_read.items()}
+
+    def detached(self) -> Aux:
+        """The same without the graph of the call, which would stay in memory as long as this does."""
+        return replace(self, lse={branch: x.detach() for branch, x in self.lse.items()})
 
     @classmethod
     def of(cls, decoded: Decoded, backend: str) -> Aux:
@@ -91,7 +95,7 @@ def compressed_attention(
     _, run = backends.choose(backend, q, v_cmp)
     with torch.autocast(q.device.type, enabled=False):
         o, lse, _ = run.compressed_attention(checks.packed(q, layout), k_cmp, v_cmp, layout, scale)
-    return o, lse
+    return o, lse.float()
 
 
 def select_blocks(
@@ -146,7 +150,7 @@ def selected_attention(
     _, run = backends.choose(backend, q, v)
     with torch.autocast(q.device.type, enabled=False):
         o, lse, _ = run.selected_attention(checks.packed(q, layout), k, v, block_indices, layout, scale)
-    return o, lse
+    return o, lse.float()
 
 
 def window_attention(
@@ -168,7 +172,7 @@ def window_attention(
     _, run = backends.choose(backend, q, v)
     with torch.autocast(q.device.type, enabled=False):
         o, lse, _ = run.window_attention(checks.packed(q, layout), k, v, layout, scale)
-    return o, lse
+    return o, lse.float()
 
 
 def combine(outputs: Sequence[Tensor], gates: Tensor, *, backend: str = "auto") -> Tensor:
@@ -279,7 +283,7 @@ def nsa_attention(
         o = run.combine((o_cmp, o_sel, o_win), gates)
     if not return_aux:
         return o
-    lse = dict(zip(BRANCHES, (lse_cmp.detach(), lse_sel.detach(), lse_win.detach()), strict=True))
+    lse = dict(zip(BRANCHES, (x.float() for x in (lse_cmp, lse_sel, lse_win)), strict=True))
     read = dict(zip(BRANCHES, (x.sum(dtype=torch.int64) for x in (read_cmp, read_sel, read_win)), strict=True))
     return o, Aux(block_indices, lse, read, name)
 

@@ -13,7 +13,11 @@ NAMES = ("auto", "reference", "torch", "triton")
 
 
 class Backend(Protocol):
-    """The parts, on checked arguments. `keys_read` is int32 [B, S, Hkv], counted where the keys are read."""
+    """The parts, on checked arguments, returning (o, lse, keys read).
+
+    The lse is in at least float32, as it was computed: `nsa.attention` hands it out as float32. `keys_read` is int32
+    [B, S, Hkv], counted where the keys are read.
+    """
 
     def compress(self, x: Tensor, layout: Layout) -> Tensor: ...
 

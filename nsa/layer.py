@@ -129,7 +129,7 @@ class NativeSparseAttention(nn.Module):
             if self.observer is None:
                 return self._output(attend())
             o, aux = attend(return_aux=True)
-            self.observer(gates.detach(), aux, cu_seqlens)
+            self.observer(gates.detach(), aux.detached(), cu_seqlens)
             return self._output(o)
         o = cache.attend(*self._project(x, cache.positions(x.shape[1])), self.gates(x))
         out = self._output(o)

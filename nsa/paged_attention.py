@@ -78,7 +78,7 @@ def _gathered(
         for i, row in enumerate(rows):
             found[row] = tuple(x[i] for x in together)
     o, block_indices, *of_branch = (torch.stack(column) for column in zip(*found, strict=True))
-    lse = dict(zip(BRANCHES, of_branch[:3], strict=True))
+    lse = dict(zip(BRANCHES, (x.float() for x in of_branch[:3]), strict=True))
     read = {branch: x.sum(dtype=torch.int64) for branch, x in zip(BRANCHES, of_branch[3:], strict=True)}
     return o, Aux(block_indices, lse, read, name)
 

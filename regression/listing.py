@@ -42,8 +42,12 @@ IDS = (
     "resume-drift",
     "tie-break",
     "slow-drift",
+    "unwritten-gradients",
+    "equal-scores-when-long",
+    "diverging-choices",
+    "heads-overread",
 )
-_COLUMNS = (("id", 21), ("symptom", 34), ("cause", 44), ("detector", 44), ("expects", 13), ("since", 7))
+_COLUMNS = (("id", 22), ("symptom", 34), ("cause", 44), ("detector", 44), ("expects", 13), ("since", 7))
 
 
 def module_of(incident_id: str) -> str:

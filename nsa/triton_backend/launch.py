@@ -16,6 +16,7 @@ LOG2E = 1.4426950408889634
 ROWS = 32  # (token, head) pairs per program
 KEYS = 64  # keys per program
 ENOUGH_PROGRAMS = 1024  # below this, several programs share what one could do, or the GPU would stand idle
+MAX_OFFSET = 2**31  # elements that an offset inside a tile, which has 32 bits, can reach
 
 
 MAX_TILE = tl.constexpr(256)  # tokens
@@ -23,7 +24,7 @@ MAX_TILE = tl.constexpr(256)  # tokens
 
 def unit_stride(x: Tensor) -> Tensor:
     """x [B, S, H, D], copied where channels are not side by side or offsets in a tile would not fit in 32 bits."""
-    near = min(x.shape[1], MAX_TILE.value) * x.stride(1) + x.shape[2] * x.stride(2) < 2**31
+    near = min(x.shape[1], MAX_TILE.value) * x.stride(1) + x.shape[2] * x.stride(2) < MAX_OFFSET
     return x if near and (x.stride(-1) == 1 or x.shape[-1] == 1) else x.contiguous()
 
 

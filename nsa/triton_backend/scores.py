@@ -18,6 +18,7 @@ from nsa.triton_backend.tile import kernel, load_rows, product, rows_of
 
 CHUNK = 4096  # queries whose probabilities exist at a time, or fewer where these would pass
 SCRATCH = 2**26  # elements
+TILES_PER_SPLIT = 4  # of blocks, at least, where several programs share a tile of queries
 
 
 @kernel
@@ -71,7 +72,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: T
         count = min(chunk, length - first)
         tiles = triton.cdiv(count, shape.tokens)
         splits = triton.cdiv(ENOUGH_PROGRAMS, tiles * kv_heads * batch)
-        splits = max(min(splits, layout.compressed_span(first, first + count)[1] // (4 * shape.keys)), 1)
+        splits = max(min(splits, layout.compressed_span(first, first + count)[1] // (TILES_PER_SPLIT * shape.keys)), 1)
         with on_device(q):
             if on_hopper:
                 hopper.scores.group_probabilities(

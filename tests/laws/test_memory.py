@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
+from regression import poison
 from tests.laws import oracle
 from tests.laws.budget import FORWARD, agree, gradient_unit, output_unit, within_budget
 from tests.laws.cases import Case, Inputs, cases
 from tests.laws.parts import Parts, branch_law, law
 
 ANY = cases(least_keys=1)
-
-
-def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def allocate_garbage(*args: Any, **kwargs: Any) -> Tensor:
-        x = allocate(*args, **kwargs)
-        if x.dtype == torch.bool:
-            return x.fill_(True)
-        return x.fill_(torch.nan if x.dtype.is_floating_point else torch.iinfo(x.dtype).max)
-
-    return allocate_garbage
-
-
-@contextmanager
-def poisoned_allocations() -> Iterator[None]:
-    """Memory that nobody has written holds NaN, or the greatest integer."""
-    with (
-        mock.patch.object(torch, "empty", _poisoned(torch.empty)),
-        mock.patch.object(torch, "empty_like", _poisoned(torch.empty_like)),
-        mock.patch.object(torch, "empty_strided", _poisoned(torch.empty_strided)),
-        mock.patch.object(torch.Tensor, "new_empty", _poisoned(torch.Tensor.new_empty)),
-    ):
-        yield
 
 
 def _everything(parts: Parts, case: Case, x: Inputs, branch: str) -> tuple[Tensor, ...]:
@@ -60,7 +35,7 @@ def _all_equal(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> None:
 def test_garbage_in_fresh_memory_changes_nothing(parts: Parts, case: Case, branch: str) -> None:
     x = case.inputs(parts.device)
     clean = _everything(parts, case, x, branch)
-    with poisoned_allocations():
+    with poison.allocations():
         _all_equal(clean, _everything(parts, case, x, branch))
 
 

@@ -104,6 +104,12 @@ def test_what_a_call_did_is_known_from_a_graph(device: torch.device, fast_backen
     for branch, lse in wanted.lse.items():
         assert torch.equal(found.lse[branch], lse)
         assert torch.equal(found.keys_read[branch], wanted.keys_read[branch])
+    through_lse = (
+        torch.autograd.grad(list(aux.lse.values()), inputs[:2], [torch.ones_like(x) for x in aux.lse.values()])
+        for aux in (found, wanted)
+    )
+    for one, other in zip(*through_lse, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_the_layer_is_one_graph(device: torch.device, fast_backend: str) -> None:

@@ -46,6 +46,19 @@ def test_the_likeliest_token_is_that_of_a_prefill(chunk: int, shared_kv: bool) -
         assert logits.argmax(-1).tolist() == new
 
 
+@pytest.mark.parametrize("chunk", [4, 6, 4096])
+def test_prompts_that_begin_alike_go_on_each_by_itself(chunk: int) -> None:
+    """Equal in their first chunk, or in all but their last token, or one the beginning of the other; two are equal."""
+    begin = [5, 9, 2, 14, 3, 11]
+    prompts = [[*begin, 1, 2], [*begin, 1, 7], begin, [*begin, 16, 4, 4], [*begin, 1, 2], begin[:4]]
+    model = make()
+    new = columns(list(generate(model, prompts, max_new_tokens=12, sampling=Sampling(0), prefill_chunk=chunk)))
+    for prompt, row in zip(prompts, new, strict=True):
+        assert row == columns(list(generate(model, [prompt], max_new_tokens=12, sampling=Sampling(0))))[0]
+    assert new[0] == new[4]
+    assert len({tuple(row) for row in new}) > 3  # else nothing was shown
+
+
 def test_a_row_draws_alike_alone_and_beside_others() -> None:
     model = make()
     together = columns(list(generate(model, PROMPTS, max_new_tokens=NEW, sampling=Sampling(seed=5))))

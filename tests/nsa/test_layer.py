@@ -11,6 +11,7 @@ from torch import Tensor
 
 import nsa
 from nsa import NativeSparseAttention
+from nsa.model import DecoderLM, ModelConfig
 from nsa.rope import rotate, rotation
 from tests.nsa.layers import (
     BACKENDS,
@@ -200,6 +201,76 @@ def test_layers_with_different_configs_do_not_disturb_each_other() -> None:
         other(x), one(x)
     assert torch.equal(one(long), first)
     assert torch.equal(other(long), other_first)
+
+
+PARTS = ("compress", "compressed_attention", "select_blocks", "selected_attention", "window_attention", "combine")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("make", ["layer", "model"])
+def test_the_backend_that_was_asked_for_computes_all_of_it(
+    monkeypatch: pytest.MonkeyPatch, backend: str, make: str
+) -> None:
+    """Compression, a prefill, a step with either cache: no part of another backend is entered."""
+    for other in ("reference", "torch"):
+        for part in PARTS if other != backend else ():
+            monkeypatch.setattr(f"nsa.{other}{'' if other == 'reference' else '_backend'}.{part}", _not_to_be_entered)
+    layer: Any
+    if make == "layer":
+        layer, x = make_layer(backend=backend), tokens(1, 20)
+        kv_cache: Any = nsa.KVCache(layer, batch_size=1, max_tokens=20)
+        pages = nsa.PagedCache(layer, num_pages=20, max_tokens=20)
+        rows: Any = pages.rows([pages.new()]).layers[0]
+    else:
+        sizes = {"dim": 12, "n_layers": 1, "n_heads": 4, "n_kv_groups": 2, "d_k": 6, "d_v": 5}
+        layer, x = DecoderLM(ModelConfig(**sizes, nsa=small_config(), backend=backend)), torch.arange(20)[None]
+        kv_cache = layer.new_cache(1, 20)
+        pages = nsa.PagedCache(layer.attentions(), num_pages=20, max_tokens=20)
+        rows = pages.rows([pages.new()])
+    with torch.no_grad():
+        wanted = layer(x)
+        for cache in (kv_cache, rows):
+            found = torch.cat([layer(part, cache) for part in x.split(13, 1)], 1)
+            torch.testing.assert_close(found, wanted)
+
+
+def _not_to_be_entered(*_: object, **__: object) -> None:
+    pytest.fail("a part of another backend was entered")
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_a_model_hands_its_options_to_its_layers(attention: str) -> None:
+    """rope_base and shared_kv change what it computes; sizes are counted elsewhere."""
+    sizes: dict[str, Any] = {"dim": 12, "n_layers": 1, "n_heads": 4, "n_kv_groups": 2, "d_k": 6, "d_v": 5}
+    text = torch.arange(40)[None]
+
+    def run(**changes: Any) -> Tensor:
+        torch.manual_seed(0)
+        lm = DecoderLM(ModelConfig(**sizes, nsa=small_config(), attention=attention, **changes))
+        with torch.no_grad():
+            out: Tensor = lm(text)
+        return out
+
+    assert torch.equal(run(), run(rope_base=10000.0))
+    assert not torch.allclose(run(), run(rope_base=10.0))
+    if attention == "nsa":
+        assert not torch.allclose(run(), run(shared_kv=True))
+
+
+def test_an_observer_gets_what_was_read_and_no_graph() -> None:
+    """Gates, aux and documents of the call, which give the layer's own output; nothing that keeps its graph alive."""
+    layer, x, cu_seqlens, seen = make_layer(), tokens(1, 37), documents(16, 21), []
+    plain = layer(x, cu_seqlens=cu_seqlens)
+    layer.observer = lambda gates, aux, cu: seen.append((gates, aux, cu))
+    out = layer(x, cu_seqlens=cu_seqlens)
+    assert torch.equal(out, plain)
+    out.sum().backward()
+    ((gates, aux, given),) = seen
+    assert given is cu_seqlens
+    assert aux.backend == "torch"
+    torch.testing.assert_close(gates, layer.gates(x).detach())
+    assert not any(tensor.requires_grad for tensor in (gates, *aux.lse.values()))
+    assert int(aux.keys_read["window"]) == KV_HEADS * sum(min(t + 1, 8) for n in (16, 21) for t in range(n))
 
 
 CONSTRUCTION: list[tuple[dict[str, Any], type[Exception], str]] = [

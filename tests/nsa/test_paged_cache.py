@@ -361,3 +361,37 @@ def test_a_graph_needs_a_gpu() -> None:
     with pytest.raises(ValueError, match="num_tokens must be at most 8; got 9"):
         GraphedStep(model, rows, 9)
     assert rows.layers[0].why_no_graph() == "'torch' would serve it"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_aux_says_what_each_layer_read(backend: str) -> None:
+    """Counts per branch, lse in float32 of float64 keys, and the choice, of rows of different lengths."""
+    layer = make_layer(backend=backend)
+    cache = make_cache(layer)
+    sequences, lengths = [cache.new(), cache.new()], [21, 9]
+    x = tokens(2, 30)
+    for row, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
+        feed(cache, [sequence], x[row : row + 1, :length])
+    rows = cache.rows(sequences, count_reads=True)
+    with torch.no_grad():
+        layer(torch.stack([x[row, length : length + 2] for row, length in enumerate(lengths)]), rows.layers[0])
+    aux = rows.layers[0].aux
+    assert aux is not None
+    seen = [[t + 1 for t in range(length, length + 2)] for length in lengths]  # tokens at or before each query
+    blocks = sum(max((t - 4) // 2 + 1, 0) for row in seen for t in row)
+    window = sum(min(t, 8) for row in seen for t in row)
+    chosen = sum(sum(max(min(t - 8 * j, 8), 0) for j in picked) for t, picked in _picked(seen, aux.block_indices))
+    found = {branch: int(count) for branch, count in aux.keys_read.items()}
+    assert found == {"compressed": 2 * blocks, "selected": chosen, "window": 2 * window}
+    assert {branch: lse.dtype for branch, lse in aux.lse.items()} == dict.fromkeys(found, torch.float32)
+    assert aux.backend == backend
+
+
+def _picked(seen: list[list[int]], block_indices: Tensor) -> list[tuple[int, list[int]]]:
+    """(tokens that a query sees, the blocks that it chose) for each row, query and key/value head."""
+    return [
+        (t, [j for j in heads if j >= 0])
+        for row, chosen in zip(seen, block_indices.tolist(), strict=True)
+        for t, of_query in zip(row, chosen, strict=True)
+        for heads in of_query
+    ]

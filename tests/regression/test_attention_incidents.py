@@ -28,6 +28,10 @@ ATTENTION = (
     "workspace-inplace",
     "int32-scatter",
     "tie-break",
+    "unwritten-gradients",
+    "equal-scores-when-long",
+    "diverging-choices",
+    "heads-overread",
 )
 
 
