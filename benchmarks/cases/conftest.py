@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import ceilings, fingerprint, gpus, records, runner, suite
+from benchmarks import ceilings, fingerprint, gpus, records, runner, sampling, suite
 from benchmarks.commands import options
 from benchmarks.commands.run import reproducer
 from benchmarks.gpus import Machine, WrongMachineError
@@ -33,6 +33,7 @@ class Session:
         self.backend: str = config.getoption("backend")
         self.quick = not config.getoption("full")
         self._results: Path = config.getoption("results")
+        self.seed = sampling.new_seed()
         self.path: Path | None = None
         """The file of records; None before the first measurement."""
 
@@ -52,8 +53,8 @@ class Session:
         if self.path is None:
             self.path = records.create_run(self._results, self.identity)
         plan = runner.QUICK if self.quick else runner.FULL
-        command = reproducer(key, self.machine.id, self.backend, quick=self.quick)
-        (record,) = runner.run([key], self.machine.device, plan, self.identity, lambda _: command)
+        command = reproducer(key, self.machine.id, self.backend, quick=self.quick, seed=self.seed)
+        (record,) = runner.run([key], self.machine.device, plan, self.identity, lambda _: command, seed=self.seed)
         records.append(self.path, record)
         return record
 

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from benchmarks import ceilings, console, fingerprint, gpus, records, runner, suite, verdict, worker
+from benchmarks import ceilings, console, fingerprint, gpus, records, runner, sampling, suite, verdict, worker
 from benchmarks.commands import options
 from benchmarks.commands.report import build_page
 from benchmarks.records import Key
@@ -26,6 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_gpu(parser)
     options.add_cases(parser)
     parser.add_argument("--backend", choices=backends.NAMES, default="auto", help="NSA's backend (default: auto)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="of the rows that are compared and of the inputs after the last sample (default: another one in each run)",
+    )
     parser.add_argument("--list", action="store_true", help="print the names of the cases and measure nothing")
     options.add_out(parser)
 
@@ -33,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Measure; the last line of stdout is JSON. 1 where NSA is wrong on a case, 2 where it has no figure at all."""
     machine = gpus.machine(arguments.gpu, gpus.visible_gpu())
+    if arguments.seed is not None and arguments.seed <= sampling.TIMED_SEED:
+        raise ValueError(f"--seed must be above {sampling.TIMED_SEED}, that of the timed inputs; got {arguments.seed}")
     on_gpu = machine.device == "cuda"
     shapes = gpus.suite(machine.suite)
     quick, whole = (
@@ -46,18 +54,19 @@ def main(arguments: argparse.Namespace) -> int:
     for folder in (arguments.out / "runs" / machine.id, arguments.out / "report"):
         options.check_writable(folder)
     identity = fingerprint.take(machine.id, machine.device, ceilings.measure(machine))
+    seed = sampling.new_seed() if arguments.seed is None else arguments.seed
     path = records.create_run(arguments.out, identity)
     print(f"{machine.title}: {len(keys)} measurements -> {path}", flush=True)
 
     def command(key: Key) -> str:
-        return reproducer(key, machine.id, arguments.backend, quick=arguments.quick)
+        return reproducer(key, machine.id, arguments.backend, quick=arguments.quick, seed=seed)
 
     begin = time.perf_counter()
     done: list[records.Record] = []
     plan = runner.QUICK if arguments.quick else runner.FULL
     try:
         with console.Progress(keys) as progress:
-            for record in worker.run(keys, machine.device, plan, identity, command):
+            for record in worker.run(keys, machine.device, plan, identity, command, seed=seed):
                 records.append(path, record)
                 progress.finished(record)
                 done.append(record)
@@ -82,10 +91,10 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def reproducer(key: Key, machine_id: str, backend: str, *, quick: bool) -> str:
+def reproducer(key: Key, machine_id: str, backend: str, *, quick: bool, seed: int) -> str:
     """What measures this key again, as typed in a shell in the repository's root."""
     words = ["python", "-m", "benchmarks", "run", "--gpu", machine_id, "--backend", backend]
-    return shlex.join([*words, *["--quick"] * quick, "--cases", glob.escape(key.name)])
+    return shlex.join([*words, *["--quick"] * quick, "--seed", str(seed), "--cases", glob.escape(key.name)])
 
 
 def _interrupted(results: Path, path: Path, done: int, total: int) -> int:

@@ -105,7 +105,7 @@ def test_a_void_measurement_has_an_outcome_its_clocks_and_no_number(monkeypatch:
         return Timing((1.0,) * 3, "cuda_event", "warm", 1, "enough_samples", clocks=hot)
 
     monkeypatch.setattr(timing, "measure", measure)
-    work = Work(lambda: GREEN, lambda: (torch.zeros(1),), 1)
+    work = Work(lambda _: GREEN, lambda: (torch.zeros(1),), 1)
     record = runner.measure(key(), "cpu", Plan(3, 0.0, 1.0), FINGERPRINT, "command", lambda *_: work)
     assert record.outcome is Outcome.THROTTLED
     assert record.reason == "3 of 3 samples throttled: thermal; SM clock 1200 to 1200 MHz, up to 88 degrees C"
