@@ -37,7 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Measure; the last line of stdout is JSON. 1 where NSA is wrong on a case, 2 where it has no figure at all."""
+    """Measure; the last line of stdout is JSON. 1 where NSA is wrong on a case, 2 where it has no figure at all.
+
+    A baseline that is wrong or broken fails no run: the last line names it under "red_baselines".
+    """
     machine = gpus.machine(arguments.gpu, gpus.visible_gpu())
     if arguments.seed is not None and arguments.seed <= sampling.TIMED_SEED:
         raise ValueError(f"--seed must be above {sampling.TIMED_SEED}, that of the timed inputs; got {arguments.seed}")
@@ -80,6 +83,8 @@ def main(arguments: argparse.Namespace) -> int:
         "machine": machine.id,
         "outcomes": dict(Counter(record.outcome.value for record in done)),
         "faults": [record.key.name for record in wrong],
+        "red_baselines": {record.key.name: record.outcome.value for record in verdict.red_baselines(done)},
+        "seed": seed,
         "seconds": round(time.perf_counter() - begin, 1),
         "records": str(path),
         "page": str(page),

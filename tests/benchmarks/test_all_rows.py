@@ -25,6 +25,8 @@ from nsa import nsa_attention
 from tests.benchmarks.synthetic import CONFIG, FINGERPRINT, key
 
 PLAN = Plan(min_samples=2, min_time_s=0.0, wall_limit_s=5.0, warmup_calls=1)
+SEES_NO_57 = 5
+"""With this seed the rows that meet the oracle are others."""
 CASE = "prefill-forward/8x2x64/b1/s512/float32"
 
 Fault = Callable[[Tensor], Tensor]
@@ -113,7 +115,7 @@ def test_a_wrong_row_of_a_gradient_is_incorrect(name: str, monkeypatch: pytest.M
         return nsa_attention(*given.values(), *arguments, **options)
 
     monkeypatch.setattr(attention, "nsa_attention", attend)
-    record = measured(key("prefill-forward-backward", length=96, dtype="bfloat16"))
+    record = measured(key("prefill-forward-backward", length=96, dtype="bfloat16"), seed=SEES_NO_57)
     assert (record.outcome, f"d{name}, all rows: error" in (record.reason or "")) == (Outcome.INCORRECT, True)
 
 
