@@ -28,7 +28,7 @@ from nsa import NSAConfig, geometry
 _MOST_PAIRS = {"cuda": 5e10, "cpu": 1e7}
 """(query, key) pairs, over all heads, that a forward pass is compared on: about a second's work."""
 _BACKWARD_COST = 4
-_CHUNK_BYTES = 2**27
+_CHUNK_BYTES = {"cuda": 2**29, "cpu": 2**27}
 _MOST_ROWS = {"cuda": 512, "cpu": 64}
 _GATHER_BEYOND = 4
 """Where a row may see more keys than this many times what it selects, these are gathered instead of masked."""
@@ -102,13 +102,17 @@ class _Errors:
 def rows_to_compare(problem: Problem, config: NSAConfig | None, seed: int, *, backward: bool) -> Tensor:
     """int64 [R], on the problem's device: the query rows of each sequence, all of them where that is affordable."""
     batch, queries, heads = problem.q.shape[:3]
-    keys = problem.k.shape[1]
+    device = problem.q.device
+    per_tile = rows_per_tile(queries, problem.k.shape[1], batch * heads, config, device.type, backward=backward)
+    return torch.tensor(sampling.by_tiles(queries, per_tile, seed), device=device)
+
+
+def rows_per_tile(queries: int, keys: int, heads: int, config: NSAConfig | None, device: str, *, backward: bool) -> int:
+    """How many rows of each tile are compared; `heads` counts those of all sequences."""
     seen = keys - (queries - 1) / 2  # by a row, on average
-    if config is not None and not backward and _gathers(keys, config):
-        seen = seen / config.d + config.n_sel * config.l_sel + config.w
-    pairs = batch * heads * queries * seen * (_BACKWARD_COST if backward else 1)
-    per_tile = sampling.rows_per_tile(pairs, _MOST_PAIRS[problem.q.device.type])
-    return torch.tensor(sampling.by_tiles(queries, per_tile, seed), device=problem.q.device)
+    width = _width(keys, seen, config, backward=backward)
+    pairs = heads * queries * width * (_BACKWARD_COST if backward else 1)
+    return sampling.rows_per_tile(pairs, _MOST_PAIRS[device])
 
 
 def output_gradient(o: Tensor, rows: Tensor, seed: int) -> Tensor:
@@ -169,7 +173,7 @@ def _sequence(
     wide = torch.float64 if q.dtype in (torch.float32, torch.float64) else torch.float32
     both = [_sources(problem, b, config, dtype) for dtype in (wide, q.dtype)]
     totals = [{name: torch.zeros_like(x, dtype=wide) for name, x in source.tensors.items()} for source in both]
-    for chunk in _chunks(q, problem.k.shape[1], rows):
+    for chunk in _chunks(q, problem.k.shape[1], rows, config, backward=backward):
         outputs, gradients, scores = [], [], []
         chosen = None if blocks is None else blocks[b, chunk.rows]
         for source, total in zip(both, totals, strict=True):
@@ -209,9 +213,11 @@ def _sources(problem: Problem, b: int, config: NSAConfig | None, dtype: torch.dt
     return _Sources(k, v, block_means(k[None], config)[0], block_means(v[None], config)[0])
 
 
-def _chunks(q: Tensor, keys: int, rows: Tensor) -> Iterator[_Chunk]:
+def _chunks(q: Tensor, keys: int, rows: Tensor, config: NSAConfig | None, *, backward: bool) -> Iterator[_Chunk]:
     """Rows [S, Hq, Dk] in pieces whose scores, 8 bytes each, fit in a chunk's memory."""
-    most = max(1, min(_MOST_ROWS[q.device.type], _CHUNK_BYTES // (8 * q.shape[1] * keys)))
+    device = q.device.type
+    width = _width(keys, keys, config, backward=backward)
+    most = max(1, min(_MOST_ROWS[device], int(_CHUNK_BYTES[device] // (8 * q.shape[1] * width))))
     first = keys - q.shape[0]
     for part in rows.split(most):
         yield _Chunk(part, part + first, first + int(part[-1]) + 1)
@@ -268,6 +274,13 @@ def _window(q: Tensor, source: _Sources, chunk: _Chunk, config: NSAConfig) -> Te
     key, position = torch.arange(begin, chunk.end, device=q.device), chunk.positions[:, None]
     seen = (key <= position) & (key > position - config.w)
     return _masked(q, source.k[begin:], source.v[begin:], seen[None])
+
+
+def _width(keys: int, seen: float, config: NSAConfig | None, *, backward: bool) -> float:
+    """Scores per row and head where a row sees so many of the keys."""
+    if config is None or backward or not _gathers(keys, config):
+        return seen
+    return seen / config.d + config.n_sel * config.l_sel + config.w
 
 
 def _gathers(keys: int, config: NSAConfig) -> bool:

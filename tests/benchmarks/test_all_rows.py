@@ -223,7 +223,7 @@ def test_long_texts_are_compared_by_tiles_in_little_memory(monkeypatch: pytest.M
         assert one.error == pytest.approx(other.error, rel=0.5)
     monkeypatch.undo()
     monkeypatch.setitem(all_rows._MOST_PAIRS, "cpu", 1e3)
-    monkeypatch.setattr(all_rows, "_CHUNK_BYTES", 8 * 4 * 300 * 3)  # three rows
+    monkeypatch.setitem(all_rows._CHUNK_BYTES, "cpu", 8 * 4 * 300 * 3)  # a few rows
     rows = all_rows.rows_to_compare(p, CONFIG, 1, backward=False)
     tiles = {int(row) // 64 for row in rows}
     assert (tiles, len(rows)) == ({0, 1, 2, 3, 4}, 5)

@@ -205,6 +205,13 @@ def test_a_row_has_its_figures_in_their_units_and_the_ratio_the_right_way_round(
     assert found.row(key("memory").case, "PASSED")[3] == "69 MiB"
 
 
+def test_a_ratio_is_never_taken_against_another_shape(tmp_path: Path) -> None:
+    write(tmp_path, passed(DENSE, 25.0), passed(key(), 10.0), passed(key(length=128), 10.0))
+    found = page(tmp_path)
+    assert found.row(key().case)[-1] == "25 ms (2.50×)"
+    assert found.row(key(length=128).case)[-1] == "not run"
+
+
 def test_the_share_of_the_limit_is_of_the_nearer_ceiling_and_caches_count_for_nothing() -> None:
     limits = Ceilings(100.0, 10.0, 1.0, 50.0)
     where = dataclasses.replace(FINGERPRINT, ceilings=limits)
@@ -338,6 +345,16 @@ def test_compare_asks_the_oracle_again_about_what_was_timed(monkeypatch: pytest.
     assert played() == ["PASSED", "PASSED"]
     monkeypatch.setattr(attention, "nsa_attention", timed_wrong)
     assert played() == ["PASSED", "INCORRECT"]
+
+
+def test_compare_times_nothing_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        found = nsa_attention(*arguments, **options)
+        return (found[0] * 1.01, found[1]) if isinstance(found, tuple) else found * 1.01
+
+    monkeypatch.setattr(attention, "nsa_attention", wrong)
+    asked = {"prepare": dataclasses.asdict(key(length=96)), "device": "cpu", "check": True}
+    assert Contestant().answer(asked)["outcome"] == "INCORRECT"
 
 
 def test_compare_sees_inputs_that_were_changed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import sampling
+from benchmarks import all_rows, sampling
+from benchmarks.fingerprint import ROOT
 from benchmarks.sampling import TILE, by_tiles, escape_probability
+from nsa import NSAConfig
 
 
 @pytest.mark.parametrize("num_rows", [1, 63, 64, 65, 500])
@@ -49,3 +51,25 @@ def test_a_wrong_tile_never_escapes_and_a_wrong_row_less_often_in_ten_runs() -> 
 def test_a_fault_must_lie_in_a_tile(wrong: int, per_tile: int, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         escape_probability(wrong, per_tile)
+
+
+def test_the_documents_state_what_the_functions_compute() -> None:
+    """The table of docs/measuring.md, line by line."""
+    shapes = (("cuda", 64, (16384, 32768, 65536, 131072)), ("cpu", 8, (512, 1024, 2048, 8192)))
+    works = (
+        ("NSA, forward", NSAConfig(), False),
+        ("dense, forward", None, False),
+        ("either, forward + backward", None, True),
+    )
+    lines = []
+    for device, heads, lengths in shapes:
+        for tokens in lengths:
+            for what, config, backward in works:
+                rows = all_rows.rows_per_tile(tokens, tokens, heads, config, device, backward=backward)
+                escapes = [escape_probability(wrong, rows, runs) for wrong in (1, 4, TILE) for runs in (1, 10)]
+                cells = " | ".join(f"{p:.2g}" for p in escapes)
+                where = "GPU" if device == "cuda" else "CPU"
+                lines.append(f"| {where}, {heads} heads | {tokens} | {what} | {rows} | {cells} |")
+    text = (ROOT / "docs" / "measuring.md").read_text()
+    stated = [line for line in text.splitlines() if line.startswith(("| GPU,", "| CPU,"))]
+    assert stated == lines
