@@ -165,6 +165,7 @@ def _work(key: Key, contender: Contender, problem: Problem) -> Work:
         rows = all_rows.rows_to_compare(problem, contender.config, seed, backward=backward)
         if d_o is not None:
             d_o.copy_(all_rows.output_gradient(answer.o, rows, seed))
+            del answer  # as large as the outputs that come now
             answer = _answer(call, names, d_o)
         compared = contender.judge_all(problem, answer, aux, rows)
         return gate.drawn(judged, seed, compared.rows, compared.checks)

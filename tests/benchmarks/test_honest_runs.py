@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shlex
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import __main__ as bench
 from benchmarks import ceilings, device_clock, memory, records, runner, suite, timing, worker
 from benchmarks.__main__ import main
 from benchmarks.cases import Work, attention
@@ -148,6 +150,34 @@ def test_only_a_quick_run_measures_as_quick(
     assert runner.QUICK.precision is not None
     assert runner.FULL.precision < runner.QUICK.precision
     assert runner.FULL.min_time_s > runner.QUICK.min_time_s
+
+
+@pytest.mark.parametrize("arguments", [(), ("--quick", "--backend", "torch", "--seed", "9")])
+def test_the_command_of_a_record_measures_its_case_again_and_no_other(
+    arguments: tuple[str, ...], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: dict[str, tuple[Key, str]] = {}
+    run([passed(key())])  # what else it needs is replaced
+
+    def measure(keys: list[Key], device: str, plan: Plan, identity: Any, command: Any, **_: Any) -> list[Record]:
+        said.update((one.name, (one, command(one))) for one in keys)
+        return [passed(key())]
+
+    monkeypatch.setattr(worker, "run", measure)
+    monkeypatch.setattr(records, "create_run", lambda *_: Path("nowhere"))
+    monkeypatch.setattr(records, "append", lambda *_: None)
+    assert main(["run", "--gpu", "cpu", *arguments]) == 0
+    first = dict(said)
+    assert len(first) > 20
+    wanted = bench.parser().parse_args(["run", *arguments])
+    for one, command in list(first.values())[::6]:
+        words = shlex.split(command)
+        asked = bench.parser().parse_args(words[3:])
+        assert (asked.gpu, asked.backend, asked.quick) == ("cpu", wanted.backend, wanted.quick)
+        assert asked.seed == wanted.seed if wanted.seed else asked.seed > 0
+        said.clear()
+        assert main(words[3:]) == 0
+        assert list(said.values()) == [(one, command)]
 
 
 @pytest.mark.parametrize("outcome", [*FAULTS, "THROTTLED", "OUT_OF_MEMORY"])
