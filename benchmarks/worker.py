@@ -39,8 +39,8 @@ def run(
     fingerprint: Fingerprint,
     command: Callable[[Key], str],
     prepare: Prepare = prepare,
-    seed: int | None = None,
     deadline_s: float | None = None,
+    seed: int | None = None,
 ) -> Iterator[Record]:
     """One record per key, in order, whatever happens to the process that measures; `DEADLINE_S` unless given, and for
     `seed` see `runner.run`."""
