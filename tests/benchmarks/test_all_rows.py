@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import nsa
 from benchmarks import all_rows, ceilings, inputs, records, runner, worker
 from benchmarks.__main__ import main
 from benchmarks.baselines import BASELINES
@@ -86,6 +87,17 @@ def test_a_wrong_row_of_a_baseline_is_incorrect(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(BASELINES, "sdpa-math", wrong)
     record = measured(key(implementation="sdpa-math", length=96))
     assert (record.outcome, "o, all rows: error" in (record.reason or "")) == (Outcome.INCORRECT, True)
+
+
+def test_a_wrong_row_of_a_part_is_incorrect(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = nsa.window_attention
+
+    def attend(*arguments: Any, **options: Any) -> Any:
+        o, lse = right(*arguments, **options)
+        return (o if options["backend"] == "reference" else doubled(41)(o)), lse
+
+    monkeypatch.setattr(nsa, "window_attention", attend)
+    assert measured(key("part-window", length=96)).outcome is Outcome.INCORRECT
 
 
 def measured(the_key: records.Key, **options: Any) -> Record:

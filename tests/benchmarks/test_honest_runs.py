@@ -350,6 +350,7 @@ def test_the_clocks_are_read_beside_the_samples_of_a_gpu(monkeypatch: pytest.Mon
     timed = timing.measure(lambda: None, "cuda", "warm", Plan(4, 0.0, 10.0))
     assert timed.clocks is not None
     assert len(timed.clocks.sm_mhz) == len(timed.samples_ms) == 4
+    assert timed.queued_ahead, "the samples hold launch latency"
 
 
 def test_a_gpu_s_work_that_nobody_waits_for_is_refused_by_the_timer(monkeypatch: pytest.MonkeyPatch) -> None:
