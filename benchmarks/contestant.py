@@ -26,14 +26,13 @@ from typing import Any
 import torch
 
 import nsa
-from benchmarks import guards, injection, runner, timing
+from benchmarks import guards, injection, runner, sampling, timing
 from benchmarks.cases import NSA
 from benchmarks.cases.prepare import prepare
 from benchmarks.records import Key, Outcome
 from benchmarks.turns import Turns
 
 _WARM_UPS = 2
-_FRESH_SEED = 1
 _NO_LIMIT_S = 3600.0  # the parent has the deadline
 
 
@@ -77,11 +76,11 @@ class _Case:
     """One case, green if it was checked."""
 
     def __init__(self, key: Key, device: str, check: bool) -> None:
-        self._key, self._device = key, device
+        self._key, self._device, self._seed = key, device, sampling.new_seed()
         self._work = prepare(key, device)
         self._inputs = guards.digests(self._work.inputs)
         with self._work.refusals():
-            self._work.check() if check else self._work.call()
+            self._work.check(self._seed) if check else self._work.call()
         self._turns = Turns(self._work, key, device)
         self._staged: injection.Staged | None = None
 
@@ -109,7 +108,7 @@ class _Case:
     def finish(self) -> None:
         """Raises where the calls changed their inputs or are wrong on other ones."""
         guards.unchanged(self._work.inputs, self._inputs)
-        self._turns.recheck(_FRESH_SEED)
+        self._turns.recheck(self._seed)
 
 
 def _plan(samples: int) -> timing.Plan:

@@ -21,7 +21,7 @@ FORWARD_FACTOR = 2.0
 """A budget is this many times PyTorch's own error in the same dtype, both against float64."""
 BACKWARD_FACTOR = 3.0
 """The same for gradients."""
-_LEAST_ERROR = 5 * torch.finfo(torch.float32).eps
+LEAST_ERROR = 5 * torch.finfo(torch.float32).eps
 """Everyone sums in float32, whatever the dtype; over a few rows PyTorch's own error can be smaller than this by luck.
 In 1,200 draws of a float32 CPU suite (8 rows, up to 2,048 tokens) no right row was off by more than nine steps."""
 
@@ -43,7 +43,7 @@ def outputs(o: Tensor, rows: Sequence[Row], truth: Sequence[Tensor], eager: Sequ
     """The worst row, each relative to its own size: late rows are averages of many values, hence small."""
     found = [o[row.batch, row.query][None, None].detach() for row in rows]
     error, own = (max(map(_relative_error, x, truth)) for x in (found, eager))
-    return check("o", error, FORWARD_FACTOR * max(own, _LEAST_ERROR))
+    return check("o", error, FORWARD_FACTOR * max(own, LEAST_ERROR))
 
 
 def tensors(found: Mapping[str, Tensor], truth: Mapping[str, Tensor], eager: Mapping[str, Tensor]) -> list[Check]:

@@ -25,8 +25,9 @@ from benchmarks.gpus import Machine
 ROOT = Path(__file__).resolve().parent.parent
 
 MEASURING = (
-    "baselines", "cases", "clocks.py", "device_clock.py", "errors.py", "gate.py", "graphs.py", "guards.py",
-    "inputs.py", "memory.py", "memory_child.py", "oracle.py", "runner.py", "timing.py", "turns.py",
+    "all_rows.py", "baselines", "cases", "clocks.py", "device_clock.py", "errors.py", "gate.py", "graphs.py",
+    "guards.py", "inputs.py", "memory.py", "memory_child.py", "oracle.py", "runner.py", "sampling.py", "timing.py",
+    "turns.py",
 )  # fmt: skip
 """What in benchmarks/ decides how a figure comes about; a page or a command that changes makes none incomparable."""
 

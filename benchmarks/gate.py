@@ -3,7 +3,7 @@ inputs that no call has seen after the last.
 
 A sample of rows, one of every sequence at least, is compared with `benchmarks.oracle`. The gradients are those of
 Σ o·do with do zero outside the sampled rows: they are then known exactly from these rows alone, also where they must be
-zero.
+zero. After the last sample the rest of the output is compared too, by `benchmarks.all_rows`.
 """
 
 from __future__ import annotations
@@ -74,19 +74,26 @@ def check_nsa(
     *,
     rows: int,
     backward: bool = False,
+    seed: int = 0,
 ) -> Gate:
     """Run it, compare blocks, output and, if asked, gradients. Raises IncorrectError or NonFiniteError."""
-    problem, picked = _leaves(problem, backward), oracle.sample_rows(problem, config, rows)
+    problem, picked = _leaves(problem, backward), oracle.sample_rows(problem, config, rows, seed)
     with torch.set_grad_enabled(backward):
         o, aux = attend(problem)
     return judge_nsa(problem, config, _answer(problem, NSA_INPUTS, o, picked, backward), aux, picked)
 
 
 def check_dense(
-    problem: Problem, attend: Callable[[Problem], Tensor], name: str, *, rows: int, backward: bool = False
+    problem: Problem,
+    attend: Callable[[Problem], Tensor],
+    name: str,
+    *,
+    rows: int,
+    backward: bool = False,
+    seed: int = 0,
 ) -> Gate:
     """The same for a dense baseline: a wrong one would make every ratio wrong."""
-    problem, picked = _leaves(problem, backward), oracle.sample_rows(problem, NSAConfig(), rows)
+    problem, picked = _leaves(problem, backward), oracle.sample_rows(problem, NSAConfig(), rows, seed)
     with torch.set_grad_enabled(backward):
         o = attend(problem)
     return judge_dense(problem, _answer(problem, DENSE_INPUTS, o, picked, backward), name, picked)
@@ -151,7 +158,13 @@ def _dense_checks(problem: Problem, answer: Answer, picked: Sequence[Row]) -> li
 def merged(before: Gate, after: Gate) -> Gate:
     """What was compared before the first sample and, on other inputs, after the last."""
     fresh = tuple(dataclasses.replace(check, name=f"{check.name}, fresh inputs") for check in after.checks)
-    return Gate(before.rows_checked + after.rows_checked, before.checks + fresh, before.path)
+    rows = before.rows_checked + after.rows_checked
+    return Gate(rows, before.checks + fresh, before.path, after.seed, after.rows_compared)
+
+
+def drawn(gate: Gate, seed: int, rows_compared: int | None, checks: Sequence[Check] = ()) -> Gate:
+    """The gate with what else was compared, and the seed that drew it. Raises IncorrectError unless all passed."""
+    return green(dataclasses.replace(gate, checks=(*gate.checks, *checks), seed=seed, rows_compared=rows_compared))
 
 
 def finite(name: str, x: Tensor) -> None:
@@ -171,7 +184,8 @@ def green(gate: Gate) -> Gate:
         for check in gate.checks
         if not check.passed
     )
-    raise IncorrectError(f"{'; '.join(failed)} ({gate.rows_checked} rows against float64)", gate)
+    drawn_by = "" if gate.seed is None else f", seed {gate.seed}"
+    raise IncorrectError(f"{'; '.join(failed)} ({gate.rows_checked} rows against float64{drawn_by})", gate)
 
 
 def _leaves(problem: Problem, backward: bool) -> Problem:

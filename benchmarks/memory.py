@@ -69,13 +69,13 @@ def _high_water_mib() -> float:
     return int(line.split()[1]) / 1024  # the kernel's "kB" are KiB
 
 
-def in_child(key: Key, deadline_s: float) -> tuple[Gate, Peak]:
-    """Gate and peak of one key from `python -m benchmarks.memory_child`.
+def in_child(key: Key, deadline_s: float, seed: int) -> tuple[Gate, Peak]:
+    """Gate and peak of one key from `python -m benchmarks.memory_child`; the seed draws what is compared.
 
     Raises ChildError, or subprocess.TimeoutExpired at the deadline.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.memory_child", json.dumps(dataclasses.asdict(key))],
+        [sys.executable, "-m", "benchmarks.memory_child", json.dumps(dataclasses.asdict(key)), str(seed)],
         capture_output=True,
         text=True,
         timeout=deadline_s,

@@ -1,7 +1,7 @@
 """The child process of a memory case: make the inputs, one call, its peak, then the oracle on the same inputs.
 
 The oracle comes after the peak, because what it allocates would hide the call's; the figure leaves this process only
-if the oracle is green. Usage: python -m benchmarks.memory_child '<key as JSON>'; the last line of stdout is JSON:
+if the oracle is green. Usage: python -m benchmarks.memory_child '<key as JSON>' SEED; the last line of stdout is JSON:
 {"gate", "peak"}, or with the exit code `memory.FAILED` {"gate", "outcome", "reason"}.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks import memory, runner
 from benchmarks.cases import attention
+from benchmarks.gate import merged
 from benchmarks.memory import Peak
 from benchmarks.records import Gate, Key
 
@@ -21,10 +22,10 @@ _WARM_UP_TOKENS = 128  # loads the libraries and starts the threads, too small t
 
 
 def main() -> int:
-    """Answer for the key in the first argument."""
+    """Answer for the key in the first argument, with the seed in the second."""
     key = Key(**json.loads(sys.argv[1]))
     try:
-        gate, peak = _measured(key)
+        gate, peak = _measured(key, int(sys.argv[2]))
     except Exception as error:
         outcome, reason = runner.classify(error, key.implementation)
         _print({"gate": getattr(error, "gate", None), "outcome": outcome.value, "reason": reason})
@@ -33,12 +34,14 @@ def main() -> int:
     return 0
 
 
-def _measured(key: Key) -> tuple[Gate, Peak]:
+def _measured(key: Key, seed: int) -> tuple[Gate, Peak]:
     small = dataclasses.replace(key, num_queries=_WARM_UP_TOKENS, num_keys=_WARM_UP_TOKENS)
     attention.prepare(small, "cpu").call()
     work = attention.prepare(key, "cpu")
     peak = memory.of_this_process(work.call)
-    return work.check(), peak
+    before = work.check(seed)
+    assert work.recheck is not None
+    return merged(before, work.recheck(work.call, seed)), peak
 
 
 def _print(answer: dict[str, Any]) -> None:

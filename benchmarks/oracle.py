@@ -22,8 +22,8 @@ from benchmarks.inputs import Problem, block_means, with_compressed
 from nsa import geometry
 from nsa.config import NSAConfig
 
-# not cuDNN, which would build a plan for the length of every single row
-_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# not cuDNN, which would build a plan for every length
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Row:
     query: int
 
 
-def sample_rows(problem: Problem, config: NSAConfig, count: int) -> list[Row]:
-    """The first and last rows, those around the branches' boundaries, then random ones: as `_rows` counts."""
+def sample_rows(problem: Problem, config: NSAConfig, count: int, seed: int = 0) -> list[Row]:
+    """The first and last rows, those around the branches' boundaries, then what the seed draws: as `_rows` counts."""
     num_queries = problem.q.shape[1]
     offset = problem.k.shape[1] - num_queries
     edges = (config.l, config.l_sel, config.w, config.l_sel * config.n_sel)
     boundaries = [0, num_queries - 1] + [edge + step - offset for edge in edges for step in (-1, 0)]
-    queries = [query for query in dict.fromkeys(boundaries + _shuffled(num_queries, 0)) if 0 <= query < num_queries]
+    queries = [query for query in dict.fromkeys(boundaries + _shuffled(num_queries, seed)) if 0 <= query < num_queries]
     return _rows(problem, queries, count)
 
 
@@ -138,7 +138,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor
     if k.shape[1] == 0:
         return q.new_zeros(*q.shape[:3], v.shape[3])
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    with sdpa_kernel(_KERNELS):
+    with sdpa_kernel(KERNELS):
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 
 

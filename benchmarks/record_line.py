@@ -40,10 +40,14 @@ class _Check(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     passed = Check.passed
 
 
-class _Gate(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class _Gate(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """The fields of `Gate`, in this order."""
+
     rows_checked: int
     checks: list[_Check]
     path: str
+    seed: int | None = None
+    rows_compared: int | None = None
 
     passed = Gate.passed
 
@@ -150,7 +154,7 @@ def _gate_line(gate: Gate | None) -> _Gate | None:
     if gate is None:
         return None
     checks = [_Check(x.name, _rounded(x.error, _GATE_DIGITS), _rounded(x.budget, _GATE_DIGITS)) for x in gate.checks]
-    return _Gate(gate.rows_checked, checks, gate.path)
+    return _Gate(gate.rows_checked, checks, gate.path, gate.seed, gate.rows_compared)
 
 
 def _rounded(value: Any, digits: int = _DIGITS) -> Any:
@@ -205,7 +209,8 @@ def record(line: Line, key: Key, fingerprint: Fingerprint, command: str | None) 
 def _gate(line: _Gate | None) -> Gate | None:
     if line is None:
         return None
-    return Gate(line.rows_checked, tuple(Check(*_values(check)) for check in line.checks), line.path)
+    checks = tuple(Check(*_values(check)) for check in line.checks)
+    return Gate(line.rows_checked, checks, line.path, line.seed, line.rows_compared)
 
 
 def _values(struct: msgspec.Struct) -> tuple[Any, ...]:

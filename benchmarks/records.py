@@ -66,6 +66,11 @@ class Gate:
     checks: tuple[Check, ...]
     path: str
     """What ran, as the implementation recorded it: the backend of NSA, or the baseline's name."""
+    seed: int | None = None
+    """Of the rows that were drawn and of the inputs after the last sample; None in records that drew none."""
+    rows_compared: int | None = None
+    """Query rows of those inputs that were compared with the oracle or with a second implementation, over all
+    sequences; None in records from before there was one, and where a loss stands for all rows."""
 
     @property
     def passed(self) -> bool:

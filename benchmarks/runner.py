@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks import ceilings, guards, memory, timing
+from benchmarks import ceilings, guards, memory, sampling, timing
 from benchmarks.baselines import NotPresentError, UnsupportedError
 from benchmarks.cases import NSA, Work
 from benchmarks.cases.prepare import prepare
@@ -27,8 +27,6 @@ from benchmarks.turns import Turns
 QUICK = timing.Plan(min_samples=6, min_time_s=0.1, wall_limit_s=2.0, precision=0.02)
 FULL = timing.Plan(min_samples=10, min_time_s=0.5, wall_limit_s=5.0, precision=0.01)
 MEMORY_DEADLINE_S = 300.0
-_FRESH_SEED = 1
-"""Of the inputs after the last sample; those that are timed have the seed 0."""
 
 Prepare = Callable[[Key, str], Work]
 
@@ -57,23 +55,33 @@ def run(
     fingerprint: Fingerprint,
     command: Callable[[Key], str],
     prepare: Prepare = prepare,
+    seed: int | None = None,
 ) -> Iterator[Measurement]:
-    """One measurement per key, in order."""
+    """One measurement per key, in order. `seed`: of what is compared and of the inputs after the last sample; a new one
+    unless given. The inputs that are timed are the same in every run."""
+    seed = sampling.new_seed() if seed is None else seed
     for key in keys:
-        yield measure(key, device, plan, fingerprint, command(key), prepare)
+        yield measure(key, device, plan, fingerprint, command(key), prepare, seed)
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
 
 
 def measure(
-    key: Key, device: str, plan: timing.Plan, fingerprint: Fingerprint, command: str, prepare: Prepare = prepare
+    key: Key,
+    device: str,
+    plan: timing.Plan,
+    fingerprint: Fingerprint,
+    command: str,
+    prepare: Prepare = prepare,
+    seed: int | None = None,
 ) -> Measurement:
     """One measurement. Only KeyboardInterrupt and the like leave it."""
     gate: Gate | None = None
+    seed = sampling.new_seed() if seed is None else seed
     try:
         if key.mode == "memory":
-            gate, peak = memory.in_child(key, MEMORY_DEADLINE_S)
+            gate, peak = memory.in_child(key, MEMORY_DEADLINE_S, seed)
             return Measurement(
                 Record(
                     key,
@@ -90,7 +98,7 @@ def measure(
         before = guards.digests(work.inputs)
         with work.refusals():
             compile_s = timing.seconds(work.call, device)
-        gate = work.check()
+        gate = work.check(seed)
         turns = Turns(work, key, device)
         timed = turns.time(plan)
         _require_steady(timed)
@@ -98,7 +106,7 @@ def measure(
         guards.unchanged(work.inputs, before)
         device_peak = memory.of_cuda(work.call) if device == "cuda" else None
         _finite_outputs(work)
-        fresh = turns.recheck(_FRESH_SEED)
+        fresh = turns.recheck(seed)
     except Exception as error:
         outcome, reason = classify(error, key.implementation)
         clocks = error.clocks if isinstance(error, ThrottledError) else None

@@ -52,6 +52,11 @@ def faults(records: Iterable[Record]) -> list[Record]:
     return [record for record in records if record.key.implementation == NSA and record.outcome in FAULTS]
 
 
+def red_baselines(records: Iterable[Record]) -> list[Record]:
+    """Baselines that are themselves wrong or broken: no run fails for them, but what it compares with is missing."""
+    return [record for record in records if record.key.implementation != NSA and record.outcome in FAULTS]
+
+
 def blind(records: Iterable[Record]) -> bool:
     """Whether NSA was asked for and has neither a figure nor a fault: unsupported, say, on every case."""
     of_nsa = [record for record in records if record.key.implementation == NSA]

@@ -18,7 +18,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import IO
 
-from benchmarks import runner
+from benchmarks import runner, sampling
 from benchmarks.cases.prepare import prepare
 from benchmarks.fingerprint import Fingerprint
 from benchmarks.records import Key, Outcome, Record
@@ -40,13 +40,16 @@ def run(
     command: Callable[[Key], str],
     prepare: Prepare = prepare,
     deadline_s: float | None = None,
+    seed: int | None = None,
 ) -> Iterator[Measurement]:
-    """One measurement per key, in order, whatever happens to the process that measures; `DEADLINE_S` unless given."""
+    """One measurement per key, in order, whatever happens to the process that measures; `DEADLINE_S` unless given, and
+    for `seed` see `runner.run`."""
     deadline_s = DEADLINE_S[device] if deadline_s is None else deadline_s
+    seed = sampling.new_seed() if seed is None else seed
     worker: _Worker | None = None
     try:
         for key in keys:
-            worker = worker or _Worker(device, plan, fingerprint, prepare)
+            worker = worker or _Worker(device, plan, fingerprint, prepare, seed)
             measured = worker.measure(key, command(key), deadline_s)
             if worker.ended or (device == "cuda" and measured.record.outcome is Outcome.CRASHED):
                 worker.close()
@@ -60,13 +63,13 @@ def run(
 class _Worker:
     """The process, and the pipe to it."""
 
-    def __init__(self, device: str, plan: Plan, fingerprint: Fingerprint, prepare: Prepare) -> None:
+    def __init__(self, device: str, plan: Plan, fingerprint: Fingerprint, prepare: Prepare, seed: int) -> None:
         spawn = multiprocessing.get_context("spawn")  # CUDA does not live through a fork
         self._fingerprint = fingerprint
         self._pipe, theirs = spawn.Pipe()
         self._stacks = tempfile.NamedTemporaryFile(prefix="nsa-stacks-")  # noqa: SIM115 - closed with the process
         self._process = spawn.Process(
-            target=_serve, args=(theirs, self._stacks.name, device, plan, fingerprint, prepare), daemon=True
+            target=_serve, args=(theirs, self._stacks.name, device, plan, fingerprint, prepare, seed), daemon=True
         )
         self._process.start()
         theirs.close()  # the process holds the only other end: when it dies, this one ends
@@ -134,7 +137,9 @@ def _first(command: str, _key: Key) -> str:
     return command
 
 
-def _serve(pipe: Connection, stacks: str, device: str, plan: Plan, fingerprint: Fingerprint, prepare: Prepare) -> None:
+def _serve(
+    pipe: Connection, stacks: str, device: str, plan: Plan, fingerprint: Fingerprint, prepare: Prepare, seed: int
+) -> None:
     """Measure what is asked for until nobody asks any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one who asks was told too, and ends this
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -146,5 +151,5 @@ def _serve(pipe: Connection, stacks: str, device: str, plan: Plan, fingerprint: 
                 key, command = pipe.recv()
             except EOFError:
                 return
-            (measured,) = runner.run([key], device, plan, fingerprint, partial(_first, command), prepare)
+            (measured,) = runner.run([key], device, plan, fingerprint, partial(_first, command), prepare, seed)
             pipe.send(measured)

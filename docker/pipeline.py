@@ -165,7 +165,11 @@ def _row(one: Done) -> str:
 
 def _verdicts(done: Sequence[Done]) -> Iterator[str]:
     """What each suite's own summary says, the comparison first."""
-    wanted = (("compare", ("bad", "undecided", "verdicts")), ("regress", ("red",)), ("bench", ("faults", "outcomes")))
+    wanted = (
+        ("compare", ("bad", "undecided", "verdicts")),
+        ("regress", ("red",)),
+        ("bench", ("faults", "red_baselines", "outcomes")),
+    )
     told = {one.step.name: one.told for one in done}
     for name, keys in wanted:
         for key in keys:

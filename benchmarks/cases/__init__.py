@@ -21,8 +21,8 @@ Call = Callable[[], tuple[Tensor, ...]]
 class Work:
     """One implementation on one case, its inputs made."""
 
-    check: Callable[[], Gate]
-    """Compares with the oracle; raises unless it is green."""
+    check: Callable[[int], Gate]
+    """Compares with the oracle on rows that an int, the seed, draws; raises unless it is green."""
     call: Call
     """What is timed; it returns what must be finite."""
     tokens: int

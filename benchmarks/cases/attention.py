@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks import gate, guards, inputs, oracle
+from benchmarks import all_rows, gate, guards, inputs, oracle
+from benchmarks.all_rows import Compared
 from benchmarks.baselines import BASELINES, Baseline
 from benchmarks.cases import NSA, Call, Work, floors
 from benchmarks.gate import Answer
@@ -32,10 +33,16 @@ class Contender:
     forward: Callable[[Problem], Tensor]
     differentiated: tuple[str, ...]
     """The inputs that it has gradients of."""
-    check: Callable[[Problem, bool], Gate]
-    """Runs it, on the inputs that are timed, with the backward pass or without."""
-    judge: Callable[[Problem, Answer, Sequence[Row]], Gate]
-    """Compares what the timed call returned."""
+    config: NSAConfig | None
+    """None for dense attention."""
+    check: Callable[[Problem, bool, int], Gate]
+    """Runs it, on the inputs that are timed, with the backward pass or without, on rows that the seed draws."""
+    chosen: Callable[[Problem], Aux | None]
+    """The blocks that it selects, which the timed call does not return; None for dense attention."""
+    judge: Callable[[Problem, Answer, Aux | None, Sequence[Row]], Gate]
+    """Compares these rows of what the timed call returned with the oracle."""
+    judge_all: Callable[[Problem, Answer, Aux | None, Tensor], Compared]
+    """Compares these rows [R], all or some of each tile, with the second implementation."""
     refusals: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
@@ -104,27 +111,38 @@ def _sparse(
     with_aux: Callable[[Problem], tuple[Tensor, Aux]],
     refusals: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Contender:
-    def check(p: Problem, backward: bool) -> Gate:
-        return gate.check_nsa(p, config, with_aux, rows=NSA_ROWS, backward=backward)
+    def check(p: Problem, backward: bool, seed: int) -> Gate:
+        return gate.check_nsa(p, config, with_aux, rows=NSA_ROWS, backward=backward, seed=seed)
 
-    def judge(p: Problem, answer: Answer, picked: Sequence[Row]) -> Gate:
-        with torch.no_grad():  # the timed call does not return its blocks
-            _, aux = with_aux(p)
+    def chosen(p: Problem) -> Aux:
+        with torch.no_grad():
+            return with_aux(p)[1]
+
+    def judge(p: Problem, answer: Answer, aux: Aux | None, picked: Sequence[Row]) -> Gate:
+        assert aux is not None
         return gate.judge_nsa(p, config, answer, aux, picked)
 
-    return Contender(forward, gate.NSA_INPUTS, check, judge, refusals)
+    def judge_all(p: Problem, answer: Answer, aux: Aux | None, rows: Tensor) -> Compared:
+        assert aux is not None
+        return all_rows.of_nsa(p, config, answer, aux.block_indices, rows)
+
+    return Contender(forward, gate.NSA_INPUTS, config, check, chosen, judge, judge_all, refusals)
 
 
 def _dense(baseline: Baseline) -> Contender:
     name = baseline.name
 
-    def check(p: Problem, backward: bool) -> Gate:
-        return gate.check_dense(p, baseline.attend, name, rows=DENSE_ROWS, backward=backward)
+    def check(p: Problem, backward: bool, seed: int) -> Gate:
+        return gate.check_dense(p, baseline.attend, name, rows=DENSE_ROWS, backward=backward, seed=seed)
 
-    def judge(p: Problem, answer: Answer, picked: Sequence[Row]) -> Gate:
+    def judge(p: Problem, answer: Answer, _: Aux | None, picked: Sequence[Row]) -> Gate:
         return gate.judge_dense(p, answer, name, picked)
 
-    return Contender(baseline.attend, gate.DENSE_INPUTS, check, judge, lambda: baseline.refusals(name))
+    def judge_all(p: Problem, answer: Answer, _: Aux | None, rows: Tensor) -> Compared:
+        return all_rows.of_dense(p, answer, rows)
+
+    refusals = lambda: baseline.refusals(name)  # noqa: E731 - as in _other_nsa
+    return Contender(baseline.attend, gate.DENSE_INPUTS, None, check, lambda _: None, judge, judge_all, refusals)
 
 
 def _work(key: Key, contender: Contender, problem: Problem) -> Work:
@@ -139,12 +157,22 @@ def _work(key: Key, contender: Contender, problem: Problem) -> Work:
             d_o.copy_(gate.sparse_gradient(before[0], picked))
         guards.poison(before)
         _overwrite(problem.tensors, _problem(key, problem.q.device.type, seed).tensors)
-        o, *gradients = guards.as_read_by_this_stream(call())
-        return contender.judge(problem, Answer(o, d_o, gate.gradients_by_name(names, gradients)), picked)
+        answer, aux = _answer(call, names, d_o), contender.chosen(problem)
+        judged = contender.judge(problem, answer, aux, picked)
+        queries, sequences = problem.q.shape[1], problem.q.shape[0]
+        if len(picked) == queries * sequences:
+            return gate.drawn(judged, seed, len(picked))
+        rows = all_rows.rows_to_compare(problem, contender.config, seed, backward=backward)
+        if d_o is not None:
+            d_o.copy_(all_rows.output_gradient(answer.o, rows, seed))
+            del answer  # as large as the outputs that come now
+            answer = _answer(call, names, d_o)
+        compared = contender.judge_all(problem, answer, aux, rows)
+        return gate.drawn(judged, seed, compared.rows, compared.checks)
 
     floor = floors.of(key)
     return Work(
-        lambda: contender.check(problem, backward),
+        lambda seed: contender.check(problem, backward, seed),
         _call(problem, contender, names, d_o),
         key.batch * key.num_queries,
         floor.flops,
@@ -154,6 +182,11 @@ def _work(key: Key, contender: Contender, problem: Problem) -> Work:
         recheck=recheck,
         copy=lambda: _work(key, contender, problem.map(torch.clone)),
     )
+
+
+def _answer(call: Call, names: Sequence[str], d_o: Tensor | None) -> Answer:
+    o, *gradients = guards.as_read_by_this_stream(call())
+    return Answer(o, d_o, gate.gradients_by_name(names, gradients))
 
 
 def _call(problem: Problem, contender: Contender, names: Sequence[str], d_o: Tensor | None) -> Call:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import ceilings, fingerprint, gpus, raw_samples, run_file, runner, suite
+from benchmarks import ceilings, fingerprint, gpus, raw_samples, run_file, runner, sampling, suite
 from benchmarks.commands import options
 from benchmarks.commands.run import run_command
 from benchmarks.gpus import Machine, WrongMachineError
@@ -34,6 +34,7 @@ class Session:
         self.backend: str = config.getoption("backend")
         self.quick = not config.getoption("full")
         self._results: Path = config.getoption("results")
+        self.seed = sampling.new_seed()
         self.path: Path | None = None
         """The file of records; None before the first measurement."""
 
@@ -50,12 +51,12 @@ class Session:
 
     def measure(self, key: Key) -> Measurement:
         """Measure and write the record."""
-        command = run_command(self.machine.id, self.backend, quick=self.quick)
+        command = run_command(self.machine.id, self.backend, quick=self.quick, seed=self.seed)
         if self.path is None:
             self.path = run_file.create(self._results, self.identity, command)
         plan = runner.QUICK if self.quick else runner.FULL
         case_command = partial(run_file.case_command, command)
-        (measured,) = runner.run([key], self.machine.device, plan, self.identity, case_command)
+        (measured,) = runner.run([key], self.machine.device, plan, self.identity, case_command, seed=self.seed)
         run_file.append(self.path, measured.record)
         if measured.raw:
             raw_samples.append(self.path, measured.raw)

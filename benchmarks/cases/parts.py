@@ -7,19 +7,18 @@ compared too.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 import nsa
-from benchmarks import gate, guards, inputs, oracle
+from benchmarks import all_rows, gate, guards, inputs, oracle
 from benchmarks.cases import Call, Work, floors
 from benchmarks.cases.attention import FRESH_ROWS, NSA_ROWS
 from benchmarks.gate import Answer
 from benchmarks.inputs import Problem
-from benchmarks.oracle import Row
 from benchmarks.records import Gate, Key
 from nsa import Aux, NSAConfig, backends
 
@@ -132,9 +131,9 @@ def _work(key: Key, use: Settings, problem: Problem, reads: Tensors, timed: Time
         with torch.no_grad():
             return (timed(*reads),)
 
-    def check() -> Gate:
-        picked = oracle.sample_rows(problem, use.config, NSA_ROWS)
-        return _judge(use, problem, call()[0], picked)
+    def check(seed: int) -> Gate:
+        picked = oracle.sample_rows(problem, use.config, NSA_ROWS, seed)
+        return gate.judge_nsa(problem, use.config, *_answer(use, problem, call()[0]), picked)
 
     def recheck(call: Call, seed: int) -> Gate:
         guards.poison(call())
@@ -143,7 +142,12 @@ def _work(key: Key, use: Settings, problem: Problem, reads: Tensors, timed: Time
             for old, new in zip(reads, PARTS[key.mode].make(fresh, use)[0], strict=True):
                 old.copy_(new)
         (out,) = guards.as_read_by_this_stream(call())
-        return _judge(use, fresh, out, oracle.random_rows(fresh, FRESH_ROWS, seed))
+        answer, aux = _answer(use, fresh, out)
+        picked = oracle.random_rows(fresh, FRESH_ROWS, seed)
+        judged = gate.judge_nsa(fresh, use.config, answer, aux, picked)
+        rows = all_rows.rows_to_compare(fresh, use.config, seed, backward=False)
+        compared = all_rows.of_nsa(fresh, use.config, answer, aux.block_indices, rows)
+        return gate.drawn(judged, seed, compared.rows, compared.checks)
 
     floor = floors.of(key)
     return Work(
@@ -159,12 +163,12 @@ def _work(key: Key, use: Settings, problem: Problem, reads: Tensors, timed: Time
 
 
 @torch.no_grad()
-def _judge(use: Settings, problem: Problem, out: Tensor, picked: Sequence[Row]) -> Gate:
-    """Compare a part's output; of block indices, the blocks and what attention over them gives."""
+def _answer(use: Settings, problem: Problem, out: Tensor) -> tuple[Answer, Aux]:
+    """A part's output as NSA's; of block indices, the blocks and what attention over them gives."""
     are_blocks = not out.is_floating_point()
     blocks = out if are_blocks else _blocks(problem, use)
     o = out
     if are_blocks:
         o, _ = nsa.selected_attention(problem.q, problem.k, problem.v, out, use.config, backend=use.backend)
     ran, _ = backends.choose(use.backend, problem.q, problem.v)
-    return gate.judge_nsa(problem, use.config, Answer(o), Aux(blocks, {}, {}, ran), picked)
+    return Answer(o), Aux(blocks, {}, {}, ran)

@@ -74,8 +74,8 @@ def _model_config(key: Key) -> ModelConfig:
     return dataclasses.replace(config, nsa=NSAConfig.from_mapping(key.config), backend=key.backend_asked)
 
 
-def _check(key: Key, model: DecoderLM, tokens: Tensor, device: str) -> Callable[[], Gate]:
-    def check() -> Gate:
+def _check(key: Key, model: DecoderLM, tokens: Tensor, device: str) -> Callable[[int], Gate]:
+    def check(_: int) -> Gate:
         oracle = DecoderLM(dataclasses.replace(model.config, backend="reference")).to(device)
         oracle.load_state_dict(model.state_dict())
         with _precision(key.dtype, device):
@@ -114,7 +114,7 @@ def _recheck(key: Key, trainer: Trainer, batch: Batch) -> Callable[[Call, int], 
         error = ((found - expected).abs() / expected.abs()).item()
         # one kernel on the same weights and tokens twice: what is rounded in the compute type may fall the other way
         budget = errors.FORWARD_FACTOR * torch.finfo(getattr(torch, key.dtype)).eps
-        return green(Gate(tokens.numel(), (errors.check("loss", error, budget),), _path(key, model, tokens)))
+        return green(Gate(tokens.numel(), (errors.check("loss", error, budget),), _path(key, model, tokens), seed))
 
     return recheck
 

@@ -11,7 +11,19 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
-from benchmarks import ceilings, console, fingerprint, gpus, raw_samples, run_file, runner, suite, verdict, worker
+from benchmarks import (
+    ceilings,
+    console,
+    fingerprint,
+    gpus,
+    raw_samples,
+    run_file,
+    runner,
+    sampling,
+    suite,
+    verdict,
+    worker,
+)
 from benchmarks.commands import options
 from benchmarks.commands.report import build_page
 from benchmarks.records import Record
@@ -26,13 +38,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_gpu(parser)
     options.add_cases(parser)
     parser.add_argument("--backend", choices=backends.NAMES, default="auto", help="NSA's backend (default: auto)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="of the rows that are compared and of the inputs after the last sample (default: another one in each run)",
+    )
     parser.add_argument("--list", action="store_true", help="print the names of the cases and measure nothing")
     options.add_out(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Measure; the last line of stdout is JSON. 1 where NSA is wrong on a case, 2 where it has no figure at all."""
+    """Measure; the last line of stdout is JSON. 1 where NSA is wrong on a case, 2 where it has no figure at all.
+
+    A baseline that is wrong or broken fails no run: the last line names it under "red_baselines".
+    """
     machine = gpus.machine(arguments.gpu, gpus.visible_gpu())
+    if arguments.seed is not None and arguments.seed <= sampling.TIMED_SEED:
+        raise ValueError(f"--seed must be above {sampling.TIMED_SEED}, that of the timed inputs; got {arguments.seed}")
     on_gpu = machine.device == "cuda"
     shapes = gpus.suite(machine.suite)
     quick, whole = (
@@ -46,16 +69,18 @@ def main(arguments: argparse.Namespace) -> int:
     for folder in (arguments.out / "runs" / machine.id, arguments.out / "report"):
         options.check_writable(folder)
     identity = fingerprint.take(machine.id, machine.device, ceilings.measure(machine))
-    command = run_command(machine.id, arguments.backend, quick=arguments.quick)
+    seed = sampling.new_seed() if arguments.seed is None else arguments.seed
+    command = run_command(machine.id, arguments.backend, quick=arguments.quick, seed=seed)
     path = run_file.create(arguments.out, identity, command)
     print(f"{machine.title}: {len(keys)} measurements -> {path}", flush=True)
+    case_command = partial(run_file.case_command, command)
 
     begin = time.perf_counter()
     done: list[Record] = []
     plan = runner.QUICK if arguments.quick else runner.FULL
     try:
         with console.Progress(keys) as progress:
-            for measured in worker.run(keys, machine.device, plan, identity, partial(run_file.case_command, command)):
+            for measured in worker.run(keys, machine.device, plan, identity, case_command, seed=seed):
                 run_file.append(path, measured.record)
                 if measured.raw:
                     raw_samples.append(path, measured.raw)
@@ -71,6 +96,8 @@ def main(arguments: argparse.Namespace) -> int:
         "machine": machine.id,
         "outcomes": dict(Counter(record.outcome.value for record in done)),
         "faults": [record.key.name for record in wrong],
+        "red_baselines": {record.key.name: record.outcome.value for record in verdict.red_baselines(done)},
+        "seed": seed,
         "seconds": round(time.perf_counter() - begin, 1),
         "records": str(path),
         "page": str(page),
@@ -82,10 +109,10 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def run_command(machine_id: str, backend: str, *, quick: bool) -> str:
+def run_command(machine_id: str, backend: str, *, quick: bool, seed: int) -> str:
     """What measures a case again, with its name behind it."""
     words = ["python", "-m", "benchmarks", "run", "--gpu", machine_id, "--backend", backend]
-    return shlex.join([*words, *["--quick"] * quick, "--cases"])
+    return shlex.join([*words, *["--quick"] * quick, "--seed", str(seed), "--cases"])
 
 
 def _interrupted(results: Path, path: Path, done: int, total: int) -> int:

@@ -49,7 +49,8 @@ def summary(here: Sequence[Comparison]) -> str:
     passed = sum(record.outcome is Outcome.PASSED for record in records)
     wrong = [record.key.case for record in verdict.faults(records)]
     faults = f"NSA is wrong on {', '.join(wrong)}" if wrong else "NSA is wrong on none"
-    return f"{passed} of {len(records)} measurements passed; {faults}."
+    red = ", ".join(f"{record.key.name} is {record.outcome.value}" for record in verdict.red_baselines(records))
+    return f"{passed} of {len(records)} measurements passed; {faults}" + (f"; of the baselines {red}." if red else ".")
 
 
 def limits(here: Sequence[Comparison]) -> Table:

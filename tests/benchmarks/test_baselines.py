@@ -46,7 +46,7 @@ def check(the_key: Key) -> list[str]:
     work = attention.prepare(the_key, "cpu")
     with work.refusals():
         work.call()
-    before = work.check()
+    before = work.check(0)
     assert work.recheck is not None
     assert before.path == the_key.implementation
     assert work.recheck(work.call, 7).passed
@@ -82,14 +82,14 @@ def test_another_nsa_that_chooses_other_blocks_is_stopped(packages: None, monkey
 
     monkeypatch.setattr(fla._parallel(), "parallel_nsa_topk", first_blocks)
     with pytest.raises(IncorrectError, match="block_indices: error not finite"):
-        attention.prepare(fla_key(), "cpu").check()
+        attention.prepare(fla_key(), "cpu").check(0)
 
 
 def test_a_package_aligned_at_the_other_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     module = fake_packages.install_flash_2(monkeypatch)
     module.flash_attn_func = lambda q, k, v, causal: fake_packages.causal(q, k[:, :1], v[:, :1], causal=True)
     with pytest.raises(IncorrectError, match="o: error"):
-        attention.prepare(key("decode", "flash-attn", length=96), "cpu").check()
+        attention.prepare(key("decode", "flash-attn", length=96), "cpu").check(0)
 
 
 @pytest.mark.parametrize("name", CUDA_ONLY)

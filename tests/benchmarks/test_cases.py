@@ -136,10 +136,10 @@ def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("mode", PARTS)
 def test_a_part_that_is_wrong_is_stopped(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     work = parts.prepare(key(mode, length=96), "cpu")
-    assert work.check().passed
+    assert work.check(0).passed
     monkeypatch.setattr(nsa, FUNCTIONS[mode], wrong(getattr(nsa, FUNCTIONS[mode])))
     with pytest.raises(IncorrectError):
-        work.check()
+        work.check(0)
 
 
 @pytest.mark.parametrize("mode", PARTS)
@@ -184,7 +184,7 @@ from benchmarks import memory
 from benchmarks.cases import attention
 from benchmarks.records import Key
 key = Key(**json.loads(sys.argv[1]))
-attention.prepare(dataclasses.replace(key, num_queries=128, num_keys=128), "cpu").check()  # loads the libraries
+attention.prepare(dataclasses.replace(key, num_queries=128, num_keys=128), "cpu").check(0)  # loads the libraries
 work = attention.prepare(key, "cpu")
 print(memory.of_this_process(work.check).mib)
 """

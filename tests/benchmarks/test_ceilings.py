@@ -53,7 +53,7 @@ def measure(work: Work, limits: Ceilings) -> Record:
 
 def test_a_figure_above_the_physical_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings, "measured_again", lambda limits, device: limits)
-    record = measure(Work(lambda: GREEN, lambda: (torch.zeros(1),), 1, flops=1e15), UNLISTED)
+    record = measure(Work(lambda _: GREEN, lambda: (torch.zeros(1),), 1, flops=1e15), UNLISTED)
     assert record.outcome is Outcome.INCORRECT
     assert record.reason is not None
     assert "above the physical limit of this device" in record.reason
@@ -63,7 +63,7 @@ def test_a_figure_above_the_physical_limit_is_refused(monkeypatch: pytest.Monkey
 def test_a_ceiling_that_a_neighbour_hid_is_measured_again_before_a_figure_is_refused() -> None:
     hidden = Ceilings(1e-9, 1e-9, 1e-9, 0.0)
     x = torch.randn(256, 256)
-    record = measure(Work(lambda: GREEN, lambda: (x @ x,), 1, flops=2.0 * 256**3), hidden)
+    record = measure(Work(lambda _: GREEN, lambda: (x @ x,), 1, flops=2.0 * 256**3), hidden)
     assert (record.outcome, record.reason) == (Outcome.PASSED, None)
     assert record.flops == 2.0 * 256**3
 

@@ -106,7 +106,7 @@ def test_a_void_measurement_has_an_outcome_its_clocks_and_no_number(monkeypatch:
         return Timing((1.0,) * 3, "cuda_event", "warm", 1, "enough_samples", clocks=hot)
 
     monkeypatch.setattr(timing, "measure", measure)
-    work = Work(lambda: GREEN, lambda: (torch.zeros(1),), 1)
+    work = Work(lambda _: GREEN, lambda: (torch.zeros(1),), 1)
     measured = runner.measure(key(), "cpu", Plan(3, 0.0, 1.0), FINGERPRINT, "command", lambda *_: work)
     record = measured.record
     assert record.outcome is Outcome.THROTTLED

@@ -54,7 +54,7 @@ def test_a_run_without_any_figure_of_nsa_is_not_green(
     refused: Outcome, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = [failed(key(), refused, "no kernel"), passed(key(implementation="sdpa-flash"))]
-    monkeypatch.setattr(worker, "run", lambda *_: iter(found))
+    monkeypatch.setattr(worker, "run", lambda *_, **__: iter(found))
     assert run("--quick", "--gpu", "cpu", "--out", str(tmp_path)) == 2
     said = capsys.readouterr()
     assert said.err == "python -m benchmarks: NSA was measured on no case; the page says why\n"
@@ -106,7 +106,7 @@ def test_refuses_an_out_that_cannot_be_written_before_measuring(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker, "run", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(worker, "run", lambda *_, **__: pytest.fail("measured"))
     file = tmp_path / blocked
     file.parent.mkdir(exist_ok=True)
     file.touch()
@@ -119,7 +119,7 @@ def test_refuses_an_out_that_cannot_be_written_before_measuring(
 def test_an_interrupted_run_keeps_what_it_finished(
     done: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: object) -> Iterator[Measurement]:
+    def interrupted(*_: object, **__: object) -> Iterator[Measurement]:
         yield from [Measurement(passed(key()))] * done
         raise KeyboardInterrupt
 

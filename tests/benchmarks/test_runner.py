@@ -90,7 +90,7 @@ def test_what_turns_nan_after_the_gate_gets_no_number() -> None:
     outputs = iter([torch.zeros(1)] * 4 + [torch.full((1,), torch.nan)])  # the first call, 3 samples, and the last look
 
     def prepare(the_key: Key, device: str) -> Work:
-        return Work(lambda: GREEN, lambda: (next(outputs),), 1)
+        return Work(lambda _: GREEN, lambda: (next(outputs),), 1)
 
     plan = dataclasses.replace(PLAN, warmup_calls=0)
     record = runner.measure(key(), "cpu", plan, FINGERPRINT, "command", prepare).record
@@ -118,7 +118,7 @@ ERRORS = [
 
 @pytest.mark.parametrize(("error", "outcome"), ERRORS, ids=lambda value: getattr(value, "name", type(value).__name__))
 def test_errors_become_outcomes(error: Exception, outcome: Outcome) -> None:
-    def check() -> Gate:
+    def check(_: int) -> Gate:
         raise error
 
     record = measure(key(), lambda the_key, device: Work(check, tuple, 1))
@@ -138,7 +138,7 @@ def test_an_absent_baseline_says_why() -> None:
 
 
 def test_a_package_that_a_baseline_cannot_import_is_not_present() -> None:
-    def check() -> Gate:
+    def check(_: int) -> Gate:
         raise ModuleNotFoundError("No module named 'flash_attn'")
 
     record = measure(key(implementation="flash-attn"), lambda the_key, device: Work(check, tuple, 1))

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as front
-from benchmarks import gpus, suite
+from benchmarks import gpus, run_file, suite
 from benchmarks.cases import NSA, footprint
 from benchmarks.commands import options
-from benchmarks.commands.run import reproducer
+from benchmarks.commands.run import run_command
 from benchmarks.records import Key
 from nsa import NSAConfig
 
@@ -86,7 +86,7 @@ def test_each_command_finds_its_case_alone(name: str) -> None:
     for quick in (True, False):
         found = keys(name, quick, backend="torch")
         for key in found[::7]:
-            words = shlex.split(reproducer(key, "cpu", "torch", quick=quick))
+            words = shlex.split(run_file.case_command(run_command("cpu", "torch", quick=quick, seed=7), key))
             assert words[:3] == ["python", "-m", "benchmarks"]
             arguments = front.parser().parse_args(words[3:])
             assert (arguments.backend, arguments.quick, arguments.gpu) == ("torch", quick, "cpu")
@@ -96,7 +96,7 @@ def test_each_command_finds_its_case_alone(name: str) -> None:
 def test_a_command_survives_a_shell_and_a_pattern() -> None:
     (key, *_) = planned(tiny())
     hostile = dataclasses.replace(key, implementation="[a]*; rm -rf 'x'")
-    words = shlex.split(reproducer(hostile, "cpu", "auto", quick=False))
+    words = shlex.split(run_file.case_command(run_command("cpu", "auto", quick=False, seed=7), hostile))
     assert options.named(hostile, words[-1])
     assert not options.named(key, words[-1])
 

@@ -33,7 +33,7 @@ class Log:
             self.calls.append(f"rechecked {name} with {seed}")
             return GREEN
 
-        return Work(lambda: GREEN, call, 1, inputs={"x": x}, recheck=recheck, copy=copy)
+        return Work(lambda _: GREEN, call, 1, inputs={"x": x}, recheck=recheck, copy=copy)
 
 
 def five_calls(call: Callable[[], object], device: str, cache: str, plan: Plan, before: Callable[[], object]) -> Timing:
@@ -71,7 +71,7 @@ def test_cold_calls_take_turns_where_there_is_room(
 
 def test_the_inputs_change_between_calls_and_at_last_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     x, seen = torch.ones(4), []
-    work = Work(lambda: GREEN, lambda: (seen.append(x.clone()) or x,), 1, inputs={"x": x})
+    work = Work(lambda _: GREEN, lambda: (seen.append(x.clone()) or x,), 1, inputs={"x": x})
     before = guards.digests(work.inputs)
     timed = Turns(work, key(), "cpu").time(Plan(3, 0.0, 5.0, warmup_calls=0))
     assert len(timed.samples_ms) == 3
@@ -85,7 +85,7 @@ def test_the_inputs_are_as_they_were_when_a_call_fails() -> None:
     def call() -> tuple[Tensor, ...]:
         raise RuntimeError("boom")
 
-    work = Work(lambda: GREEN, call, 1, inputs={"x": x})
+    work = Work(lambda _: GREEN, call, 1, inputs={"x": x})
     with pytest.raises(RuntimeError, match="boom"):
         Turns(work, key(), "cpu").time(Plan(1, 0.0, 1.0))
     assert x.tolist() == [1.0] * 4

@@ -37,8 +37,9 @@ def hang_in_a_kernel() -> None:
 
 def measured(*lengths: int, deadline_s: float = 60.0) -> list[Record]:
     keys = [key(length=length) for length in lengths]
-    measured = worker.run(keys, "cpu", PLAN, FINGERPRINT, lambda one: f"measure {one.num_keys}", prepare, deadline_s)
-    return [one.record for one in measured]
+    command = lambda one: f"measure {one.num_keys}"  # noqa: E731
+    found = worker.run(keys, "cpu", PLAN, FINGERPRINT, command, prepare, deadline_s, seed=11)
+    return [one.record for one in found]
 
 
 def outcomes(records: Sequence[Record]) -> list[str]:
@@ -52,6 +53,8 @@ def test_a_hung_case_is_stalled_where_it_stood_and_the_next_is_measured() -> Non
     assert "no answer within 5 s; it stood in hang_in_a_kernel, tests/benchmarks/test_worker.py:" in records[0].reason
     assert records[0].latency_ms is None
     assert [record.command for record in records] == [f"measure {HANGS}", f"measure {SOUND}"]
+    assert records[1].gate is not None
+    assert records[1].gate.seed == 11, "what was drawn is not what the command says"
 
 
 def test_a_case_that_ends_the_process_says_how() -> None:

@@ -1,0 +1,156 @@
+"""Each session of the noxfile asks for what its name says: the image that is built, the GPU, the machine required."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from benchmarks import __main__ as bench
+from benchmarks import gpus
+from docker.__main__ import main
+from docker.host import FAMILIES, ROOT, HostGpu
+from tests.docker import machines
+
+GPUS = {
+    "a100": machines.A100,
+    "3090": machines.RTX_3090,
+    "4090": HostGpu("NVIDIA GeForce RTX 4090", (8, 9), "580.82.07"),
+    "h100": HostGpu("NVIDIA H100 80GB HBM3", (9, 0), "580.82.07"),
+    "h200": HostGpu("NVIDIA H200", (9, 0), "580.82.07"),
+}
+
+
+@pytest.fixture(scope="module")
+def noxfile() -> ModuleType:
+    """The front door, loaded as nox does."""
+    pytest.importorskip("nox")
+    spec = importlib.util.spec_from_file_location("noxfile_under_test", ROOT / "noxfile.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Session:
+    """Runs what is of this repository's docker/ in this process; keeps the words of every other command."""
+
+    def __init__(self, *posargs: str) -> None:
+        self.posargs = list(posargs)
+        self.codes: list[int] = []
+        self.ran: list[list[str]] = []
+
+    def log(self, *_: object) -> None:
+        """What is said is not looked at."""
+
+    def install(self, *_: object) -> None:
+        """Nothing is installed."""
+
+    def run(self, *words: str, **_: Any) -> None:
+        if list(words[1:3]) == ["-m", "docker"]:
+            self.codes.append(main(list(words[3:])))
+        else:
+            self.ran.append(list(words))
+
+
+Ask = Callable[..., tuple[Session, list[str], list[str]]]
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, noxfile: ModuleType) -> Ask:
+    """Runs a session on a host with this GPU: (the session, FAMILY of each image built, each command run in one)."""
+    for name in ("NSA_ENGINE", "NSA_BASE_IMAGE", "NSA_WHEELS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NSA_RESULTS", str(tmp_path / "results"))
+
+    def run(name: str, gpu: HostGpu | None, *posargs: str) -> tuple[Session, list[str], list[str]]:
+        asked = machines.program(monkeypatch, tmp_path / "bin", "docker", machines.ENGINE)
+        machines.nvidia_smi(monkeypatch, tmp_path / "bin", *([gpu] if gpu else []))
+        session = Session(*posargs)
+        getattr(noxfile, name.replace("-", "_"))(session)
+        lines = asked.read_text().splitlines()
+        built = [line.split("FAMILY=")[1].split()[0] for line in lines if line.startswith("build ")]
+        return session, built, [line for line in lines if line.startswith("run ")]
+
+    return run
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_bench_session_builds_and_asks_for_the_gpu_of_its_name(family: str, ask: Ask) -> None:
+    session, built, (line,) = ask(f"bench-{family}", GPUS[family], "--quick")
+    assert (session.codes, built, session.ran) == ([0], [family], [])
+    assert f"--env NSA_EXPECT={family}" in line
+    assert f" nsa:{family}-" in line
+    words = line.split(" python -m benchmarks ")[1].split()
+    arguments = bench.parser().parse_args(words)
+    assert (arguments.command, arguments.gpu, arguments.quick) == ("run", family, True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_bench_session_is_refused_on_every_other_gpu_before_anything_is_built(
+    family: str, ask: Ask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = next(name for name in reversed(FAMILIES) if name != family)
+    session, built, lines = ask(f"bench-{family}", GPUS[other])
+    assert (session.codes, built, lines) == ([2], [], [])
+    assert f"found: {GPUS[other].name}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "cpu"])
+def test_a_bench_session_without_an_engine_requires_the_machine_of_its_name(family: str, ask: Ask) -> None:
+    session, built, lines = ask(f"bench-{family}", None, "--engine", "none", "--quick")
+    assert (session.codes, built, lines) == ([], [], [])
+    (words,) = session.ran
+    assert words[:3] == ["python", "-m", "benchmarks"]
+    arguments = bench.parser().parse_args(words[3:])
+    assert (arguments.command, arguments.gpu, arguments.quick) == ("run", family, True)
+
+
+def test_the_cpu_is_measured_in_its_own_image_also_beside_a_gpu(ask: Ask) -> None:
+    session, built, (line,) = ask("bench-cpu", GPUS["h100"])
+    assert (session.codes, built) == ([0], ["cpu"])
+    assert "--gpus" not in line
+    assert line.endswith("python -m benchmarks run --require cpu")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_image_session_builds_the_image_of_its_name_on_any_machine(family: str, ask: Ask) -> None:
+    session, built, lines = ask(f"image-{family}", None)
+    assert (session.codes, built, lines) == ([0], [family], [])
+
+
+@pytest.mark.parametrize("gpu", [None, "a100"])
+def test_a_session_of_no_family_takes_what_is_here(gpu: str | None, ask: Ask) -> None:
+    session, built, (line,) = ask("bench", GPUS[gpu] if gpu else None, "--quick")
+    assert (session.codes, built) == ([0], [gpu or "cpu"])
+    assert line.endswith("python -m benchmarks run --quick")
+    assert ask("image", GPUS[gpu] if gpu else None)[1] == [gpu or "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tests", "pytest -n auto -p no:benchmark -k causality"),
+        ("compare", "benchmarks compare -k causality"),
+        ("calibrate", "benchmarks calibrate -k causality"),
+        ("report", "benchmarks report -k causality"),
+        ("regress", "regression run -k causality"),
+    ],
+)
+def test_a_session_runs_its_suite_and_passes_arguments_on(name: str, words: str, ask: Ask) -> None:
+    session, _, (line,) = ask(name, None, "-k", "causality")
+    assert session.codes == [0]
+    assert line.endswith(f" python -m {words}")
+    assert ("--workdir" in line) == (name in ("compare", "calibrate"))  # which look up commits
+
+
+def test_every_family_has_both_sessions(noxfile: ModuleType) -> None:
+    for family in FAMILIES:
+        for kind in ("bench", "image"):
+            title = gpus._table()["families"][family].removeprefix("NVIDIA ").removeprefix("GeForce ")
+            assert title in (getattr(noxfile, f"{kind}_{family}").__doc__ or "")
