@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import jsonl, schema, whole
+from benchmarks import jsonl, mutants, schema, whole
 from benchmarks.accepted import Acceptance
 from benchmarks.judgements import Judgement
 from benchmarks.records import Record
 
-LINES = ("runs/*/*.jsonl", "regression/*/*.jsonl", "verdicts/*.jsonl", "baselines/accepted.jsonl")
+LINES = ("runs/*/*.jsonl", "regression/*/*.jsonl", "verdicts/*.jsonl", "baselines/accepted.jsonl", "mutants/*.jsonl")
 WHOLE = ("calibration/*.json", "laws/*.xml")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -129,11 +129,16 @@ def _acceptance(found: dict[str, Any], _folder: str) -> None:
     schema.build(Acceptance, found, "acceptance")
 
 
+def _mutant(found: dict[str, Any], _folder: str) -> None:
+    schema.build(mutants.Begin if "fingerprint" in found else mutants.Line, found, "line")
+
+
 _KINDS: dict[str, Callable[[dict[str, Any], str], None]] = {
     "runs": _record,
     "regression": _replayed,
     "verdicts": _judgement,
     "baselines": _acceptance,
+    "mutants": _mutant,
 }
 """What a line must be, by the folder."""
 

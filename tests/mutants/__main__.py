@@ -80,8 +80,8 @@ def _chosen(arguments: argparse.Namespace, areas: dict[str, Area]) -> list[Plann
 
 def _run(arguments: argparse.Namespace) -> int:
     """Try, record, judge; the last line of stdout is JSON."""
-    from benchmarks import fingerprint, gpus  # PyTorch, which `check` need not import
-    from tests.mutants import console, records, tree, trials
+    from benchmarks import fingerprint, gpus, mutants  # PyTorch, which `check` need not import
+    from tests.mutants import console, tree, trials
 
     if arguments.jobs < 1:
         raise ValueError(f"--jobs must be at least 1; got {arguments.jobs}")
@@ -91,11 +91,11 @@ def _run(arguments: argparse.Namespace) -> int:
     names = tree.sources(arguments.root)
     digest = tree.sha256(arguments.root, names)
     planned = dict(Counter(one.area for one in standing.plan(areas) if one.mutant.equivalent is None))
-    path = records.newest(results, digest) if arguments.resume else None
-    lines = records.read(path)[1] if path else []
+    path = mutants.newest(results, digest) if arguments.resume else None
+    lines = mutants.read(path)[1] if path else []
     if path is None:
         here = gpus.recognise(gpus.visible_gpu())
-        path = records.create(results, records.Begin(fingerprint.take(here.id, here.device), digest, planned))
+        path = mutants.create(results, mutants.Begin(fingerprint.take(here.id, here.device), digest, planned))
     done = {line.id for line in lines}
     left = [one for one in chosen if one.mutant.id not in done]
     print(
@@ -104,12 +104,12 @@ def _run(arguments: argparse.Namespace) -> int:
     begin = time.perf_counter()
     with console.Progress(len(left)) as progress:
         for line in trials.run(arguments.root, names, left, arguments.jobs):
-            records.append(path, line)
+            mutants.append(path, line)
             lines.append(line)
             progress.finished(line)
     wanted = {one.mutant.id for one in chosen}
     shown = sorted((line for line in lines if line.id in wanted), key=lambda line: (line.area, line.id))
-    rates = records.rates(shown)
+    rates = mutants.rates(shown)
     print("\n" + console.table(shown))
     summary = {
         "mutants": len(shown),

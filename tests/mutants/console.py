@@ -9,7 +9,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from tests.mutants.records import SEEN, Line, Outcome, rates
+from benchmarks.mutants import SEEN, Line, Outcome, rates
 from tests.mutants.standing import Area, Planned
 
 

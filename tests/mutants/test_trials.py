@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import mutants
 from benchmarks.fingerprint import ROOT
-from tests.mutants import records, standing, tree, trials
+from benchmarks.mutants import Line, Outcome
+from tests.mutants import standing, tree, trials
 from tests.mutants.__main__ import INTERRUPTED, main
-from tests.mutants.records import Line, Outcome
 from tests.mutants.standing import Mutant, Planned, Suite
 
 PRODUCT = """\
@@ -98,7 +99,7 @@ def found(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
         patch.setattr(trials, "SLOWER", 3)
         patch.setattr(trials, "PLAINLY_SLOWER", 1e-3)  # how long the healthy tests take is no matter here
         patch.setenv("LEFT", str(left))
-        mutants = [
+        every_end = [
             planned("killed", "a + b", "a - b"),
             planned("survives", "return 1", "return 2"),
             planned("does-not-apply", "return 9", "return 2"),
@@ -108,7 +109,7 @@ def found(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
             planned("is-equivalent", "return 1", "return 3", equivalent="nobody calls it"),
             planned("leaves-a-process", "return 1", "return 2", LEAVES),
         ]
-        lines = {line.id: line for line in trials.run(project, tree.sources(project), mutants, jobs=2)}
+        lines = {line.id: line for line in trials.run(project, tree.sources(project), every_end, jobs=2)}
     yield lines
     with pytest.raises(ProcessLookupError):
         os.kill(int(left.read_text()), 0)
@@ -186,7 +187,7 @@ def test_exit_code_and_records_and_a_rerun(
         assert "1 mutants of 1 areas, 1 done before" in out
         assert "SURVIVED: sums: survives: every test passed" in out
         assert again["records"] == summary["records"]
-        begin, lines = records.read(Path(str(again["records"])))
+        begin, lines = mutants.read(Path(str(again["records"])))
         assert begin.planned == {"sums": 2}
         assert {line.id: line.outcome for line in lines} == {"killed": Outcome.KILLED, "survives": Outcome.SURVIVED}
         monkeypatch.setattr(trials, "run", lambda *_: iter(()))
@@ -240,5 +241,5 @@ def test_an_interrupt_keeps_what_is_finished(project: Path, tmp_path: Path) -> N
         _, said = process.communicate()
     assert process.returncode == INTERRUPTED
     assert "--resume" in said
-    (path,) = (folder / "results" / records.FOLDER).glob("*.jsonl")
-    assert [line.id for line in records.read(path)[1]] == ["killed"]
+    (path,) = (folder / "results" / mutants.FOLDER).glob("*.jsonl")
+    assert [line.id for line in mutants.read(path)[1]] == ["killed"]

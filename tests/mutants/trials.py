@@ -9,8 +9,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
 
+from benchmarks.mutants import Line, Outcome
 from tests.mutants import suites
-from tests.mutants.records import Line, Outcome
 from tests.mutants.standing import Planned, Suite
 from tests.mutants.suites import SuiteRun
 from tests.mutants.tree import Copy

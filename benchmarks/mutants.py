@@ -1,4 +1,4 @@
-"""What came of the mutants: one line each under results/mutants/, behind a line that says what was run."""
+"""What came of the mutants of `python -m tests.mutants`: one line each, behind a line that says what was run."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from benchmarks import jsonl, schema, whole
 from benchmarks.fingerprint import Fingerprint
 
 FOLDER = "mutants"
+"""Below results/."""
 WANTED = 0.95
 """The share of an area's mutants that must be seen."""
 
