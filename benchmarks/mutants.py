@@ -79,9 +79,14 @@ class Rate:
         return self.seen / self.total if self.total else 1.0
 
     @property
+    def errors(self) -> int:
+        """Of which nothing is known."""
+        return self.outcomes.get(Outcome.ERROR, 0)
+
+    @property
     def enough(self) -> bool:
         """Whether the area is as it should be."""
-        return self.share >= WANTED and not self.outcomes.get(Outcome.ERROR)
+        return self.share >= WANTED and not self.errors
 
 
 def rates(lines: Sequence[Line]) -> list[Rate]:

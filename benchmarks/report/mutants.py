@@ -61,7 +61,7 @@ def _rows(commit: Commit) -> list[list[Cell]]:
                 Cell(share, GOOD if rate.enough else BAD),
                 number(f"{rate.drawn_seen} of {rate.drawn}".replace(" ", NBSP)),
                 number(str(count.get(Outcome.TIMEOUT, 0))),
-                Cell(str(count.get(Outcome.ERROR, 0)), BAD if count.get(Outcome.ERROR) else "number"),
+                Cell(str(rate.errors), BAD if rate.errors else "number"),
                 number(str(count.get(Outcome.EQUIVALENT, 0))),
                 Cell(str(missing) if missing else "none", BAD if missing else "plain"),
             ]

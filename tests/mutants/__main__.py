@@ -3,12 +3,14 @@
     python -m tests.mutants run                  all of them; about an hour on 2 cores
     python -m tests.mutants run --area train     of these areas; --only ID, --shard 2/8 likewise
     python -m tests.mutants run --resume         go on with the newest run over these very files
+    python -m tests.mutants judge                what all shards over the newest tree say together
     python -m tests.mutants list                 every mutant and what must see it
     python -m tests.mutants check                is every mutant still what it says? Nothing is run
     python -m tests.mutants draw --count 50 --seed 7     let cosmic-ray draw some into drawn.toml
 
-Exit code of `run`: 0 where 95 % of each area's mutants were seen, 1 where not or where nothing is known of one (its
-tests fail without it), 2 for a wrong argument, 130 where the run was interrupted, which keeps what it finished.
+Exit code of `run` and `judge`: 0 where 95 % of each area's mutants were seen, 1 where not or where nothing is known of
+one (its tests fail without it; for `judge` also: it was not tried), 2 for a wrong argument, 130 where the run was
+interrupted, which keeps what it finished. A shard holds parts of areas: its exit code is 1 for the unknown alone.
 """
 
 from __future__ import annotations
@@ -47,8 +49,10 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--shard", type=_shard, metavar="K/N", help="the K-th of N equal parts")
     jobs = min(MOST_JOBS, os.cpu_count() or 1)
     run.add_argument("--jobs", type=int, default=jobs, metavar="N", help=f"mutants at a time (default here: {jobs})")
-    run.add_argument("--out", type=Path, metavar="DIR", help="(default: results in the tree)")
     run.add_argument("--resume", action="store_true", help="go on with the newest run over these very files")
+    judge = commands.add_parser("judge", help="what all shards say together")
+    for command in (run, judge):
+        command.add_argument("--out", type=Path, metavar="DIR", help="(default: results in the tree)")
     commands.add_parser("check", help="is every mutant what it says?")
     draw = commands.add_parser("draw", help="draw some with cosmic-ray")
     draw.add_argument("--count", type=int, default=50, metavar="N", help="(default: 50)")
@@ -110,16 +114,29 @@ def _run(arguments: argparse.Namespace) -> int:
     wanted = {one.mutant.id for one in chosen}
     shown = sorted((line for line in lines if line.id in wanted), key=lambda line: (line.area, line.id))
     rates = mutants.rates(shown)
+    red = [rate.area for rate in rates if rate.errors or (arguments.shard is None and not rate.enough)]
     print("\n" + console.table(shown))
-    summary = {
-        "mutants": len(shown),
-        "seen": {rate.area: round(rate.share, 4) for rate in rates},
-        "red": [rate.area for rate in rates if not rate.enough],
-        "seconds": round(time.perf_counter() - begin, 1),
-        "records": str(path),
-    }
-    print(json.dumps(summary), flush=True)
-    return 0 if all(rate.enough for rate in rates) else 1
+    summary = {"mutants": len(shown), "seen": {rate.area: round(rate.share, 4) for rate in rates}, "red": red}
+    print(json.dumps({**summary, "seconds": round(time.perf_counter() - begin, 1), "records": str(path)}), flush=True)
+    return 1 if red else 0
+
+
+def _judge(results: Path) -> int:
+    """The last line of stdout is JSON."""
+    from benchmarks import mutants
+    from benchmarks.report.mutants import read
+    from tests.mutants import console
+
+    found, damaged = read(results)
+    if damaged or not found:
+        raise ValueError("\n  ".join(damaged) or f"{results} holds no records of mutants")
+    begin, lines = found[0].begin, sorted(found[0].lines, key=lambda line: (line.area, line.id))
+    rates = mutants.rates(lines)
+    missing = {area: count - sum(r.total for r in rates if r.area == area) for area, count in begin.planned.items()}
+    red = sorted({rate.area for rate in rates if not rate.enough} | {area for area in missing if missing[area] > 0})
+    print(console.table(lines))
+    print(json.dumps({"commit": begin.fingerprint.commit, "not_tried": sum(missing.values()), "red": red}), flush=True)
+    return 1 if red else 0
 
 
 def _refuse_faults(root: Path) -> None:
@@ -153,6 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.command == "run":
             return _run(arguments)
+        if arguments.command == "judge":
+            return _judge(arguments.out or arguments.root / "results")
         if arguments.command == "draw":
             return _draw(arguments)
         if arguments.command == "check":

@@ -45,7 +45,7 @@ def table(lines: Sequence[Line]) -> str:
         shown.append(
             f"{rate.area:<16} {f'{rate.seen} of {rate.total}':>12} {rate.share:>7.1%} "
             f"{f'{rate.drawn_seen} of {rate.drawn}':>9} {count.get(Outcome.TIMEOUT, 0):>8} "
-            f"{count.get(Outcome.ERROR, 0):>6} {count.get(Outcome.EQUIVALENT, 0):>10}"
+            f"{rate.errors:>6} {count.get(Outcome.EQUIVALENT, 0):>10}"
         )
     for line in lines:
         if line.outcome not in (*SEEN, Outcome.EQUIVALENT):

@@ -187,6 +187,9 @@ def test_exit_code_and_records_and_a_rerun(
         assert "1 mutants of 1 areas, 1 done before" in out
         assert "SURVIVED: sums: survives: every test passed" in out
         assert again["records"] == summary["records"]
+        assert main(["judge", "--out", str(tmp_path)]) == 1
+        code, part, _ = run(project, capsys, "--resume", "--out", str(tmp_path), "--shard", "2/2")
+        assert (code, part["seen"], part["red"]) == (0, {"sums": 0.0}, []), "a part of an area is not judged"
         begin, lines = mutants.read(Path(str(again["records"])))
         assert begin.planned == {"sums": 2}
         assert {line.id: line.outcome for line in lines} == {"killed": Outcome.KILLED, "survives": Outcome.SURVIVED}
