@@ -8,6 +8,7 @@ interpreter.
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
@@ -36,9 +37,16 @@ torch.set_num_threads(1)  # these calls are too small to share: threads that wai
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Triton's interpreter computes in NumPy, which warns of the NaN and Inf that a GPU takes in silence."""
+    """What tests need of their process, wherever it was started.
+
+    Triton's interpreter computes in NumPy, which warns of the NaN and Inf that a GPU takes in silence.
+    """
     if os.environ.get("TRITON_INTERPRET") == "1":
         compute_in_bfloat16()
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # in the background of a shell; all that tests start inherits it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("filterwarnings", r"ignore::RuntimeWarning:triton\.runtime\.interpreter")
 
 
