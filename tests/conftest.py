@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported
 
 from nsa.triton_interpreter import compute_in_bfloat16
+from tests import quick
 from tests.laws.parts import Parts, why_absent
 
 _COMMON = {
@@ -36,11 +37,17 @@ _GIB_PER_WORKER = 8
 torch.set_num_threads(1)  # these calls are too small to share: threads that wait for a busy core cost 50 times more
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out what is slow, but for one test of each law")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """What tests need of their process, wherever it was started.
 
     Triton's interpreter computes in NumPy, which warns of the NaN and Inf that a GPU takes in silence.
     """
+    if config.getoption("--quick"):
+        config.pluginmanager.register(quick.plugin())
     if os.environ.get("TRITON_INTERPRET") == "1":
         compute_in_bfloat16()
     if (
