@@ -1,6 +1,6 @@
 """The command line of the mutants: which small faults in the product do the tests and incidents see?
 
-    python -m tests.mutants run                  all of them; about an hour on 2 cores
+    python -m tests.mutants run                  all of them; `--jobs N` at a time
     python -m tests.mutants run --area train     of these areas; --only ID, --shard 2/8 likewise
     python -m tests.mutants run --resume         go on with the newest run over these very files
     python -m tests.mutants judge                what all shards over the newest tree say together
