@@ -49,16 +49,16 @@ class Begin:
 
 @dataclass(frozen=True)
 class Line:
-    """One mutant; short names, because a file holds hundreds."""
+    """One mutant. A file holds hundreds: a field that is as always is not written."""
 
     id: str
     area: str
-    drawn: bool
-    """Whether a tool drew it, or a person wrote it."""
     outcome: Outcome
-    killed_by: str | None
-    """The first test that failed, or the incident that was red; what else is to be said of other outcomes."""
     duration_s: float
+    killed_by: str | None = None
+    """The first test that failed, or the incident that was red; what else is to be said of other outcomes."""
+    drawn: bool = False
+    """Whether a tool drew it, or a person wrote it."""
 
 
 @dataclass(frozen=True)
@@ -153,4 +153,6 @@ def newest(results: Path, tree_sha256: str) -> Path | None:
 
 
 def _json(value: Begin | Line) -> str:
-    return json.dumps(dataclasses.asdict(value), allow_nan=False, separators=(",", ":"))
+    always = {field.name: field.default for field in dataclasses.fields(value)}
+    told = {name: x for name, x in dataclasses.asdict(value).items() if x != always[name]}
+    return json.dumps(told, allow_nan=False, separators=(",", ":"))

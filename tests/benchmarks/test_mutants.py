@@ -20,7 +20,7 @@ BEGIN = Begin(FINGERPRINT, "t" * 16, {"train": 20, "attention": 1})
 
 def line(number: int, outcome: Outcome = Outcome.KILLED, *, drawn: bool = False, area: str = "train") -> Line:
     said = "tests/test_a.py::test_a" if outcome is Outcome.KILLED else None
-    return Line(f"mutant-{number}", area, drawn, outcome, said, 1.5)
+    return Line(f"mutant-{number}", area, outcome, 1.5, said, drawn)
 
 
 def write(results: Path, *lines: Line, begin: Begin = BEGIN) -> Path:

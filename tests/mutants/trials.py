@@ -61,7 +61,7 @@ class Trials:
                 outcome, said = Outcome.EQUIVALENT, mutant.equivalent
             elif outcome is not Outcome.ERROR:
                 outcome, said = Outcome.ERROR, f"it is called equivalent, and was seen: {said}"
-        return Line(mutant.id, planned.area, planned.drawn, outcome, said, round(duration_s, 1))
+        return Line(mutant.id, planned.area, outcome, round(duration_s, 1), said, planned.drawn)
 
     def _tried(self, planned: Planned, healthy: SuiteRun) -> tuple[Outcome, str | None, float]:
         if why := _why_unhealthy(healthy):
