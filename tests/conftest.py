@@ -1,8 +1,8 @@
 """What every test shares: the device, the backends, and how many examples Hypothesis draws.
 
-Environment (read here only): HYPOTHESIS_PROFILE is `ci` (the default: the same few examples each time) or
-`nightly` (many, new ones each time, and the tests that take minutes). Without a GPU the Triton kernels run in Triton's
-interpreter.
+Environment (read here only): HYPOTHESIS_PROFILE is `ci` (the default: the same few examples each time), `quick` (three
+of them, as `--quick` takes) or `nightly` (many, new ones each time, and the tests that take minutes). Without a GPU the
+Triton kernels run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _COMMON = {
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
 settings.register_profile("ci", max_examples=24, derandomize=True, **_COMMON)  # type: ignore[arg-type]
+settings.register_profile("quick", max_examples=quick.EXAMPLES, derandomize=True, **_COMMON)  # type: ignore[arg-type]
 settings.register_profile("nightly", max_examples=400, **_COMMON)  # type: ignore[arg-type]
 _PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 settings.load_profile(_PROFILE)
@@ -47,6 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Triton's interpreter computes in NumPy, which warns of the NaN and Inf that a GPU takes in silence.
     """
     if config.getoption("--quick"):
+        settings.load_profile("quick")  # before any test is imported
         config.pluginmanager.register(quick.plugin())
     if os.environ.get("TRITON_INTERPRET") == "1":
         compute_in_bfloat16()
