@@ -46,7 +46,10 @@ def test_every_law_is_in_it() -> None:
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])
-def test_what_is_left_out_is_said(pytester: pytest.Pytester, workers: str) -> None:
+def test_what_is_left_out_is_said(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, workers: str) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(quick.ROOT))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # importing Hypothesis takes longest
+    monkeypatch.setenv("PYTEST_PLUGINS", "xdist.plugin")
     pytester.makeconftest(
         "from tests.quick import Quick\n"
         "def pytest_configure(config):\n"
