@@ -46,6 +46,17 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def mutants(session: nox.Session) -> None:
+    """Which small faults in the product do tests and incidents see? `-- --help`, `-- draw --count 50 --seed 7`."""
+    if session.posargs[:1] == ["draw"]:
+        session.install("-c", "constraints.txt", "cosmic-ray", "pytest")
+        session.run("python", "-m", "pytest", "--noconftest", "tests/mutants/test_draw.py")
+    else:
+        session.install("-c", "constraints.txt", "-e", ".[bench,train,dev]")
+    session.run("python", "-m", "tests.mutants", *(session.posargs or ["run"]), interrupt_timeout=STOP_S)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style and formatting."""
     session.install("-c", "constraints.txt", "ruff")

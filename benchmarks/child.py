@@ -87,13 +87,13 @@ class Child:
         return found
 
     def kill(self) -> None:
-        """End it, whatever it does; whoever waits for its answer gets a ChildError."""
+        """End it, whatever it does; whoever waits for its answer gets a ChildError. It is gone when this returns."""
         self._process.kill()
+        self._process.wait()
 
     def close(self) -> None:
         """End it and leave nothing behind."""
         self.kill()
-        self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._said):
             assert stream is not None
             stream.close()

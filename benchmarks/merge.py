@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import conversion, jsonl, run_file, schema, whole
+from benchmarks import conversion, jsonl, mutants, run_file, schema, whole
 from benchmarks.accepted import Acceptance
 from benchmarks.judgements import Judgement
 from benchmarks.records import Record
 from benchmarks.run_file import Damaged
 
 RUNS = "runs/*/*.jsonl"
-LINES = ("regression/*/*.jsonl", "verdicts/*.jsonl", "baselines/accepted.jsonl")
+LINES = ("regression/*/*.jsonl", "verdicts/*.jsonl", "baselines/accepted.jsonl", "mutants/*.jsonl")
 WHOLE = ("calibration/*.json", "laws/*.json")
 PATTERNS = (RUNS, *LINES, *WHOLE)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -155,10 +155,15 @@ def _acceptance(found: dict[str, Any]) -> None:
     schema.build(Acceptance, found, "acceptance")
 
 
+def _mutant(found: dict[str, Any]) -> None:
+    schema.build(mutants.Begin if "fingerprint" in found else mutants.Line, found, "line")
+
+
 _KINDS: dict[str, Callable[[dict[str, Any]], None]] = {
     "regression": _replayed,
     "verdicts": _judgement,
     "baselines": _acceptance,
+    "mutants": _mutant,
 }
 """What a line must be, by the folder."""
 

@@ -29,7 +29,9 @@ DEADLINE_S = {"cuda": 180.0, "cpu": 600.0}
 """Per case, compilation and oracle included, by device: some nine times the longest seen on a GPU (20 s), and enough
 for the longest text on a slow CPU."""
 _START_S = 300.0
-_STACKS_S = 2.0
+_STACKS_S = 20.0
+"""On a busy machine; they are all there once the file has stopped growing."""
+_STACKS_POLL_S = 0.1
 
 
 def run(
@@ -105,9 +107,10 @@ class _Worker:
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGUSR1)
         end = time.monotonic() + _STACKS_S
-        while time.monotonic() < end and os.path.getsize(self._stacks.name) == 0:
-            time.sleep(0.05)
-        time.sleep(0.05)  # the rest of the stack
+        before, size = -1, 0
+        while time.monotonic() < end and (size == 0 or size != before):
+            time.sleep(_STACKS_POLL_S)
+            before, size = size, os.path.getsize(self._stacks.name)
         return innermost(_text(self._stacks))
 
 

@@ -186,6 +186,8 @@ def _image(found: engine.Engine, target: host.Target, arguments: argparse.Namesp
 
 
 if __name__ == "__main__":
-    for stop in (signal.SIGTERM, signal.SIGHUP):  # a cancelled job and a lost terminal also end their container
+    # A cancelled job and a lost terminal also end their container. In the background of a shell SIGINT is ignored, also
+    # by all that is started from here, unless it has a handler: the engine and nox end by it.
+    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(stop, signal.default_int_handler)
     sys.exit(main())

@@ -1,13 +1,14 @@
 """What every test shares: the device, the backends, and how many examples Hypothesis draws.
 
-Environment (read here only): HYPOTHESIS_PROFILE is `ci` (the default: the same few examples each time) or
-`nightly` (many, new ones each time, and the tests that take minutes). Without a GPU the Triton kernels run in Triton's
-interpreter.
+Environment (read here only): HYPOTHESIS_PROFILE is `ci` (the default: the same few examples each time), `quick` (three
+of them, as `--quick` takes) or `nightly` (many, new ones each time, and the tests that take minutes). Without a GPU the
+Triton kernels run in Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported
 
 from nsa.triton_interpreter import compute_in_bfloat16
+from tests import quick
 from tests.laws.parts import Parts, why_absent
 
 _COMMON = {
@@ -25,6 +27,7 @@ _COMMON = {
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
 settings.register_profile("ci", max_examples=24, derandomize=True, **_COMMON)  # type: ignore[arg-type]
+settings.register_profile("quick", max_examples=quick.EXAMPLES, derandomize=True, **_COMMON)  # type: ignore[arg-type]
 settings.register_profile("nightly", max_examples=400, **_COMMON)  # type: ignore[arg-type]
 _PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 settings.load_profile(_PROFILE)
@@ -35,10 +38,24 @@ _GIB_PER_WORKER = 8
 torch.set_num_threads(1)  # these calls are too small to share: threads that wait for a busy core cost 50 times more
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out what is slow, but for one test of each law")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Triton's interpreter computes in NumPy, which warns of the NaN and Inf that a GPU takes in silence."""
+    """What tests need of their process, wherever it was started.
+
+    Triton's interpreter computes in NumPy, which warns of the NaN and Inf that a GPU takes in silence.
+    """
+    if config.getoption("--quick"):
+        settings.load_profile("quick")  # before any test is imported
+        config.pluginmanager.register(quick.plugin())
     if os.environ.get("TRITON_INTERPRET") == "1":
         compute_in_bfloat16()
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # in the background of a shell; all that tests start inherits it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("filterwarnings", r"ignore::RuntimeWarning:triton\.runtime\.interpreter")
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import accepted, published, verdict
-from benchmarks.report import calibrated, judged, ledger, machine, page
+from benchmarks import mutants as recorded
+from benchmarks.report import calibrated, judged, ledger, machine, mutants, page
 from benchmarks.report.album import Album
 from benchmarks.report.machine import Machine
 from benchmarks.store import Store
@@ -37,6 +38,7 @@ def build(results: Path) -> Path:
     moved, not_moved = accepted.read(results)
     calibrations, no_calibrations = calibrated.read(results)
     incidents, no_incidents = ledger.read(results)
+    tried, no_mutants = mutants.read(results)
     contests = judged.contests(judgements)
     pages = [("Verdicts", INDEX), *((m.device, m.page) for m in machines), *FURTHER_PAGES.items()]
 
@@ -52,11 +54,12 @@ def build(results: Path) -> Path:
     write(
         "ledger.html", "The ledger of commits and incidents", "ledger.html",
         ledger=ledger.rows(incidents, judged.speed(contests)), red=ledger.red(incidents),
+        mutants=mutants.rows(tried), unseen=mutants.unseen(tried), wanted=f"{recorded.WANTED:.0%}",
     )  # fmt: skip
     index = write(
         INDEX, TITLE, "index.html", machines=machines,
         contests=judged.newest(contests), earlier=judged.earlier(contests), accepted=judged.accepted(moved),
-        damaged=[*damaged, *no_judgements, *not_moved, *no_calibrations, *no_incidents],
+        damaged=[*damaged, *no_judgements, *not_moved, *no_calibrations, *no_incidents, *no_mutants],
     )  # fmt: skip
     album.remove_leftovers()
     return index

@@ -139,29 +139,65 @@ for line in sys.stdin:
     assert lost.reason == "HEAD CRASHED: the child ended with code -6: no word"
 
 
-def test_an_interrupt_ends_the_children_of_every_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parent alone gets the signal, as from a cancelled job; its children would go on for a minute."""
+@pytest.mark.parametrize("as_a_lane_starts", [False, True])
+def test_an_interrupt_ends_the_children_of_every_lane(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_a_lane_starts: bool
+) -> None:
+    """The parent alone gets the signal, as from a cancelled job; its children would go on for ten minutes.
+
+    Each ends by the parent's kill, and not as one that stalled: `answer` would wait two minutes for that.
+    """
     (tmp_path / "harness" / "benchmarks").mkdir(parents=True)
     (tmp_path / "harness" / "benchmarks" / "__init__.py").touch()
-    (tmp_path / "harness" / "benchmarks" / "contestant.py").write_text("import time; time.sleep(60)")
+    (tmp_path / "harness" / "benchmarks" / "contestant.py").write_text("import time; time.sleep(600)")
     (tmp_path / "side0").mkdir()
     side = Sources(Side("x", None, None, "0"), tmp_path / "side0", tmp_path / "harness")
     monkeypatch.setattr(rounds, "_cores", lambda: [None, None])
     started: list[Child] = []
-    make = Child.__init__
+    lost: list[Outcome] = []
+    all_there, noticed = threading.Event(), threading.Event()
+    make, answer, start = Child.__init__, Child.answer, threading.Thread.start
 
     def note(child: Child, sources: Sources) -> None:
         make(child, sources)
         started.append(child)
         if len(started) == 4:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            all_there.set()
+            if not as_a_lane_starts:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
+    def hear(child: Child, deadline_s: float) -> dict[str, object]:
+        try:
+            return answer(child, deadline_s)
+        except ChildError as error:
+            lost.append(error.outcome)
+            raise
+        finally:
+            if threading.current_thread().name == "unjoined":
+                noticed.wait()  # what this thread does comes too late
+
+    def interrupted(thread: threading.Thread) -> None:
+        last = len(threads) == 1
+        if last and as_a_lane_starts:
+            thread.name = "unjoined"
+        threads.append(thread)
+        start(thread)
+        if last and as_a_lane_starts:
+            all_there.wait()
+            raise KeyboardInterrupt  # the pool does not know this thread, and will not wait for it
+
+    threads: list[threading.Thread] = []
     monkeypatch.setattr(Child, "__init__", note)
-    begin = time.monotonic()
+    monkeypatch.setattr(Child, "answer", hear)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
         rounds.play(side, side, "cpu", [key(length=1), key(length=2)], Rules(), 0)
-    assert time.monotonic() - begin < 30
-    assert [child._process.returncode for child in started] == [-9] * 4
+    codes = [child._process.returncode for child in started]
+    noticed.set()
+    for thread in threads:
+        thread.join()
+    assert codes == [-9] * 4
+    assert Outcome.STALLED not in lost
 
 
 def test_lanes_are_different_cores() -> None:

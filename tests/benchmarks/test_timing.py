@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,12 +43,20 @@ def test_what_is_made_ready_ahead_of_a_call_is_not_timed() -> None:
     assert timed.latency_ms < 5
 
 
-def test_warms_up_until_calls_no_longer_get_faster() -> None:
+def test_warms_up_until_calls_no_longer_get_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that moves in the calls alone."""
+    now_s = 0.0
+
+    def call() -> None:
+        nonlocal now_s
+        now_s += next(seconds, 0.01)
+
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now_s))
     seconds = iter([0.04, 0.02, 0.01])
-    timed = timing.measure(lambda: time.sleep(next(seconds, 0.01)), "cpu", "warm", Plan(3, 0.0, 10.0, warmup_calls=1))
+    timed = timing.measure(call, "cpu", "warm", Plan(3, 0.0, 10.0, warmup_calls=1))
     assert timed.warmup_calls == 1  # nothing to compare one call with
     seconds = iter([0.08, 0.04, 0.02, 0.01])
-    timed = timing.measure(lambda: time.sleep(next(seconds, 0.01)), "cpu", "warm", Plan(3, 0.0, 10.0, warmup_calls=2))
+    timed = timing.measure(call, "cpu", "warm", Plan(3, 0.0, 10.0, warmup_calls=2))
     assert timed.warmup_calls >= 4
     assert max(timed.samples_ms) < 40
 

@@ -54,3 +54,22 @@ def test_a_gpu_is_for_one_run_of_this_repository_at_a_time() -> None:
     assert job["concurrency"] == {"group": "gpu-${{ matrix.gpu }}", "cancel-in-progress": False}
     assert "head.repo.full_name == github.repository" in job["if"]
     assert "self-hosted" in job["runs-on"]
+
+
+def test_the_shards_of_the_mutants_are_the_whole_set_and_are_judged_together() -> None:
+    jobs = loaded(ROOT / ".github" / "workflows" / "mutants.yml")["jobs"]
+    shards = jobs["shards"]["strategy"]["matrix"]["shard"]
+    assert shards == [f"{number}/{len(shards)}" for number in range(1, len(shards) + 1)]
+    assert any("judge" in step.get("run", "") for step in jobs["judge"]["steps"])
+    assert (jobs["judge"]["needs"], jobs["judge"]["if"]) == ("shards", "always()")
+
+
+def test_the_branch_of_the_results_has_one_writer_at_a_time() -> None:
+    writers = [
+        job
+        for path in WORKFLOWS
+        for job in loaded(path)["jobs"].values()
+        if job.get("permissions", {}).get("contents") == "write"
+    ]
+    assert len(writers) == 2
+    assert all(job["concurrency"] == {"group": "publish", "cancel-in-progress": False} for job in writers)

@@ -31,7 +31,7 @@ _SLEEP = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTE
 
 def passes(step: Step) -> Evidence:
     for n in range(3):
-        step(n, loss=1.0 / (n + 1), bad=float("nan"))
+        step(n, loss=1.0 / (n + 1), bad=float("nan"), low=float("-inf"))
     return Evidence(wrong=(), error=Bound(1.0, 2.0))
 
 

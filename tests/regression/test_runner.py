@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -20,6 +21,7 @@ import pytest
 from benchmarks.fingerprint import ROOT
 from regression import listing, runner
 from regression.calls import COMPILING_S
+from regression.deadline import Deadline
 from regression.evidence import Bound, Evidence
 from regression.incident import Incident, Needs
 from regression.process import Child
@@ -61,7 +63,7 @@ def test_passes() -> None:
     assert finding.ok
     assert finding.reason is None
     assert finding.pace.steps == 3
-    assert finding.pace.figures == {"loss": pytest.approx(1 / 3), "bad": None}
+    assert finding.pace.figures == {"loss": pytest.approx(1 / 3), "bad": None, "low": None}
     assert {aspect.name for aspect in finding.aspects} == {"wrong", "error"}
 
 
@@ -155,6 +157,30 @@ def test_guard_that_is_killed_takes_the_repro_along() -> None:
 def test_slow_is_not_stalled() -> None:
     """2 s of silence are fine for one that takes 0.7 s a step, though the floor is 1 s."""
     assert found("slow_but_alive").verdict is Verdict.PASSED
+
+
+def test_who_goes_on_making_steps_is_not_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty steps of 0.6 s on the test's clock: together longer than any silence that is allowed between two."""
+
+    class Told:
+        running, now_s, left = True, 0.0, 20
+
+        def events(self, wait_s: float) -> list[dict[str, Any]]:
+            self.now_s += 0.6
+            self.left -= 1
+            step = {"event": "step", "at": self.now_s, "figures": {}}
+            return [step if self.left else {"event": "ended", "status": 0}]
+
+        def stacks(self) -> str:
+            return ""
+
+        last_words = stacks
+
+    child, pace = Told(), Deadline(1.0)
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: child.now_s))
+    pace.imported(0.0, 0.1)
+    assert runner.watch(child, pace, threading.Event()).stalled_after_s is None  # type: ignore[arg-type]
+    assert pace.allowed_s < 12 < child.now_s + 1
 
 
 def test_stall_is_ended_with_its_stacks_and_all_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

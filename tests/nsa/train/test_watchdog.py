@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from nsa.train import sentinels, watchdog
 from nsa.train.watchdog import EXIT_STALLED, Terminated, Watchdog, dump_on_signal
 from tests.nsa.train.runs import ROOT
 
@@ -47,23 +50,52 @@ def _guard(folder: Path, ended: list[int], **seconds: float) -> Watchdog:
     return Watchdog(folder / "stacks", **limits, on_stall=lambda why: None, end=ended.append)
 
 
-def test_slow_steps_are_no_stall(tmp_path: Path) -> None:
+class Clock:
+    """Stands still until `passes`, which returns once the watchdog has judged the new time, or ended the run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ended: list[int]) -> None:
+        self._now_s, self._judged, self._ended = 0.0, threading.Semaphore(0), ended
+        judge = sentinels.silence
+        calendar = {"strftime": time.strftime, "gmtime": time.gmtime}
+        monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: self._now_s, **calendar))
+
+        def judged(*arguments: float, **options: float) -> sentinels.Alarm | None:
+            alarm = judge(*arguments, **options)
+            self._judged.release()
+            return alarm
+
+        monkeypatch.setattr(sentinels, "silence", judged)
+
+    def passes(self, seconds: float) -> None:
+        self._now_s += seconds
+        while self._judged.acquire(blocking=False):
+            pass
+        for _ in range(2):  # the first may have read the clock before
+            while not self._judged.acquire(timeout=0.05) and not self._ended:
+                pass
+
+
+def test_slow_steps_are_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
+    clock = Clock(monkeypatch, ended)
     with _guard(tmp_path, ended, first_s=5.0) as guard:
         for _ in range(4):
             guard.beat(0.1)
-            time.sleep(0.3)  # longer than the floor, shorter than ten steps
-    assert ended == []
+            clock.passes(0.9)  # longer than the floor, shorter than ten steps
+        assert ended == []
+        clock.passes(0.2)
+    assert ended == [EXIT_STALLED]
 
 
-def test_a_pause_has_the_first_steps_deadline(tmp_path: Path) -> None:
+def test_a_pause_has_the_first_steps_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
+    clock = Clock(monkeypatch, ended)
     with _guard(tmp_path, ended, first_s=5.0) as guard:
         guard.beat(0.001)
         with guard.patiently():
-            time.sleep(0.4)
+            clock.passes(4.9)
         assert ended == []
-        time.sleep(0.4)
+        clock.passes(0.2)
     assert ended == [EXIT_STALLED]
 
 

@@ -1,0 +1,89 @@
+"""How many mutants the tests see: per commit and area, and the newest commit's that nothing saw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import mutants
+from benchmarks.mutants import Begin, Line, Outcome
+from benchmarks.report.table import BAD, CODE, GOOD, NAME, NBSP, Cell, Table, number, when
+
+
+@dataclass(frozen=True)
+class Commit:
+    """All runs over one tree, such as the shards of a night."""
+
+    begin: Begin
+    """Of the newest of them."""
+    lines: Sequence[Line]
+    """The newest of each mutant."""
+
+
+def read(results: Path) -> tuple[list[Commit], list[str]]:
+    """Newest first, and what is wrong with files that cannot be read."""
+    trees: dict[str, tuple[Begin, dict[str, Line]]] = {}
+    damaged = []
+    for path in sorted((results / mutants.FOLDER).glob("*.jsonl")):
+        try:
+            begin, lines = mutants.read(path)
+        except (ValueError, TypeError, RecursionError) as error:
+            damaged.append(f"{path.relative_to(results)}: {type(error).__name__}: {error}")
+            continue
+        earlier = trees.get(begin.tree_sha256, (begin, {}))[1]
+        trees[begin.tree_sha256] = begin, earlier | {line.id: line for line in lines}
+    commits = [Commit(begin, list(lines.values())) for begin, lines in trees.values()]
+    return sorted(commits, key=lambda commit: commit.begin.fingerprint.utc, reverse=True), damaged
+
+
+def rows(commits: Sequence[Commit]) -> Table:
+    """One per commit and area."""
+    head = ("commit", "when", "area", "seen", "of the drawn", "timeouts", "errors", "equivalent", "not tried")
+    return Table(head, [row for commit in commits for row in _rows(commit)])
+
+
+def _rows(commit: Commit) -> list[list[Cell]]:
+    where, found = commit.begin.fingerprint, {rate.area: rate for rate in mutants.rates(commit.lines)}
+    shown = []
+    for area in sorted({*found, *commit.begin.planned}):
+        head = [_commit(commit), when(where.utc), Cell(area)]
+        rate = found.get(area)
+        planned = commit.begin.planned.get(area, 0)
+        if rate is None:
+            shown.append([*head, *[number(None)] * 5, Cell(str(planned), BAD)])
+            continue
+        count, missing = rate.outcomes, max(0, planned - rate.total)
+        share = f"{rate.share:.1%} ({rate.seen} of {rate.total})".replace(" ", NBSP)
+        shown.append(
+            [
+                *head,
+                Cell(share, GOOD if rate.enough else BAD),
+                number(f"{rate.drawn_seen} of {rate.drawn}".replace(" ", NBSP)),
+                number(str(count.get(Outcome.TIMEOUT, 0))),
+                Cell(str(rate.errors), BAD if rate.errors else "number"),
+                number(str(count.get(Outcome.EQUIVALENT, 0))),
+                Cell(str(missing) if missing else "none", BAD if missing else "plain"),
+            ]
+        )
+    return shown
+
+
+def unseen(commits: Sequence[Commit]) -> Table:
+    """Of the newest commit: every mutant that passed all tests, or of which nothing is known."""
+    wanted = (Outcome.SURVIVED, Outcome.ERROR)
+    return Table(
+        ("commit", "area", "mutant", "outcome", "why"),
+        [
+            [_commit(commit), Cell(line.area), Cell(line.id, NAME), Cell(line.outcome.value, BAD),
+             Cell(line.killed_by or "every test passed")]
+            for commit in commits[:1]
+            for line in sorted(commit.lines, key=lambda line: (line.area, line.id))
+            if line.outcome in wanted
+        ],
+    )  # fmt: skip
+
+
+def _commit(commit: Commit) -> Cell:
+    where = commit.begin.fingerprint
+    return Cell((where.commit or "unknown")[:10] + (" + changes" if where.dirty else ""), CODE)
