@@ -131,6 +131,8 @@ def test_what_each_rank_alone_knows_comes_back() -> None:
     found = distributed.own_part(parts, Ranks())
     assert found["a"].tolist() == [0, 1, 2]
     assert found["b"] == [1, None]
+    places = [distributed.every_ranks({"place": rank}, Ranks(), torch.device("cpu"))[0] for rank in range(2)]
+    assert [distributed.own_part(places, Ranks(rank, 2))["place"] for rank in range(2)] == [0, 1]
     with pytest.raises(ValueError, match="made by 1 ranks, and has no data position for 2"):
         distributed.own_part(parts, Ranks(0, 2))
 
