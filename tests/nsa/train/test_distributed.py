@@ -50,6 +50,8 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     for name, weight in states[0].state["model"].items():
         assert torch.allclose(weight, states[1].state["model"][name], rtol=1e-3, atol=1e-5), name
     assert states[0].state["tokens_seen"] == states[1].state["tokens_seen"] == 8 * 2 * 92
+    periodic = checkpoint.load(both / "run" / "checkpoints" / "step-00000006.ckpt")
+    assert periodic["tokens_seen"] == 6 * 2 * 92  # figures arrive a step later, but a checkpoint has them all
     validations = [float(row["loss"]) for folder in (alone, both) for row in Table.rows(folder / "run" / "val.csv")]
     assert validations[1] == pytest.approx(validations[0], rel=2e-5)
     other_rank = list(files.json_lines(both / "run" / "heartbeat_rank1.jsonl"))
