@@ -50,6 +50,8 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     for name, weight in states[0].state["model"].items():
         assert torch.allclose(weight, states[1].state["model"][name], rtol=1e-3, atol=1e-5), name
     assert states[0].state["tokens_seen"] == states[1].state["tokens_seen"] == 8 * 2 * 92
+    periodic = checkpoint.load(both / "run" / "checkpoints" / "step-00000006.ckpt")
+    assert periodic["tokens_seen"] == 6 * 2 * 92  # figures arrive a step later, but a checkpoint has them all
     validations = [float(row["loss"]) for folder in (alone, both) for row in Table.rows(folder / "run" / "val.csv")]
     assert validations[1] == pytest.approx(validations[0], rel=2e-5)
     other_rank = list(files.json_lines(both / "run" / "heartbeat_rank1.jsonl"))
@@ -131,6 +133,8 @@ def test_what_each_rank_alone_knows_comes_back() -> None:
     found = distributed.own_part(parts, Ranks())
     assert found["a"].tolist() == [0, 1, 2]
     assert found["b"] == [1, None]
+    places = [distributed.every_ranks({"place": rank}, Ranks(), torch.device("cpu"))[0] for rank in range(2)]
+    assert [distributed.own_part(places, Ranks(rank, 2))["place"] for rank in range(2)] == [0, 1]
     with pytest.raises(ValueError, match="made by 1 ranks, and has no data position for 2"):
         distributed.own_part(parts, Ranks(0, 2))
 
