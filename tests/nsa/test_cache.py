@@ -110,6 +110,17 @@ def test_only_what_was_written_is_read(phi: str) -> None:
     torch.testing.assert_close(in_chunks(layer, cache, x, 3), layer(x))
 
 
+def test_a_cache_that_was_reset_or_cut_goes_on_as_one_that_was_not() -> None:
+    layer, x, other = make_layer(small_config("mlp")), tokens(1, 24), tokens(1, 24, seed=2)
+    cache = KVCache(layer, batch_size=1, max_tokens=24)
+    in_chunks(layer, cache, other, 7)
+    cache.reset()
+    torch.testing.assert_close(in_chunks(layer, cache, x[:, :15], 4), layer(x)[:, :15])
+    in_chunks(layer, cache, other[:, 15:], 5)
+    cache.truncate(15)  # in the middle of a block that was full
+    torch.testing.assert_close(in_chunks(layer, cache, x[:, 15:], 2), layer(x)[:, 15:])
+
+
 def test_a_block_is_compressed_once() -> None:
     layer, made = make_layer(), []
     layer.compress_k.register_forward_hook(lambda module, args, out: made.append(out.shape[1]))

@@ -99,11 +99,12 @@ def test_a_rehearsed_step_leaves_no_trace() -> None:
 
 def test_pages_of_the_window_and_the_source_are_released() -> None:
     layer, x = make_layer(), tokens(1, MAX_TOKENS)
-    cache, held = make_cache(layer, max_rollback=0), []
+    cache, held, outputs = make_cache(layer, max_rollback=0), [], []
     sequence = cache.new()
     for token in x.split(1, 1):
-        feed(cache, [sequence], token)
+        outputs.append(feed(cache, [sequence], token))
         held.append(80 - cache.num_free_pages)
+    close(torch.cat(outputs, 1), full(layer, x))  # nothing that a later token asks for was among them
     selected, compressed, window, source = (
         8,
         4,

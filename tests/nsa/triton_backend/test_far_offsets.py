@@ -16,7 +16,7 @@ from nsa.decode import Rows
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import by_block, decode_attention, launch, support
+from nsa.triton_backend import by_block, decode, decode_attention, launch, support
 
 CONFIG = nsa.NSAConfig(l=2, d=2, l_sel=4, n_sel=3, w=6)
 BY_TOKEN = nsa.NSAConfig(l=1, d=1, l_sel=4, n_sel=3, w=6, init_blocks=0, local_blocks=1)
@@ -99,23 +99,24 @@ def tokens_far_apart_by_block() -> None:
 
 
 def pages_far_apart() -> None:
-    """Pages of a cache in a pool of more than 2³¹ elements, as a step of decoding reads them."""
-    x, size = draw(2, 1, 16), 8
-    k_cmp, v_cmp = (nsa.compress(x[name], CONFIG, backend="torch") for name in "kv")
-    blank = torch.zeros(2, 8, 1, 16, dtype=torch.float16)
-    k, v = (
-        torch.cat([torch.cat([c, blank[:, : 16 - c.shape[1]]], 1), t], 0).reshape(8, size, 1, 16)
-        for c, t in ((k_cmp, x["k"]), (v_cmp, x["v"]))
-    )
-    tables = [torch.tensor(t, dtype=torch.int32) for t in ([[0, 1], [2, 3]], [[4, 5], [6, 7]], [[4, 5], [6, 7]])]
-    lengths = torch.tensor([16, 13], dtype=torch.int32)
-
-    def step(k: Tensor, v: Tensor) -> list[Tensor]:
-        rows = [Rows(k, v, table) for table in tables]
-        decoded = decode_attention(x["q"], *rows, lengths, x["gates"], CONFIG, 0.25)
-        return [decoded.o, decoded.block_indices, decoded.lse]
-
-    same(step(far(k, 0, 400_000_000), far(v, 0, 400_000_000)), step(k, v))
+    """Pages of a cache in a pool of more than 2³¹ elements; a tile of keys lies in one page, or in several."""
+    decode.KEYS = 16
+    for size, stride in ((8, 400_000_000), (16, 800_000_000)):
+        config, x = nsa.NSAConfig(l=2, d=2, l_sel=size, n_sel=3, w=6), draw(2, 1, 16)
+        blank = torch.zeros(2, 8, 1, 16, dtype=torch.float16)
+        k, v = (
+            torch.cat([torch.cat([nsa.compress(x[name], config, backend="torch"), blank], 1), x[name]])
+            .reshape(-1, size, 1, 16)
+            for name in "kv"
+        )  # fmt: skip
+        blocks, tokens = torch.arange(len(k), dtype=torch.int32).view(2, 2, -1)
+        lengths = torch.tensor([16, 13], dtype=torch.int32)
+        found = []
+        for pages in ((far(k, 0, stride), far(v, 0, stride)), (k, v)):
+            rows = [Rows(*pages, table) for table in (blocks, tokens, tokens)]
+            decoded = decode_attention(x["q"], *rows, lengths, x["gates"], config, 0.25)
+            found.append([decoded.o, decoded.block_indices, decoded.lse])
+        same(*found)
 
 
 @interpreted
