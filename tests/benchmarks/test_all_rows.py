@@ -268,3 +268,15 @@ def test_one_row_of_wrong_blocks_is_seen(change: list[int]) -> None:
         for x in (aux.block_indices, blocks)
     )
     assert (right.name, right.passed, wrong.passed) == ("block_indices, all rows", True, False)
+
+
+def test_a_forced_block_is_not_exchanged_for_a_good_one() -> None:
+    """Whichever block stands in for the one before the current, the next best too, the choice is no legal one."""
+    p = inputs.draw(key(length=96), "cpu")
+    _, aux = nsa_attention(p.q, p.k, p.v, p.gates, CONFIG, backend="torch", return_aux=True)
+    first, chosen, local, current = aux.block_indices[0, 90, 0].tolist()
+    assert (first, local, current) == (0, 10, 11)
+    for other in set(range(1, 10)) - {chosen}:
+        blocks = other_row(aux.block_indices, [0, *sorted((chosen, other)), 11])
+        check, *_ = all_rows.of_nsa(p, CONFIG, Answer(p.v.repeat_interleave(2, 2)), blocks, torch.arange(96)).checks
+        assert not check.passed, other
