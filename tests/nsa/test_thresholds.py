@@ -76,7 +76,7 @@ def test_programs_share_the_queries_of_a_tile_of_keys(
     from nsa.triton_backend import interval
 
     monkeypatch.setattr(interval, "MIN_TOKENS_PER_SPLIT", 2)
-    case = replace(PLAIN, queries=24, keys=24, documents=documents)
+    case = replace(PLAIN, kv_heads=1, group=8, queries=24, keys=24, documents=documents)  # tiles of 8 tokens or fewer
     for dtype in (torch.float32, torch.bfloat16):
         values_and_gradients_within_budget(parts, replace(case, dtype=dtype), "compressed")
 
