@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import guards, runner
+from benchmarks import guards, records, runner
 from benchmarks.cases import attention
 from benchmarks.records import Outcome, Record
 from benchmarks.timing import Plan
@@ -32,7 +32,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, attend: Attend, mode: str = "prefi
 
 def caught(record: Record, outcome: Outcome, said: str) -> None:
     assert (record.outcome, said in (record.reason or "")) == (outcome, True), record.reason
-    assert all(getattr(record, name) is None for name in Record.NUMBERS)
+    assert all(getattr(record, name) is None for name in records.NUMBERS)
 
 
 @pytest.mark.parametrize("mode", [*MODES, "prefill-forward-backward"])

@@ -54,7 +54,7 @@ def test_a_run_without_any_figure_of_nsa_is_not_green(
     refused: Outcome, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = [failed(key(), refused, "no kernel"), passed(key(implementation="sdpa-flash"))]
-    monkeypatch.setattr(worker, "run", lambda *_, **__: iter(found))
+    monkeypatch.setattr(worker, "run", lambda *_, **__: map(Measurement, found))
     assert run("--quick", "--gpu", "cpu", "--out", str(tmp_path)) == 2
     said = capsys.readouterr()
     assert said.err == "python -m benchmarks: NSA was measured on no case; the page says why\n"

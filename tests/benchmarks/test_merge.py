@@ -63,7 +63,7 @@ def test_a_longer_version_of_a_file_adds_its_lines(tmp_path: Path) -> None:
     ("broken", "why"),
     [
         (lambda line: line[: len(line) // 2], "truncated"),
-        (lambda line: line.replace('"rows_checked":8', '"rows_checked":"8"'), "rows_checked"),
+        (lambda line: line.replace('"gate":[8', '"gate":["8"'), "$.gate[0]"),
         (lambda line: line.replace('"key"', '"outcome":"FINE","key"'), "FINE"),
     ],
     ids=["torn", "of another type", "no outcome"],

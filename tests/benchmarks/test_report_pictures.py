@@ -117,7 +117,7 @@ def test_a_trend_shows_band_change_boundary_and_reference(
     assert "published: a 218k" in said, "the far one in words"
     dashed = [line for line in axis.lines if list(line.get_xdata()) == [whole_results.NEW_DRIVER_FROM - 0.5] * 2]
     assert len(dashed) == 1
-    assert (tmp_path / picture.png).is_file()
+    assert (tmp_path / picture.svg).is_file()
 
 
 def test_a_row_has_a_scale_of_its_own_that_no_reference_flattens(history: list[Series]) -> None:

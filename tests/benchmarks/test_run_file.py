@@ -163,10 +163,10 @@ EDITS = [
     ("reason", "\ud800", "truncated"),
     ("command", None, ""),
     ("colour", "red", "unknown field `colour`"),
-    ("gate.colour", "red", "unknown field `colour`"),
-    ("gate.path", 5, "Expected `str`, got `int` - at `$.gate.path`"),
-    ("gate.checks", [None], "at `$.gate.checks[0]`"),
-    ("gate.checks", [["o", 3e-7, 2e-7]], "PASSED needs a green gate"),
+    ("gate", [8, [["o", 1e-7, 2e-7]], 5, None, None], "Expected `str`, got `int` - at `$.gate[2]`"),
+    ("gate", [8, [None], "torch", None, None], "at `$.gate[1][0]`"),
+    ("gate", [8, [["o", 3e-7, 2e-7]], "torch", None, None], "PASSED needs a green gate"),
+    ("gate", [8, [], "torch", None, None, "red"], "of at most length 5"),
     ("backend_asked", {}, "$.backend_asked"),
     ("key", "decode/4x2x16/b1/s0/float32/nsa", "key must be a case's name"),
     ("key", 3, "$.key"),
@@ -180,8 +180,7 @@ def test_an_edited_line_is_named(tmp_path: Path, field: str, value: Any, why: st
     path = written(tmp_path, passed(key()), passed(key()))
     run_line, line, whole = path.read_text().splitlines()
     data = json.loads(line)
-    part = data if "." not in field else data[field.split(".")[0]]
-    part[field.split(".")[-1]] = value
+    data[field] = value
     path.write_text("\n".join([run_line, json.dumps(data), whole]), encoding="utf-8")
     found, damaged = run_file.read_all(tmp_path)
     if not why:  # a command of null is none: the run line has none either, and the record stays
