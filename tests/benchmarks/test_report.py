@@ -150,20 +150,20 @@ def test_a_reservation_is_told(tmp_path: Path) -> None:
     assert Page(machine_page(tmp_path)).text.count("the device waited for the host") == 1
 
 
-def test_ten_thousand_records_make_a_report_in_ten_seconds(tmp_path: Path) -> None:
-    """From nothing but the runs, on a core that parses their JSON in 0.27 s; what else the host does slows both."""
+def test_ten_thousand_records_make_a_report_in_five_seconds(tmp_path: Path) -> None:
+    """From nothing but the runs, on a core that takes 0.27 s for `parse`; what else the host does slows both."""
     count = sum(write_many_runs(tmp_path, machine, 66) for machine in ("a100", "h200"))
     assert count >= 10_000
     before_s = cpu_s(parse)
     build_s = cpu_s(lambda: build(tmp_path))
     after_s = cpu_s(parse)
     print(f"{build_s:.1f} s; parsing {before_s:.2f} s before, {after_s:.2f} s after")
-    assert build_s < 10 / 0.27 * (before_s + after_s) / 2
+    assert build_s < 5 / 0.27 * (before_s + after_s) / 2
     assert len(list((tmp_path / "report").glob("*-trend-*.svg"))) >= 10
 
 
 def parse() -> None:
-    """A yardstick of the host: 10,000 lines of a kilobyte, one after another, or the garbage collector would be timed."""
+    """A yardstick of the host: 10,000 lines of a kilobyte, none of which is kept for the garbage collector."""
     line = json.dumps([number / 7 for number in range(60)])
     for _ in range(10_000):
         json.loads(line)
