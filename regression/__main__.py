@@ -18,7 +18,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from regression import listing
 
@@ -79,7 +78,6 @@ def default_jobs(device: str) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command."""
     arguments = parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, _interrupt)  # a CI that cancels the job: end the children, keep the records
     try:
         if arguments.command == "list":
             print(listing.table(listing.load(listing.IDS)))
@@ -93,9 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # a cancelled job also ends its children, and keeps records
     sys.exit(main())

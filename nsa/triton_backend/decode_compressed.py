@@ -63,15 +63,15 @@ def _compressed(
                 s = tl.where(block[None, :] < tl.minimum(seen, stop)[:, None], s, float("-inf"))
             top, total, acc = online_softmax(s, v, top, total, acc, to_base_2)
     read = tl.minimum(tl.maximum(seen - first, 0), tl.maximum(stop - first, 0))
-    store_partial(O_PART, LSE_PART, row * splits + split, real, top, total, acc, to_base_2, spoilt(q) & (read > 0),
+    store_partial(O_PART, LSE_PART, row * splits + split, real, top, total, acc, spoilt(q) & (read > 0),
                   DV, DVP)  # fmt: skip
     tl.store(READ + ((b * S + i) * HKV + h) * splits + split, read, mask=real & (g == 0))
 
 
 @triton.jit
-def store_partial(O_PART, LSE_PART, row, real, top, total, acc, to_base_2, bad, DV: tl.constexpr, DVP: tl.constexpr):
+def store_partial(O_PART, LSE_PART, row, real, top, total, acc, bad, DV: tl.constexpr, DVP: tl.constexpr):
     """Write a share's output, and its lse base 2: -inf where it saw nothing, NaN for `bad` rows."""
     something = tl.where(total == 0.0, 1.0, total)
-    lse = tl.where(total == 0.0, float("-inf"), top * to_base_2 + tl.log2(something))
+    lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(something))
     store_rows(O_PART, row * DV, real, acc * (1.0 / something)[:, None], DV, DVP)
     tl.store(LSE_PART + row, tl.where(bad, float("nan"), lse), mask=real)

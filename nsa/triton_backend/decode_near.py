@@ -68,5 +68,5 @@ def _near(
             )  # fmt: skip
             read += more
     row = ((b * S + i) * HQ + h * G + g) * splits + split
-    store_partial(O_PART, LSE_PART, row, real, top, total, acc, to_base_2, spoilt(q) & (read > 0), DV, DVP)
+    store_partial(O_PART, LSE_PART, row, real, top, total, acc, spoilt(q) & (read > 0), DV, DVP)
     tl.store(READ + ((b * S + i) * HKV + h) * splits + split, read)

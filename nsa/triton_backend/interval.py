@@ -106,7 +106,7 @@ def _forward(
                 s = tl.where(visible, s, float("-inf"))
                 top, total, acc = online_softmax(s, v, top, total, acc, to_base_2)
                 read += tl.maximum(tl.minimum(hi, at + BN) - tl.maximum(lo, at), 0)
-    o, lse = finish(top, total, acc, to_base_2, spoilt(q) & (hi > lo))
+    o, lse = finish(top, total, acc, spoilt(q) & (hi > lo))
     row = (b * S + token) * HQ + h * G + g
     store_rows(O, row * DV, real, o, DV, DVP)
     tl.store(LSE + row, lse, mask=real)

@@ -77,7 +77,7 @@ def _forward(
         s = tl.where(visible[None, :], product(q, k), float("-inf"))
         top, total, acc = online_softmax(s, v, top, total, acc, to_base_2)
         read += tl.sum(visible.to(tl.int32), axis=0)
-    o, lse = finish(top, total, acc, to_base_2, spoilt(q) & (read > 0))
+    o, lse = finish(top, total, acc, spoilt(q) & (read > 0))
     row = (b * S + i) * HQ + h * G + g
     store_rows(O, row * DV, real, o, DV, DVP)
     tl.store(LSE + row, lse, mask=real)

@@ -24,7 +24,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from tests.mutants import standing
 from tests.mutants.standing import Area, Planned
@@ -165,8 +164,6 @@ def _check(root: Path) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command."""
     arguments = parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, _interrupt)  # a CI that cancels the job: end the tests, keep the lines
-    signal.signal(signal.SIGINT, _interrupt)  # also where a shell started this in the background, with SIGINT ignored
     try:
         if arguments.command == "run":
             return _run(arguments)
@@ -189,9 +186,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
+    for asked in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # a cancelled job, also in a shell's background, where SIGINT is ignored
+        signal.signal(asked, signal.default_int_handler)
     sys.exit(main())
