@@ -21,6 +21,7 @@ which is JSON, names it.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -60,6 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return COMMANDS[arguments.command].main(arguments)
     except (gpus.WrongMachineError, jsonl.DiskFullError, ValueError) as error:
         print(f"python -m benchmarks: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # what reads our output has seen enough: `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        print(f"python -m benchmarks: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("python -m benchmarks: interrupted", file=sys.stderr)

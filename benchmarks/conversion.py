@@ -1,56 +1,63 @@
-"""Files of versions 1 and 2 in today's form: the records in small, their samples compressed beside them."""
+"""Files of versions 1 and 2 in the current format: the records in small, their samples compressed beside them."""
 
 from __future__ import annotations
 
-import gzip
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import jsonl, old_records, raw_samples, run_file, whole
 from benchmarks.records import Record
 from benchmarks.run_file import Damaged
-from benchmarks.samples import RawSamples
 
 
 @dataclass(frozen=True)
-class Converted:
+class Conversion:
     """What came of a file."""
 
     records: int
     damaged: list[Damaged]
+    """Lines that could not be read; their numbers are those in the new file."""
 
 
 def is_old(path: Path) -> bool:
-    """Whether the file begins with a record of version 1 or 2, damaged or not, and not with a run line."""
-    first = next((line for _, line in jsonl.lines(path)), run_file.RUN_PREFIX)
-    return not first.startswith(run_file.RUN_PREFIX)
+    """Whether the file has records of version 1 or 2 and no run line before them. OSError where it cannot be read."""
+    for _, line in jsonl.lines(path):
+        if line.startswith(run_file.RUN_PREFIX):
+            return False
+        if _old(line) is not None:
+            return True
+    return False
 
 
-def convert(path: Path) -> Converted:
+def _old(line: bytes) -> tuple[Record, bytes] | None:
+    """The record of a line and its samples in their file's format; None where the line is no such record."""
+    try:
+        record, raw = old_records.read(line)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return record, b"" if raw is None else raw_samples.encode(raw)
+
+
+def convert(path: Path) -> Conversion:
     """Replace an old file by what it holds: first its samples, then the file, each in one step.
 
-    Damaged lines come last, as they stood. A file without a single record is left as it is.
+    Lines that cannot be read come behind the records, as they stood, and lines of the current format last. OSError
+    where the folder cannot be written.
     """
     records: list[Record] = []
-    raws: list[RawSamples] = []
-    damaged: list[Damaged] = []
-    torn: list[bytes] = []
-    for number, line in jsonl.lines(path):
-        try:
-            record, raw = old_records.read(line)
-        except (ValueError, TypeError, RecursionError) as error:
-            damaged.append(Damaged(path, number, f"{type(error).__name__}: {error}"))
-            torn.append(line)
-            continue
-        records.append(record)
-        if raw is not None:
-            raws.append(raw)
-    if not records:
-        return Converted(0, damaged)
-    if raws:
-        members = (json.dumps(asdict(raw), allow_nan=False, separators=(",", ":")) + "\n" for raw in raws)
-        whole.replace(raw_samples.path(path), gzip.compress("".join(members).encode(), mtime=0))
-    lines = [*(line.encode() for line in run_file.lines_of(records)), *torn]
+    samples: list[bytes] = []
+    unread: list[bytes] = []
+    current: list[bytes] = []
+    for _, line in jsonl.lines(path):
+        if current or line.startswith(run_file.RUN_PREFIX):
+            current.append(line)
+        elif (found := _old(line)) is not None:
+            records.append(found[0])
+            samples.append(found[1])
+        else:
+            unread.append(line)
+    if any(samples):
+        whole.replace(raw_samples.path(path), b"".join(samples))
+    lines = [*(line.encode() for line in run_file.lines_of(records)), *unread, *current]
     whole.replace(path, b"".join(line + b"\n" for line in lines))
-    return Converted(len(records), damaged)
+    return Conversion(len(records), [found for found in run_file.entries(path) if isinstance(found, Damaged)])

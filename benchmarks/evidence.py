@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 STEPS_PER_LINE = 25
 """Of a training run that is kept."""
+COUNTS = ("tokens_seen", "non_finite_steps", "fallbacks", "life")
+"""Figures of a heartbeat that only grow."""
 
 
 def of_junit(path: Path) -> dict[str, Any]:
@@ -20,16 +22,20 @@ def of_junit(path: Path) -> dict[str, Any]:
     ValueError where the file is no JUnit XML.
     """
     try:
-        suites = ElementTree.parse(path).getroot().iter("testsuite")
-        cases = [(suite, case) for suite in suites for case in suite.iter("testcase")]
-    except ElementTree.ParseError as error:
+        return _junit(ElementTree.parse(path).getroot())
+    except (ElementTree.ParseError, LookupError, ValueError) as error:
         raise ValueError(f"{path} is no JUnit XML: {error}") from error
+
+
+def _junit(root: ElementTree.Element) -> dict[str, Any]:
+    suites = list(root.iter("testsuite"))
+    cases = [case for suite in suites for case in suite.iter("testcase")]
     if not cases:
-        raise ValueError(f"{path} holds no test")
+        raise ValueError("it holds no test")
     files: dict[str, Counter[str]] = {}
     reasons: Counter[str] = Counter()
     failed = []
-    for _, case in cases:
+    for case in cases:
         name = case.get("classname", "")
         outcome = _outcome(case)
         files.setdefault(name, Counter())[outcome] += 1
@@ -38,10 +44,9 @@ def of_junit(path: Path) -> dict[str, Any]:
         if (skipped := case.find("skipped")) is not None:
             reasons[skipped.get("message", "")] += 1
     totals = sum(files.values(), Counter())
-    first = cases[0][0]
     return {
-        "utc": first.get("timestamp"),
-        "seconds": round(sum(float(suite.get("time", 0)) for suite in {suite: None for suite, _ in cases}), 1),
+        "utc": suites[0].get("timestamp"),
+        "seconds": round(sum(float(suite.get("time", 0)) for suite in suites), 1),
         **{outcome: totals[outcome] for outcome in ("passed", "failed", "skipped")},
         "failures": failed,
         "skipped_because": dict(reasons.most_common()),
@@ -55,26 +60,37 @@ def _outcome(case: ElementTree.Element) -> str:
     return "passed" if case.find("skipped") is None else "skipped"
 
 
-def of_heartbeats(lines: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """A line of JSON for every `STEPS_PER_LINE` steps: the median of each figure that is a number."""
-    block: list[Mapping[str, Any]] = []
+def of_heartbeats(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Lines of JSON: every event as it was, and for every `STEPS_PER_LINE` steps the median of each measured figure.
+
+    Of a step that was taken again after a resume the last time counts; of what is counted or is no number, the last.
+    """
+    events: list[str] = []
+    steps: dict[int, Mapping[str, Any]] = {}
     for line in lines:
-        if "step" not in line:
-            continue
-        block.append(line)
-        if len(block) == STEPS_PER_LINE:
-            yield _medians(block)
-            block = []
-    if block:
-        yield _medians(block)
+        if "event" in line:
+            events.append(json.dumps(line, allow_nan=False, separators=(",", ":")))
+        elif "step" in line:
+            steps[line["step"]] = line
+    taken = [steps[number] for number in sorted(steps)]
+    blocks = [taken[first : first + STEPS_PER_LINE] for first in range(0, len(taken), STEPS_PER_LINE)]
+    return [*map(_medians, blocks), *events]
 
 
-def _medians(block: list[Mapping[str, Any]]) -> str:
-    numbers: dict[str, list[float]] = {}
+def _medians(block: Sequence[Mapping[str, Any]]) -> str:
+    found: dict[str, list[Any]] = {}
     for line in block:
         for name, value in line.items():
-            if type(value) in (int, float) and name not in ("step", "rank"):
-                numbers.setdefault(name, []).append(value)
-    ends = {"first_step": block[0]["step"], "last_step": block[-1]["step"], "utc": block[-1].get("utc")}
-    medians = {name: float(f"{statistics.median(values):.6g}") for name, values in numbers.items()}
-    return json.dumps({**ends, **medians}, separators=(",", ":"))
+            if value is not None and name not in ("step", "rank"):
+                found.setdefault(name, []).append(value)
+    ends = {"first_step": block[0]["step"], "last_step": block[-1]["step"]}
+    figures = {name: _median(values) if _measured(name, values) else values[-1] for name, values in found.items()}
+    return json.dumps({**ends, **figures}, allow_nan=False, separators=(",", ":"))
+
+
+def _measured(name: str, values: Sequence[Any]) -> bool:
+    return name not in COUNTS and all(type(value) in (int, float) for value in values)
+
+
+def _median(values: Sequence[float]) -> float:
+    return float(f"{statistics.median(values):.6g}")

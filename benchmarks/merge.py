@@ -1,7 +1,8 @@
 """Results of several runners into one folder: every line that is whole comes along, and none is dropped.
 
 Runs, regressions, verdicts and accepted levels are files of lines that are only appended to: two versions of one file
-differ by whole lines. Raw samples stay where they are. Pages are not merged but built again.
+differ by whole lines. Raw samples, training runs and JUnit XML (`convert` makes laws/*.json of it) do not come along;
+pages are built again.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ def merge(source: Path, results: Path, merged: Merged) -> None:
     results.mkdir(parents=True, exist_ok=True)
     with _alone(results):
         for folder in folders:
-            for path in _found(folder, (RUNS,), merged):
+            for path in plain_files(folder, (RUNS,), merged.refused):
                 _merge_run(path, results / path.relative_to(folder), merged)
-            for path in _found(folder, LINES, merged):
+            for path in plain_files(folder, LINES, merged.refused):
                 _merge_lines(path, results / path.relative_to(folder), merged)
-            for path in _found(folder, WHOLE, merged):
+            for path in plain_files(folder, WHOLE, merged.refused):
                 _merge_whole(path, results / path.relative_to(folder), merged)
 
 
@@ -65,15 +66,15 @@ def _holds_results(folder: Path) -> bool:
     return folder.is_dir() and any(next(folder.glob(pattern), None) for pattern in PATTERNS)
 
 
-def _found(folder: Path, patterns: tuple[str, ...], merged: Merged) -> Iterator[Path]:
-    """Plain files with plain names; what comes from elsewhere may be a link that leads anywhere."""
+def plain_files(folder: Path, patterns: tuple[str, ...], refused: list[str]) -> Iterator[Path]:
+    """Plain files with plain names; what comes from elsewhere may be a link that leads anywhere, and is refused."""
     for pattern in patterns:
         for path in sorted(folder.glob(pattern)):
             parts = path.relative_to(folder).parts
             if path.resolve() != folder.resolve() / path.relative_to(folder) or not path.is_file():
-                merged.refused.append(f"{path}: is no plain file")
+                refused.append(f"{path}: is no plain file")
             elif not all(_NAME.fullmatch(part) for part in parts):
-                merged.refused.append(f"{path}: a name must be of letters, digits, '.', '_' and '-'")
+                refused.append(f"{path}: a name must be of letters, digits, '.', '_' and '-'")
             else:
                 yield path
 
@@ -96,7 +97,7 @@ def _merge_run(path: Path, target: Path, merged: Merged) -> None:
         else:
             known.add(line)
             fresh.append(record)
-    if ours:
+    if target.exists():
         for record in fresh:
             run_file.append(target, record)
     elif fresh:
@@ -183,7 +184,7 @@ def _made(calibration: bytes) -> str:
     """When a machine was calibrated, UTC; the newest calibration counts. "" where the file does not say."""
     try:
         return str(json.loads(calibration)["fingerprint"]["utc"])
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return ""
 
 

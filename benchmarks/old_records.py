@@ -34,7 +34,7 @@ def read(line: bytes) -> tuple[Record, RawSamples | None]:
         dataclasses.replace(
             record,
             samples=SampleSummary.of(raw.samples_ms) if raw.samples_ms else None,
-            clocks=raw.clocks.summary if raw.clocks else None,
+            clocks=raw.clocks.summary if raw.clocks and raw.clocks.sm_mhz else None,
         ),
         raw,
     )

@@ -10,10 +10,9 @@ import dataclasses
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks import schema
+from benchmarks import jsonl, schema
 from benchmarks.samples import RawSamples
 
 SUFFIX = ".raw.jsonl.gz"
@@ -31,13 +30,17 @@ def path(run: Path) -> Path:
 
 
 def append(run: Path, raw: RawSamples) -> None:
-    """Add the samples of one record. One process writes one run."""
+    """Add the samples of one record. Raises jsonl.DiskFullError, with the file as it was."""
+    jsonl.append_bytes(path(run), encode(raw))
+
+
+def encode(raw: RawSamples) -> bytes:
+    """The samples of one record as they stand in the file."""
     text = json.dumps(dataclasses.asdict(raw), allow_nan=False, separators=(",", ":")) + "\n"
-    with path(run).open("ab") as file:
-        file.write(gzip.compress(text.encode(), compresslevel=6, mtime=0))
+    return gzip.compress(text.encode(), compresslevel=6, mtime=0)
 
 
-def read(run: Path) -> Iterator[RawSamples]:
+def read(run: Path) -> list[RawSamples]:
     """The samples of a run in the order measured; a torn end is left out.
 
     Raises GoneError where they are not here, ValueError where they are damaged.
@@ -45,15 +48,17 @@ def read(run: Path) -> Iterator[RawSamples]:
     file = path(run)
     if not file.is_file():
         raise GoneError(
-            f"the raw samples of {run} are not here: {file.name} lies beside the run where it was measured, and for"
-            f" {RETENTION_DAYS} days in the artefact of the workflow run that measured it; the record keeps their"
-            " quantiles"
+            f"the raw samples of {run} are not here: where anything was timed, {file.name} lies beside the run on the"
+            f" machine that measured it, and for {RETENTION_DAYS} days in the artefact of the workflow run; the records"
+            " keep quantiles"
         )
+    found: list[RawSamples] = []
     try:
         with gzip.open(file, "rt", encoding="utf-8") as lines:
             for line in lines:
-                yield schema.build(RawSamples, json.loads(line), "samples")
+                found.append(schema.build(RawSamples, json.loads(line), "samples"))
     except EOFError:
-        return  # the run was killed while it wrote
-    except (OSError, zlib.error) as error:
+        pass  # the run was killed while it wrote
+    except (OSError, zlib.error, ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
+    return found

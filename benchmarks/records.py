@@ -1,7 +1,4 @@
-"""One measurement. A number exists only where the outcome is PASSED; None is unknown.
-
-A file of records leaves out what equals a field's default (`run_file`), so that a default never changes.
-"""
+"""One measurement. A number exists only where the outcome is PASSED; None is unknown."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from benchmarks.records import Record
 VERSION = 3
 RUN_PREFIX = b'{"schema_version":'
 """What a run line begins with, and no record."""
+_RECORD_PREFIX = b'{"key":'
 PATTERN = "*/*.jsonl"
 """Files of runs, below results/runs."""
 
@@ -79,22 +80,28 @@ def create(results: Path, fingerprint: Fingerprint, command: str | None = None) 
 def append(path: Path, record: Record) -> None:
     """Add a record, on the disk when this returns: a killed run keeps what it finished. Raises jsonl.DiskFullError.
 
-    A record of another run than the last one in this file gets a run line of its own.
+    A record of another run than the last one in this file gets a run line of its own, in the same step.
     """
-    run = _last_run(path)
-    if run is None or run.fingerprint != record.fingerprint:
+
+    def lines(before: Iterable[bytes]) -> list[str]:
+        run = _last_run(before)
+        if run is not None and run.fingerprint == record.fingerprint:
+            return [_record_line(record, run)]
         run = Run(VERSION, record.fingerprint)
-        jsonl.append(path, _run_line(run))
-    jsonl.append(path, _record_line(record, run))
+        return [_run_line(run), _record_line(record, run)]
+
+    jsonl.append_chosen(path, lines)
 
 
-def _last_run(path: Path) -> Run | None:
-    found = None
-    for _, line in jsonl.lines(path):
-        if line.startswith(RUN_PREFIX):
-            with suppress(ValueError, TypeError, RecursionError):  # torn; readers name it
-                found = _run(line)
-    return found
+def _last_run(lines: Iterable[bytes]) -> Run | None:
+    """The run that a further record would belong to."""
+    run = None
+    for line in lines:
+        if not line.startswith(_RECORD_PREFIX):
+            with suppress(ValueError, TypeError, RecursionError):  # damaged; readers name it
+                run = None
+                run = _run(line)
+    return run
 
 
 def _run_line(run: Run) -> str:
@@ -171,7 +178,8 @@ def entries(path: Path) -> Iterator[Entry | Damaged]:
     run: Run | None = None
     for number, line in lines:
         try:
-            if line.startswith(RUN_PREFIX):
+            if not line.startswith(_RECORD_PREFIX):
+                run = None  # what follows a damaged run line is of no known run
                 run = _run(line)
             elif run is None:
                 old, _ = old_records.read(line)
@@ -201,6 +209,8 @@ def read_all(results: Path) -> tuple[list[Record], list[Damaged]]:
 def _run(line: bytes) -> Run:
     """A run line. Raises ValueError or TypeError saying what is wrong with it."""
     data = json.loads(line.decode())
-    if data["schema_version"] != VERSION:
-        raise ValueError(f"schema_version of a run line must be {VERSION}; got {data['schema_version']!r}")
+    if not isinstance(data, dict):
+        raise TypeError(f"a line must be a JSON object; got {type(data).__name__}")
+    if data.get("schema_version") != VERSION:
+        raise ValueError(f"schema_version of a run line must be {VERSION}; got {data.get('schema_version')!r}")
     return schema.build(Run, data, "run")

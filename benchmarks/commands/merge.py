@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Merge; the last line of stdout is JSON."""
+    options.check_writable(arguments.out)
     merged = merge.Merged()
     for folder in arguments.folders:
         merge.merge(folder, arguments.out, merged)

@@ -11,7 +11,7 @@ import fnmatch
 import json
 from pathlib import Path
 
-from benchmarks import raw_samples
+from benchmarks import conversion, raw_samples
 
 SUMMARY = "print the raw samples of a run"
 
@@ -26,11 +26,17 @@ def main(arguments: argparse.Namespace) -> int:
     """Print them. ValueError where they are gone, or no case is named so."""
     if not arguments.run.is_file():
         raise ValueError(f"RUN must be a file of results/runs; there is none at {arguments.run}")
+    if arguments.run.suffix != ".jsonl":
+        raise ValueError(f"RUN must be the run's own file, which ends with .jsonl; got {arguments.run}")
+    if conversion.is_old(arguments.run):
+        raise ValueError(f"{arguments.run} holds its samples itself: `python -m benchmarks convert`, then ask again")
     shown = 0
     for raw in raw_samples.read(arguments.run):
         if fnmatch.fnmatchcase(raw.name, arguments.case):
             print(json.dumps(dataclasses.asdict(raw), separators=(",", ":")))
             shown += 1
     if not shown:
+        if arguments.case == "*":
+            raise ValueError(f"no samples are kept of {arguments.run}")
         raise ValueError(f"--case: no samples of {arguments.run.name} are named {arguments.case!r}")
     return 0

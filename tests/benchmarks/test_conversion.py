@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +83,7 @@ def test_a_file_of_an_earlier_version_is_read_and_converted(
 def test_damaged_lines_are_named_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = old_file(tmp_path, old_line(2), old_line(2)[:90], old_line(2, 128))
     assert main(["convert", "--out", str(tmp_path)]) == 1
-    assert f"{path}:2: " in capsys.readouterr().err
+    assert f"{path}:4: " in capsys.readouterr().err
     found, (damaged,) = run_file.read_all(tmp_path)
     assert [one.key.num_keys for one in found] == [64, 128]
     assert old_line(2)[:90] in path.read_text()
@@ -92,8 +94,52 @@ def test_damaged_lines_are_named_and_kept(tmp_path: Path, capsys: pytest.Capture
 def test_a_file_without_a_record_is_left_alone(lines: tuple[str, ...], tmp_path: Path) -> None:
     path = old_file(tmp_path, *lines)
     before = path.read_bytes()
-    assert conversion.convert(path).records == 0
+    assert main(["convert", "--out", str(tmp_path)]) == 0
     assert path.read_bytes() == before
+
+
+def test_lines_of_the_current_format_behind_old_ones_stay(tmp_path: Path) -> None:
+    path = old_file(tmp_path, old_line(2))
+    run_file.append(path, record(128))
+    assert main(["convert", "--out", str(tmp_path)]) == 0
+    found, damaged = run_file.read_all(tmp_path)
+    assert damaged == []
+    assert [one.key.num_keys for one in found] == [64, 128]
+
+
+def test_a_link_is_not_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    elsewhere = old_file(tmp_path / "elsewhere", old_line(2))
+    results = tmp_path / "results"
+    (results / "runs").mkdir(parents=True)
+    (results / "runs" / "cpu").symlink_to(elsewhere.parent)
+    before = elsewhere.read_bytes()
+    assert main(["convert", "--out", str(results)]) == 1
+    assert "is no plain file" in capsys.readouterr().err
+    assert elsewhere.read_bytes() == before
+    assert list(elsewhere.parent.iterdir()) == [elsewhere]
+
+
+def test_a_folder_that_is_not_there_or_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["convert", "--out", str(tmp_path / "typo")]) == 2
+    assert "typo" in capsys.readouterr().err
+    path = old_file(tmp_path, old_line(2))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(os, "replace", full)
+    before = path.read_bytes()
+    assert main(["convert", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"python -m benchmarks: {path}: No space left on device\n"
+    assert path.read_bytes() == before
+
+
+def test_samples_of_an_old_run_are_said_to_stand_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = old_file(tmp_path, old_line(2))
+    assert main(["samples", str(path)]) == 2
+    assert "convert" in capsys.readouterr().err
 
 
 EDITS = [

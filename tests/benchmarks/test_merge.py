@@ -64,7 +64,7 @@ def test_a_longer_version_of_a_file_adds_its_lines(tmp_path: Path) -> None:
     [
         (lambda line: line[: len(line) // 2], "truncated"),
         (lambda line: line.replace('"gate":[8', '"gate":["8"'), "$.gate[0]"),
-        (lambda line: line.replace('"key"', '"outcome":"FINE","key"'), "FINE"),
+        (lambda line: line.replace('"gate"', '"outcome":"FINE","gate"'), "FINE"),
     ],
     ids=["torn", "of another type", "no outcome"],
 )
@@ -93,6 +93,17 @@ def test_a_record_of_another_machine_is_refused(tmp_path: Path) -> None:
     assert refused == f"{path}:2: a record of 'h200' must not lie in cpu/"
     assert stored.everything(tmp_path / "theirs") == []
     assert "'h200'" in stored.damaged(tmp_path / "theirs")[0].why
+
+
+def test_a_target_without_a_whole_record_keeps_what_it_holds(tmp_path: Path) -> None:
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    path = stored.write(theirs, *stored.run(1, passed(key())))
+    target = ours / path.relative_to(theirs)
+    target.parent.mkdir(parents=True)
+    target.write_text("torn\n")
+    assert joined(theirs, ours).new_lines == 1
+    assert target.read_text().startswith("torn\n")
+    assert len(stored.everything(ours)) == 1
 
 
 def test_what_leads_elsewhere_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import gzip
 import json
+import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -129,13 +133,44 @@ def test_damaged_lines_are_named_and_the_rest_is_read(tmp_path: Path) -> None:
     run_line, whole = path.read_text().splitlines()
     tampered = json.dumps(json.loads(whole) | {"outcome": "INCORRECT", "reason": "wrong"})
     newer = run_line.replace('"schema_version":3', '"schema_version":99')
-    lines = [run_line, whole, whole[:100], "[]", newer, tampered, "", "[" * 100_000]
+    lines = [run_line, whole, whole[:100], "[]", run_line, tampered, newer, "", "[" * 100_000]
     path.write_bytes("\n".join(lines).encode() + b"\n\xff\xfe\n" + whole.encode())
     found, damaged = run_file.read_all(tmp_path)
-    assert found == [passed(key())] * 2
-    assert [(line.path, line.line) for line in damaged] == [(path, number) for number in (3, 4, 5, 6, 8, 9)]
-    assert "schema_version of a run line must be 3; got 99" in damaged[2].why
-    assert "must be None with outcome INCORRECT" in damaged[3].why
+    assert found == [passed(key())]
+    assert [(line.path, line.line) for line in damaged] == [(path, number) for number in (3, 4, 6, 7, 9, 10, 11)]
+    assert "must be None with outcome INCORRECT" in damaged[2].why
+    assert "schema_version of a run line must be 3; got 99" in damaged[3].why
+    assert "a run line must stand before" in damaged[6].why, "which run it is of cannot be known"
+
+
+@pytest.mark.parametrize(
+    "harm", [lambda line: line[:60], lambda line: line[:9], lambda line: "x" + line[1:]], ids=["cut", "short", "begin"]
+)
+def test_no_record_is_taken_for_one_of_the_run_before(tmp_path: Path, harm: Callable[[str], str]) -> None:
+    other = dataclasses.replace(passed(key()), fingerprint=dataclasses.replace(FINGERPRINT, commit="f" * 40))
+    path = written(tmp_path, passed(key()), other)
+    first, mine, second, theirs = path.read_text().splitlines()
+    path.write_text("".join(f"{line}\n" for line in (first, mine, harm(second), theirs)))
+    run_file.append(path, passed(key(length=128)))
+    found, damaged = run_file.split(run_file.read(path))
+    assert found == [passed(key()), passed(key(length=128))]
+    assert [line.line for line in damaged] == [3, 4]
+
+
+def test_two_runs_in_one_file_at_once_keep_their_records(tmp_path: Path) -> None:
+    path = run_file.create(tmp_path, FINGERPRINT)
+    runs = [dataclasses.replace(FINGERPRINT, load=float(n)) for n in range(4)]
+
+    def write(number: int) -> None:
+        for length in range(1, 11):
+            the_key = key(length=64 * length, batch=number + 1)
+            run_file.append(path, dataclasses.replace(passed(the_key), fingerprint=runs[number]))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    found, damaged = run_file.split(run_file.read(path))
+    assert (len(found), damaged) == (40, [])
+    assert all(record.fingerprint == runs[record.key.batch - 1] for record in found)
 
 
 def test_records_without_their_run_line_are_named(tmp_path: Path) -> None:
@@ -275,6 +310,25 @@ def test_samples_are_printed_or_said_to_be_gone(tmp_path: Path, capsys: pytest.C
     assert json.loads(capsys.readouterr().out)["samples_ms"] == [1.0, 2.0]
     assert main(["samples", str(path), "--case", "none"]) == 2
     assert "--case" in capsys.readouterr().err
-    raw_samples.path(path).write_bytes(b"no gzip")
-    assert main(["samples", str(path)]) == 2
-    assert "is damaged" in capsys.readouterr().err
+    for content in (b"no gzip", gzip.compress(b"3\n"), gzip.compress(b"[" * 100_000), gzip.compress(b"\xff")):
+        raw_samples.path(path).write_bytes(content)
+        assert main(["samples", str(path)]) == 2
+        assert f"{raw_samples.path(path)} is damaged" in capsys.readouterr().err
+
+
+def test_a_full_disk_keeps_the_samples_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path, passed(key()))
+    raw_samples.append(path, raw(key()))
+    whole = os.write
+
+    def almost_full(file: int, data: bytes) -> int:
+        if len(data) < 20:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return whole(file, data[:20])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", almost_full)
+        with pytest.raises(jsonl.DiskFullError, match="make room"):
+            raw_samples.append(path, raw(key(length=128)))
+    raw_samples.append(path, raw(key(length=256)))
+    assert raw_samples.read(path) == [raw(key()), raw(key(length=256))]
