@@ -20,3 +20,8 @@ def replace(path: Path, content: bytes) -> None:
         except BaseException:
             os.unlink(file.name)
             raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name too
+    finally:
+        os.close(folder)
