@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from benchmarks.checkout import Sources
@@ -96,7 +97,8 @@ class Child:
         self.kill()
         for stream in (self._process.stdin, self._process.stdout, self._said):
             assert stream is not None
-            stream.close()
+            with suppress(BrokenPipeError):  # of a request that a child which died has never read
+                stream.close()
 
     def _ended(self) -> ChildError:
         code = self._process.wait()
