@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import raw_samples
 from docker.host import ROOT
 
 yaml = pytest.importorskip("yaml")
@@ -73,3 +74,15 @@ def test_the_branch_of_the_results_has_one_writer_at_a_time() -> None:
     ]
     assert len(writers) == 2
     assert all(job["concurrency"] == {"group": "publish", "cancel-in-progress": False} for job in writers)
+
+
+def test_raw_samples_are_kept_as_long_as_who_asks_for_them_is_told() -> None:
+    kept = {
+        path.stem: {
+            step["with"].get("retention-days") for step in steps(loaded(path)) if "results" in str(step.get("with"))
+        }
+        for path in WORKFLOWS
+        if path.stem in ("checks", "gpu")
+    }
+    assert kept["checks"] == {raw_samples.RETENTION_DAYS}
+    assert raw_samples.RETENTION_DAYS in kept["gpu"]
