@@ -27,7 +27,8 @@ def capture(call: Call) -> Call:
         for _ in range(_WARM_UPS):
             call()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
+    graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[torch.cuda.current_device()]
+    random_state = generator.clone_state()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
@@ -36,6 +37,7 @@ def capture(call: Call) -> Call:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            generator.graphsafe_set_state(random_state)  # PyTorch leaves it as in a capture: no random number after it
             raise CannotCaptureError(f"no CUDA graph can be made of this call: {error}") from error
     for warning in said:
         if "CUDA Graph is empty" in str(warning.message):

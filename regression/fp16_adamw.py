@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nsa.train import checkpoint, preflight
+from nsa.train import checkpoint, optim, preflight
 from nsa.train.health import LAWFUL_SKIPS
 from nsa.train.preflight import RefusedError
 from nsa.train.run import CHECKPOINTS
@@ -40,9 +40,14 @@ _healthy = Trainer.__init__
 
 
 def half_weights(trainer: Trainer, settings: Settings, *given: Any) -> None:
-    """The model is held in the compute type, the optimiser with it, and nothing scales the loss."""
+    """The model is held in the compute type, the optimiser with it, and nothing scales the loss.
+
+    PyTorch's fused AdamW computes in float32 whatever it is given, where eps is not 0; the reported one was not fused.
+    """
     runtime = dataclasses.replace(settings.runtime, fp32_master_weights=False)
     _healthy(trainer, dataclasses.replace(settings, runtime=runtime), *given)
+    groups = [{**group, "fused": False} for group in trainer.optimizer.param_groups]
+    trainer.optimizer = torch.optim.AdamW(groups, betas=optim.BETAS)
     trainer.scaler = torch.amp.GradScaler(trainer.device.type, enabled=False)
 
 

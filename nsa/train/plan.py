@@ -48,7 +48,7 @@ def of(settings: Settings, *, ranks: int = 1, resume: bool = False, data_trouble
         gradient_checkpointing=runtime.gradient_checkpointing is not False,
         save_every=train.save_every,
         peak_mem_mib=peak_mem_mib(settings, ranks),
-        device_mem_mib=_device_mem_mib(),
+        device_mem_mib=None if runtime.device == "cpu" else _device_mem_mib(),
         use_flash=runtime.use_flash,
         checkpoints_mib=(train.keep_checkpoints + 1) * checkpoint_mib(settings),
         free_disk_mib=max(shutil.disk_usage(_standing(folder)).free / MIB, 1e-3),

@@ -46,8 +46,8 @@ def _backward_rows(DO, O, LSE, DLSE, LSE_2, DELTA, num_rows, DV: tl.constexpr, D
     do = load_rows(DO, row * DV, real, DV, DVP).to(tl.float32)
     o = load_rows(O, row * DV, real, DV, DVP).to(tl.float32)
     lse = tl.load(LSE + row, mask=real, other=0.0)
-    lse = tl.where(lse == float("-inf"), 0.0, lse * 1.4426950408889634)
-    tl.store(LSE_2 + row, tl.where(spoilt(do), float("nan"), lse), mask=real)
+    apart = spoilt(do) | (lse == float("-inf"))
+    tl.store(LSE_2 + row, tl.where(apart, float("nan"), lse * 1.4426950408889634), mask=real)
     delta = tl.sum(do * o, axis=1)
     if DLSE is not None:
         delta -= tl.load(DLSE + row, mask=real, other=0.0)
@@ -57,8 +57,9 @@ def _backward_rows(DO, O, LSE, DLSE, LSE_2, DELTA, num_rows, DV: tl.constexpr, D
 def backward_rows(do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
     """(lse base 2, delta) of a backward pass, float32 [B, S, Hq]; do and o contiguous.
 
-    The lse is NaN in rows whose do is not finite, so that it reaches what the row sees and nothing else, and 0 in
-    rows that saw nothing. delta is rowsum(do · o) minus the gradient of lse.
+    The lse is NaN in rows whose do is not finite, so that it reaches what the row sees and nothing else, and in rows
+    that saw nothing: neither are loaded where a tile holds keys that they may not see, so that a query there that is
+    not finite does not reach these keys as 0 · NaN. delta is rowsum(do · o) minus the gradient of lse.
     """
     lse_2, delta = torch.empty_like(lse), torch.empty_like(lse)
     num_rows, dv = lse.numel(), o.shape[-1]

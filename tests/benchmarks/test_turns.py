@@ -100,3 +100,5 @@ def test_a_graph_gives_what_the_call_gives_and_a_call_that_waits_has_none() -> N
     with pytest.raises(graphs.CannotCaptureError, match="no CUDA graph can be made of this call"):
         graphs.capture(lambda: (x * float(x.sum()),))
     assert (x + 1).tolist() == [2.0, 3.0, 4.0, 5.0]  # the device is as well as before
+    assert torch.rand_like(x).isfinite().all()
+    assert graphs.capture(lambda: (torch.rand_like(x),))()[0].isfinite().all()

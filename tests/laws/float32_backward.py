@@ -5,7 +5,9 @@
 For each branch and length: the greatest and the Euclidean error of dq, dk and dv over those of dense attention in
 float32 on the same GPU. "eager" is PyTorch's softmax and its own backward pass. "flash" is the same dense attention
 with the backward pass of our kernels written in PyTorch (lse and rowsum(do · o) are kept, probabilities computed
-again): what it adds to eager is the algorithm's, what a backend adds to it is its kernels' arithmetic.
+again, dk and dv one product over the rows of all heads of a group): what it adds to eager is the algorithm's, what a
+backend adds to it is its kernels' arithmetic. A row that sees one key shows the difference: eager's gradient of its
+score is 0, flash's is the rounding error of dp - rowsum(do · o).
 """
 
 from __future__ import annotations
@@ -27,30 +29,35 @@ HEADS = ((4, 1, 64), (4, 1, 128), (8, 1, 128), (2, 4, 128))
 
 
 class Flash(torch.autograd.Function):
-    """`oracle.attend` with the backward pass of FlashAttention, in dense PyTorch."""
+    """`oracle.attend` with the backward pass of FlashAttention for grouped queries, in dense PyTorch."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        k, v, mask = oracle._per_query_head(q, k, v, mask)
-        o, lse, _ = oracle.attend(q, k, v, mask.expand(q.shape[0], q.shape[2], -1, -1))
+        o, lse, _ = oracle.attend(q, k, v, mask)
         ctx.save_for_backward(q, k, v, mask, o, lse)
         return o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, mask, o, lse = ctx.saved_tensors
-        scale = q.shape[-1] ** -0.5
-        q, k, v, do, o = (x.transpose(1, 2) for x in (q, k, v, do, o))  # [B, Hq, S, D]
-        lse = lse.transpose(1, 2).masked_fill(lse.transpose(1, 2) == -torch.inf, 0)[..., None]
-        p = (q @ k.mT * scale - lse).exp().masked_fill(~mask, 0)
-        ds = p * (do @ v.mT - (do * o).sum(-1, keepdim=True)) * scale
-        dq, dk, dv = (x.transpose(1, 2) for x in (ds @ k, ds.mT @ q, p.mT @ do))
-        return dq, dk, dv, None
+        scale, kv_heads = q.shape[-1] ** -0.5, k.shape[2]
+        mask = oracle._per_query_head(q, k, v, mask)[2].expand(q.shape[0], q.shape[2], -1, -1)
+        delta = (do * o).sum(-1, keepdim=True)
+        q, do, delta, lse = (_by_group(x, kv_heads) for x in (q, do, delta, lse[..., None]))  # [B, Hkv, G·S, D]
+        mask = mask.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        p = (q @ k.mT * scale - lse.masked_fill(lse == -torch.inf, 0)).exp().masked_fill(~mask, 0)
+        ds = p * (do @ v.mT - delta) * scale
+        dq = (ds @ k).unflatten(2, (-1, o.shape[1])).flatten(1, 2)  # [B, Hq, S, Dk]
+        return dq.transpose(1, 2), (ds.mT @ q).transpose(1, 2), (p.mT @ do).transpose(1, 2), None
+
+
+def _by_group(x: Tensor, kv_heads: int) -> Tensor:
+    """[B, Hkv, G·S, D] of [B, S, Hq, D]."""
+    return x.transpose(1, 2).unflatten(1, (kv_heads, -1)).flatten(2, 3)
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """With keys and values repeated outside, so that autograd adds up a group's gradients."""
-    k, v, mask = oracle._per_query_head(q, k, v, mask)
     o: Tensor = Flash.apply(q, k, v, mask)
     return o
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from nsa import NSAConfig
 from tests.laws import oracle
 from tests.laws.budget import agree, output_unit
 from tests.laws.cases import Case, cases
@@ -74,6 +75,13 @@ def test_documents_are_independent(parts: Parts, case: Case, branch: str) -> Non
         assert torch.equal(o[:, ~inside], parts.forward(case, other, branch)[:, ~inside])
         for a, b in zip(grads, parts.gradients(case, other, branch, upstream), strict=True):
             assert torch.equal(a[:, ~inside], b[:, ~inside])
+
+
+def test_a_document_without_blocks_does_not_reach_the_blocks_before_it(parts: Parts) -> None:
+    """Its NaN queries share a tile with those of the document before it, and see no block at all."""
+    config = NSAConfig(l=12, d=3, l_sel=12, n_sel=2, w=5, init_blocks=1, local_blocks=1)
+    case = Case(config, 1, 3, 1, 16, 16, 47, 47, documents=(3, 24, 13, 7), seed=3)  # the seed names the last document
+    test_documents_are_independent.check(parts, case, "compressed")
 
 
 @branch_law(PACKED)

@@ -45,6 +45,17 @@ def test_a_device_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest
     assert plan.device_of(settings(tmp_path, runtime__device="auto")).type == "cpu"
 
 
+def test_a_run_on_the_cpu_leaves_the_gpu_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for a GPU's memory takes some of it, and seconds; what is trained on the CPU need not fit in it."""
+
+    def asked(device: object) -> None:
+        raise AssertionError("the GPU was asked for its memory")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", asked)
+    assert plan.of(settings(tmp_path, runtime__device="cpu")).device_mem_mib is None
+
+
 def test_the_state_is_sixteen_bytes_a_parameter() -> None:
     chosen = profile.load("m7c_125m_1xa100_prod_v1")
     weights = 16 * plan.num_parameters(chosen) / MIB
