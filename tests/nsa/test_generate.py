@@ -6,6 +6,8 @@ import io
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,21 @@ def test_progress_tells_how_far_and_how_fast_and_passes_every_step_on() -> None:
         assert list(with_progress(steps, 9, to)) == steps
         assert to.getvalue().startswith("\rstep 2 of 9, ")
         assert to.getvalue().endswith(" tokens/s\n")
+
+
+def test_the_rate_counts_the_tokens_of_rows_that_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock_s = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock_s)
+
+    def steps() -> Iterator[Step]:
+        nonlocal clock_s
+        for step in ([1, 2], [3, None]):
+            clock_s += 1
+            yield step
+
+    to = io.StringIO()
+    list(with_progress(steps(), 2, to))
+    assert "1.5 tokens/s" in to.getvalue()
 
 
 def test_logits_that_are_not_finite_are_named() -> None:

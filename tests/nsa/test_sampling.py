@@ -48,6 +48,11 @@ def test_only_the_likeliest_are_drawn(options: dict[str, Any], kept: list[int]) 
     torch.testing.assert_close(shares(Sampling(**options)), wanted(LOGITS, kept), rtol=0, atol=2e-4)
 
 
+def test_a_sum_that_reaches_top_p_exactly_takes_no_further_token() -> None:
+    """Four tokens of a quarter each, whose sums are exact."""
+    assert shares(Sampling(top_p=0.5), torch.zeros(4)).tolist() == [0.5, 0.5, 0, 0]
+
+
 def test_temperature_0_takes_the_likeliest_and_the_lower_of_two() -> None:
     assert shares(Sampling(0)).tolist() == [0, 1, 0, 0, 0]
     assert shares(Sampling(1e-300), LOGITS[:4]).tolist() == [0, 1, 0, 0]
