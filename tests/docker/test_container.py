@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from docker import host
 from docker.__main__ import main
 from docker.host import ROOT
 from tests.docker import machines
@@ -127,6 +128,20 @@ def test_the_working_tree_is_given_read_only(asked: Path, tmp_path: Path) -> Non
     assert main(["run", "--family", "cpu", "--repository", "--results", str(tmp_path / "r"), *COMMAND]) == 0
     assert f"--volume {ROOT}:{ROOT}:ro " in ran(asked)
     assert f" --workdir {ROOT} " in ran(asked)
+
+
+def test_the_history_of_a_worktree_is_given_too(monkeypatch: pytest.MonkeyPatch, asked: Path, tmp_path: Path) -> None:
+    """Git keeps it in another folder, which `compare` asks for older commits."""
+    whole, worktree = tmp_path / "whole", tmp_path / "worktree"
+    git = ("git", "-C", str(whole), "-c", "user.name=a", "-c", "user.email=a@b")
+    subprocess.run(["git", "init", "--quiet", str(whole)], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "one"], check=True)
+    subprocess.run([*git, "worktree", "add", "--quiet", str(worktree)], check=True)
+    monkeypatch.setattr(host, "ROOT", worktree)
+    monkeypatch.setattr("docker.__main__._image", lambda *_: "nsa:cpu")
+    assert main(["run", "--family", "cpu", "--repository", "--results", str(tmp_path / "r"), *COMMAND]) == 0
+    assert f"--volume {worktree}:{worktree}:ro " in ran(asked)
+    assert f"--volume {whole / '.git'}:{whole / '.git'}:ro " in ran(asked)
 
 
 def test_an_image_that_is_asked_for_must_be_there(
