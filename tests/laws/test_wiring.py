@@ -33,7 +33,7 @@ def _call(parts: Parts, case: Case, x: Inputs, **more: object) -> tuple[Tensor, 
     return nsa.nsa_attention(*x.floats(), case.config, backend=parts.backend, return_aux=True, **more)  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize(("case", "scale"), [(FREE, 1.0), (STEP, -0.5), (STEP, 0.0), (STEP, 1e-9)])
+@pytest.mark.parametrize(("case", "scale"), [(FREE, 1.0), (FREE, -0.5), (STEP, -0.5), (STEP, 0.0), (STEP, 1e-9)])
 def test_a_scale_reaches_every_branch_and_the_choice(parts: Parts, case: Case, scale: float) -> None:
     """Scores by a scale are those of queries that were multiplied before, by powers of two and so exactly."""
     x = case.inputs(parts.device)
