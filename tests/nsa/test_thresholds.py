@@ -81,6 +81,20 @@ def test_programs_share_the_queries_of_a_tile_of_keys(
         values_and_gradients_within_budget(parts, replace(case, dtype=dtype), "compressed")
 
 
+def test_partial_sums_of_programs_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 they give what one program gives, but for the last rounding, also where they nearly cancel."""
+    parts = interpreted()
+    from nsa.triton_backend import interval
+
+    case = replace(PLAIN, kv_heads=1, group=8, queries=24, keys=24, dtype=torch.bfloat16)
+    x = case.inputs(parts.device)
+    upstream = case.noise(x.q[..., : case.dv])
+    whole = parts.gradients(case, x, "compressed", upstream)
+    monkeypatch.setattr(interval, "MIN_TOKENS_PER_SPLIT", 2)
+    for one, other in zip(whole[1:3], parts.gradients(case, x, "compressed", upstream)[1:3], strict=True):
+        torch.testing.assert_close(other, one, rtol=2**-7, atol=1e-5 * one.abs().max().item())
+
+
 @pytest.mark.parametrize("queries", [3, 17])
 def test_programs_share_the_scores_of_a_tile_of_queries(monkeypatch: pytest.MonkeyPatch, queries: int) -> None:
     """Many blocks for few queries: each program has some tiles of blocks, and a chunk has some of the queries."""
