@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nsa import geometry, inverted_index
+from nsa import geometry
 from nsa.geometry import Layout
+from nsa.torch_backend import index as inverted_index
 
 ROWS_PER_TILE = 256
 MIN_TOKENS_PER_STEP = 4096

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from nsa import geometry
 from nsa.config import NSAConfig
 from nsa.geometry import Layout
-from nsa.torch_backend.interval import chunks, seen_keys
+from nsa.torch_backend.compressed_window import chunks, seen_keys
 from nsa.torch_backend.rows import key_rows, query_rows
 
 CHUNK = 512

@@ -100,7 +100,7 @@ class Shape:
     value_stages: int = 0
     """Tiles of values on their way at a time; num_stages those of keys."""
     stretches: int = 3
-    """Loops of `interval._backward_q`: 3, or 1 where the rows, which each needs in shared memory, are too wide."""
+    """Loops of `compressed_window._backward_q`: 3, or 1 where the rows, which each needs in shared memory, are wide."""
 
     def sizes(self, dk: int, dv: int) -> tuple[int, ...]:
         """The constants DK, DV, DKP, DVP, BT, GP, BN of a kernel."""

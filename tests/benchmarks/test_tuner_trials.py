@@ -28,7 +28,7 @@ def workload(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Workload:
     return Workload(86, "narrow", 2, 16, 16, 1, 40, torch.float32, device.type)
 
 
-@pytest.mark.parametrize("kernel", ["scores", "interval_backward_q"])
+@pytest.mark.parametrize("kernel", ["scores", "compressed_window_backward_q"])
 def test_a_candidate_that_is_right_is_timed(workload: Workload, kernel: str) -> None:
     trial = workload.trial(kernel, SMALL, tuning.table(86))
     assert trial.outcome == "measured", trial.detail
@@ -40,12 +40,12 @@ def test_a_candidate_is_launched_and_a_wrong_one_is_found(workload: Workload, mo
     real = tuning.fit
 
     def faulty(kernel: str, *sizes: object) -> tuning.Shape:
-        if tuning.table(86).narrow["interval_forward"] == SMALL:
-            monkeypatch.setattr("nsa.triton_backend.interval.LOG2E", 1.0)  # the scores of another scale
+        if tuning.table(86).narrow["compressed_window_forward"] == SMALL:
+            monkeypatch.setattr("nsa.triton_backend.compressed_window.LOG2E", 1.0)  # the scores of another scale
         return real(kernel, *sizes)  # type: ignore[arg-type]
 
     monkeypatch.setattr(tuning, "fit", faulty)
-    trial = workload.trial("interval_forward", SMALL, tuning.table(86))
+    trial = workload.trial("compressed_window_forward", SMALL, tuning.table(86))
     assert trial.outcome == "wrong"
     assert trial.latency_ms is None
 
@@ -106,7 +106,7 @@ def test_what_hopper_does_not_serve_or_take_is_dropped() -> None:
         "print(fits('hopper.scores', launch, table, narrow))\n"
         "print(fits('hopper.scores', launch, table, Workload(90, 'slim', 6, 64, 64, 1, 0)))\n"
         "print(fits('hopper.scores', Tuned(64, 64, 4, 1), table, narrow))\n"
-        "print(fits('hopper.interval_forward', Tuned(32, 64, 4, 2), table, narrow))\n"
+        "print(fits('hopper.compressed_window_forward', Tuned(32, 64, 4, 2), table, narrow))\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)

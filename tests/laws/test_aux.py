@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import nsa
-from nsa.decode import MAX_QUERIES
+from nsa.kv import MAX_QUERIES
 from tests.laws import oracle
 from tests.laws.budget import agree, output_unit
 from tests.laws.cases import Case, Inputs, cases

@@ -73,9 +73,9 @@ def test_programs_share_the_queries_of_a_tile_of_keys(
 ) -> None:
     """The compressed branch, backward: partial sums of several programs, some of which have no query."""
     parts = interpreted()
-    from nsa.triton_backend import interval
+    from nsa.triton_backend import compressed_window
 
-    monkeypatch.setattr(interval, "MIN_TOKENS_PER_SPLIT", 2)
+    monkeypatch.setattr(compressed_window, "MIN_TOKENS_PER_SPLIT", 2)
     case = replace(PLAIN, kv_heads=1, group=8, queries=24, keys=24, documents=documents)  # tiles of 8 tokens or fewer
     for dtype in (torch.float32, torch.bfloat16):
         values_and_gradients_within_budget(parts, replace(case, dtype=dtype), "compressed")
@@ -103,11 +103,11 @@ def test_a_chunk_of_the_choice_begins_anywhere(
 ) -> None:
     """Chunks of 5 queries, also by the memory that scores may take, and few rows of the choice per program."""
     parts = interpreted()
-    from nsa.triton_backend import scores, top_n
+    from nsa.triton_backend import scores, topk
 
     case = replace(PLAIN, queries=24, keys=24, documents=documents)
     wanted = Parts("reference", parts.device).select(case, case.inputs(parts.device))
     for name, value in (("CHUNK", 5), ("SCRATCH", 1)):
         monkeypatch.setattr(scores, name, value)
-        monkeypatch.setattr(top_n, "ELEMENTS", 16)
+        monkeypatch.setattr(topk, "ELEMENTS", 16)
         assert torch.equal(parts.select(case, case.inputs(parts.device)), wanted)

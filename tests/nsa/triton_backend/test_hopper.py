@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import nsa
-from nsa.geometry import Layout
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import hopper, interval, scores, selected, support, tuning
+from nsa.triton_backend import compressed_window, dispatch, hopper, scores, selected, tuning
+from nsa.triton_backend.dispatch import Variant, hopper_serves, variant
 from tests.laws import test_causality, test_memory, test_selection
 from tests.laws.cases import Case
 from tests.laws.parts import BRANCHES, Parts
@@ -60,7 +60,7 @@ OF_THE_CHOICE: list[Callable[..., None]] = [
 def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "architecture", lambda _: 90)
     monkeypatch.setattr(hopper, "AVAILABLE", True)
-    monkeypatch.setattr(support, "interpreted", lambda: False)
+    monkeypatch.setattr(dispatch, "interpreted", lambda: False)
 
 
 @pytest.mark.usefixtures("as_on_hopper")
@@ -69,7 +69,7 @@ class TestWhatIsServed:
 
     def test_keys_of_their_type_and_size(self) -> None:
         for x in (self.keys, self.keys.half(), self.keys[:, 1::2], self.keys[:1], self.keys[:, :, 1:2]):
-            assert hopper.serves("interval_forward", 16, x, x)
+            assert hopper_serves("compressed_window_forward", 16, x, x)
 
     @pytest.mark.parametrize(
         "x",
@@ -84,24 +84,24 @@ class TestWhatIsServed:
         ],
     )
     def test_other_keys_are_not(self, x: torch.Tensor) -> None:
-        assert not hopper.serves("interval_forward", 16, self.keys, x)
+        assert not hopper_serves("compressed_window_forward", 16, self.keys, x)
 
     def test_neither_are_groups_that_fill_no_tile_and_other_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert hopper.serves("interval_forward", 64, self.keys)
-        assert not hopper.serves("interval_forward", 65, self.keys)
-        assert not hopper.serves("selected_forward", 17, self.keys)
+        assert hopper_serves("compressed_window_forward", 64, self.keys)
+        assert not hopper_serves("compressed_window_forward", 65, self.keys)
+        assert not hopper_serves("selected_forward", 17, self.keys)
         monkeypatch.setattr(tuning, "architecture", lambda _: 80)
-        assert not hopper.serves("interval_forward", 16, self.keys)
+        assert not hopper_serves("compressed_window_forward", 16, self.keys)
 
     def test_the_interpreter_runs_none_of_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(support, "interpreted", lambda: True)
-        assert not hopper.serves("interval_forward", 16, self.keys)
+        monkeypatch.setattr(dispatch, "interpreted", lambda: True)
+        assert not hopper_serves("compressed_window_forward", 16, self.keys)
 
     @pytest.mark.parametrize(("l_sel", "served"), [(64, True), (128, True), (96, False), (32, False)])
     def test_blocks_are_whole_tiles(self, l_sel: int, served: bool) -> None:
-        config = nsa.NSAConfig(l_sel=l_sel)
-        layout = Layout(30, 30, config, self.keys.device)
-        assert selected._served("forward", self.keys.repeat(1, 1, 4, 1), self.keys, self.keys, layout) == served
+        q = self.keys.repeat(1, 1, 4, 1)
+        found = variant("selected_forward", q, self.keys, self.keys, l_sel)
+        assert (found is Variant.HOPPER) == served
 
     def test_the_selected_branch_has_sixteen_rows_whatever_the_table_says(
         self, monkeypatch: pytest.MonkeyPatch
@@ -109,14 +109,15 @@ class TestWhatIsServed:
         table = tuning.table(90)
         more = {"hopper.selected_forward": replace(table.narrow["hopper.selected_forward"], rows=32)}
         monkeypatch.setattr(tuning, "table", lambda _: replace(table, narrow={**table.narrow, **more}))
-        layout = Layout(30, 30, nsa.NSAConfig(), self.keys.device)
         for group, served in ((16, True), (17, False)):
-            assert selected._served("forward", self.keys.repeat(1, 1, group, 1), self.keys, self.keys, layout) == served
+            q = self.keys.repeat(1, 1, group, 1)
+            found = variant("selected_forward", q, self.keys, self.keys, 64)
+            assert (found is Variant.HOPPER) == served
 
     def test_nothing_is_under_a_version_of_triton_that_was_not_tried(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert hopper.serves("scores", 16, self.keys)
+        assert hopper_serves("scores", 16, self.keys)
         monkeypatch.setattr(hopper, "AVAILABLE", False)
-        assert not hopper.serves("interval_forward", 16, self.keys)
+        assert not hopper_serves("compressed_window_forward", 16, self.keys)
 
 
 class _Unused:
@@ -127,7 +128,7 @@ class _Unused:
 
 
 KERNELS = [
-    *((interval, name) for name in ("_forward", "_backward_q")),
+    *((compressed_window, name) for name in ("_forward", "_backward_q")),
     (scores, "_group_probabilities"),
     *((selected, name) for name in ("_forward", "_backward_q")),
 ]
@@ -179,8 +180,8 @@ class TestAddresses:
         k, v = (torch.nn.functional.pad(y, (1, 0))[..., 1:] for y in (x.k, x.v))
         odd = x._replace(k=k, v=v)
         parts = Parts("triton", torch.device("cuda"))
-        assert hopper.serves("interval_forward", 16, x.k)
-        assert not hopper.serves("interval_forward", 16, odd.k)
+        assert hopper_serves("compressed_window_forward", 16, x.k)
+        assert not hopper_serves("compressed_window_forward", 16, odd.k)
         for branch in BRANCHES:
             one, other = parts.forward(PLAIN, x, branch), parts.forward(PLAIN, odd, branch)
             torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
