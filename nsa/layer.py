@@ -95,10 +95,10 @@ class NativeSparseAttention(nn.Module):
         self.observer: Observer | None = None
         """Called in each forward pass while it is set: how training reads gates and selection."""
 
-        kv_heads = self.num_kv_sets * num_kv_heads
+        num_kv_heads = self.num_kv_sets * num_kv_heads
         self.q = nn.Linear(dim, num_heads * head_dim_k, bias=False, device=device, dtype=dtype)
-        self.k = nn.Linear(dim, kv_heads * head_dim_k, bias=False, device=device, dtype=dtype)
-        self.v = nn.Linear(dim, kv_heads * head_dim_v, bias=False, device=device, dtype=dtype)
+        self.k = nn.Linear(dim, num_kv_heads * head_dim_k, bias=False, device=device, dtype=dtype)
+        self.v = nn.Linear(dim, num_kv_heads * head_dim_v, bias=False, device=device, dtype=dtype)
         self.o = nn.Linear(num_heads * head_dim_v, dim, bias=False, device=device, dtype=dtype)
         self.compress_k = compressor(config, head_dim_k, backend=backend, device=device, dtype=dtype)
         self.compress_v = compressor(config, head_dim_v, backend=backend, device=device, dtype=dtype)

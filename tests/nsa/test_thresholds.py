@@ -13,11 +13,18 @@ from nsa.torch_backend import grouping, selected
 from nsa.torch_backend import scores as torch_scores
 from tests.laws import test_aux, test_lse, test_memory, test_selection
 from tests.laws.cases import Case
-from tests.laws.parts import BRANCHES, Parts
+from tests.laws.parts import BRANCHES_AND_ALL, Parts
 from tests.laws.test_precision import values_and_gradients_within_budget
 
 PLAIN = Case(
-    config=NSAConfig(l=4, d=2, l_sel=8, n_sel=4, w=13), kv_heads=2, group=2, dk=24, dv=16, queries=61, keys=61, seed=33
+    config=NSAConfig(l=4, d=2, l_sel=8, n_sel=4, w=13),
+    num_kv_heads=2,
+    group=2,
+    dk=24,
+    dv=16,
+    queries=61,
+    keys=61,
+    seed=33,
 )
 CASES = {
     "plain": PLAIN,
@@ -42,7 +49,7 @@ class TestTorchInPieces:
         for module, name, value in TORCH:
             monkeypatch.setattr(module, name, value)
 
-    @pytest.mark.parametrize("branch", BRANCHES)
+    @pytest.mark.parametrize("branch", BRANCHES_AND_ALL)
     def test_values_and_gradients(self, case: Case, branch: str) -> None:
         parts = Parts("torch", torch.device("cpu"))
         values_and_gradients_within_budget(parts, case, branch)
@@ -76,7 +83,9 @@ def test_programs_share_the_queries_of_a_tile_of_keys(
     from nsa.triton_backend import compressed_window
 
     monkeypatch.setattr(compressed_window, "MIN_TOKENS_PER_SPLIT", 2)
-    case = replace(PLAIN, kv_heads=1, group=8, queries=24, keys=24, documents=documents)  # tiles of 8 tokens or fewer
+    case = replace(
+        PLAIN, num_kv_heads=1, group=8, queries=24, keys=24, documents=documents
+    )  # tiles of 8 tokens or fewer
     for dtype in (torch.float32, torch.bfloat16):
         values_and_gradients_within_budget(parts, replace(case, dtype=dtype), "compressed")
 
@@ -90,7 +99,7 @@ def test_programs_share_the_scores_of_a_tile_of_queries(monkeypatch: pytest.Monk
     monkeypatch.setattr(scores, "TILES_PER_SPLIT", 1)
     monkeypatch.setattr(scores, "CHUNK", 8)
     config = NSAConfig(l=1, d=1, l_sel=4, n_sel=6, w=8, init_blocks=0, local_blocks=1)
-    case = replace(PLAIN, config=config, kv_heads=1, group=3, queries=queries, keys=300)
+    case = replace(PLAIN, config=config, num_kv_heads=1, group=3, queries=queries, keys=300)
     test_selection.test_selection_follows_equation_9.check(parts, case)
     x = case.inputs(parts.device)
     reference = Parts("reference", parts.device)

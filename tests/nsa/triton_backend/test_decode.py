@@ -31,7 +31,7 @@ def many_shares(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draw(
-    batch: int, queries: int, keys: int, heads: int, kv_heads: int, dk: int, dv: int, config: nsa.NSAConfig
+    batch: int, queries: int, keys: int, heads: int, num_kv_heads: int, dk: int, dv: int, config: nsa.NSAConfig
 ) -> Inputs:
     """Queries, three sets of keys, compressed keys and gates; on a GPU where there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -40,7 +40,7 @@ def draw(
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device)
 
-    k, v = (tuple(normal(batch, keys, kv_heads, d) for _ in range(3)) for d in (dk, dv))
+    k, v = (tuple(normal(batch, keys, num_kv_heads, d) for _ in range(3)) for d in (dk, dv))
     cmp = {f"{x}_compressed": nsa.compress(s[0], config, backend="reference") for x, s in (("k", k), ("v", v))}
     return {"q": normal(batch, queries, heads, dk), "k": k, "v": v, "gates": normal(batch, queries, heads, 3), **cmp}
 
@@ -59,7 +59,7 @@ def agree(found: tuple[Tensor, nsa.Aux], wanted: tuple[Tensor, nsa.Aux]) -> None
 
 
 @pytest.mark.parametrize(
-    ("queries", "keys", "heads", "kv_heads", "dk", "dv"),
+    ("queries", "keys", "heads", "num_kv_heads", "dk", "dv"),
     [
         (1, 100, 4, 2, 16, 24),
         (2, 3, 2, 2, 16, 16),
@@ -69,8 +69,8 @@ def agree(found: tuple[Tensor, nsa.Aux], wanted: tuple[Tensor, nsa.Aux]) -> None
         (1, 150, 2, 1, 16, 16),
     ],
 )
-def test_it_agrees_with_the_oracle(queries: int, keys: int, heads: int, kv_heads: int, dk: int, dv: int) -> None:
-    x = draw(2, queries, keys, heads, kv_heads, dk, dv, CONFIG)
+def test_it_agrees_with_the_oracle(queries: int, keys: int, heads: int, num_kv_heads: int, dk: int, dv: int) -> None:
+    x = draw(2, queries, keys, heads, num_kv_heads, dk, dv, CONFIG)
     agree(whole(x, CONFIG, "triton"), whole(x, CONFIG, "reference"))
 
 

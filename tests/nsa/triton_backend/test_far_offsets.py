@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import nsa
+from nsa.config import BRANCHES
 from nsa.kv import KVView
 
 pytest.importorskip("triton")
@@ -38,10 +39,10 @@ def far(x: Tensor, axis: int, stride: int) -> Tensor:
     return there.copy_(x)
 
 
-def draw(batch: int, queries: int, keys: int, kv_heads: int = 1, group: int = 2) -> dict[str, Tensor]:
+def draw(batch: int, queries: int, keys: int, num_kv_heads: int = 1, group: int = 2) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(keys)
-    heads = kv_heads * group
-    shapes = (queries, heads, 16), (keys, kv_heads, 16), (keys, kv_heads, 16), (queries, heads, 3)
+    heads = num_kv_heads * group
+    shapes = (queries, heads, 16), (keys, num_kv_heads, 16), (keys, num_kv_heads, 16), (queries, heads, 3)
     return {n: torch.randn(batch, *s, generator=generator).half() for n, s in zip(NAMES, shapes, strict=True)}
 
 
@@ -154,7 +155,7 @@ PAPER = nsa.NSAConfig(w=128, n_sel=4)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("branch", ["compressed", "selected", "window"])
+@pytest.mark.parametrize("branch", BRANCHES)
 def test_queries_behind_32_bits_are_as_those_before_them(branch: str) -> None:
     """q, o, their gradients of 4.4 GiB each, in about 30 GiB: the last rows, and what they give to the keys, are what
     they are in a call that has no other rows."""

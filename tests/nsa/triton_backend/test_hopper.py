@@ -16,7 +16,7 @@ from nsa.triton_backend import compressed_window, dispatch, hopper, scores, sele
 from nsa.triton_backend.dispatch import Variant, hopper_serves, variant
 from tests.laws import test_causality, test_memory, test_selection
 from tests.laws.cases import Case
-from tests.laws.parts import BRANCHES, Parts
+from tests.laws.parts import BRANCHES_AND_ALL, Parts
 from tests.laws.test_precision import values_and_gradients_within_budget
 from tests.laws.test_sizes import LONG
 
@@ -37,7 +37,7 @@ CASES = {
     "batch of 2, float16": replace(PLAIN, batch=2, queries=333, keys=333, seed=210, dtype=torch.float16),
     "group of 6": replace(PLAIN, group=6),
     "group of 1": replace(PLAIN, group=1),
-    "group of 64": replace(PLAIN, kv_heads=1, group=64, queries=200, keys=200, seed=117),
+    "group of 64": replace(PLAIN, num_kv_heads=1, group=64, queries=200, keys=200, seed=117),
     "blocks of 128": replace(PLAIN, config=nsa.NSAConfig(l=8, d=4, l_sel=128, n_sel=4, w=150)),
     "one token": replace(PLAIN, queries=1, keys=1, seed=0),
 }
@@ -150,7 +150,7 @@ def only_hopper(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
 class TestLaws:
     pytestmark = on_hopper
 
-    @pytest.mark.parametrize("branch", BRANCHES)
+    @pytest.mark.parametrize("branch", BRANCHES_AND_ALL)
     @pytest.mark.parametrize("check", LAWS, ids=lambda check: check.__name__.removeprefix("test_"))
     def test_of_a_branch(self, case: Case, check: Callable[..., None], branch: str) -> None:
         check(Parts("triton", torch.device("cuda")), case, branch)
@@ -182,6 +182,6 @@ class TestAddresses:
         parts = Parts("triton", torch.device("cuda"))
         assert hopper_serves("compressed_window_forward", 16, x.k)
         assert not hopper_serves("compressed_window_forward", 16, odd.k)
-        for branch in BRANCHES:
+        for branch in BRANCHES_AND_ALL:
             one, other = parts.forward(PLAIN, x, branch), parts.forward(PLAIN, odd, branch)
             torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)

@@ -32,10 +32,10 @@ def agree(
     found: index.Index, chosen: torch.Tensor, layout: Layout, first: int, last: int, chunk: int, size: int
 ) -> None:
     """Fail unless it holds what the plain index finds, with slots."""
-    (batch, _, kv_heads, n), count = chosen.shape, last - first
+    (batch, _, num_kv_heads, n), count = chosen.shape, last - first
     block = chosen[:, first:last].transpose(1, 2).long()  # [B, Hkv, count, n]
-    cells_of_chunk = batch * kv_heads * layout.max_blocks
-    kv_row = torch.arange(batch * kv_heads, device=chosen.device).view(batch, kv_heads, 1, 1)
+    cells_of_chunk = batch * num_kv_heads * layout.max_blocks
+    kv_row = torch.arange(batch * num_kv_heads, device=chosen.device).view(batch, num_kv_heads, 1, 1)
     chunks_before = torch.arange(count, device=chosen.device) // chunk * cells_of_chunk
     cell = kv_row * layout.max_blocks + (layout.blocks_before[first:last] + chunks_before)[:, None] + block
     wanted = plain.build(torch.where(block < 0, -1, cell).flatten(), size, -(-count // chunk) * cells_of_chunk)
@@ -68,14 +68,16 @@ def test_several_programs_share_its_work(device: torch.device, monkeypatch: pyte
     agree(found, chosen, layout, 10, 58, 17, 3)
 
 
-@pytest.mark.parametrize(("queries", "keys", "kv_heads"), [(7, 604, 31), (8, 2048, 8)])
-def test_cells_up_to_where_16_bits_end_and_beyond(device: torch.device, queries: int, keys: int, kv_heads: int) -> None:
+@pytest.mark.parametrize(("queries", "keys", "num_kv_heads"), [(7, 604, 31), (8, 2048, 8)])
+def test_cells_up_to_where_16_bits_end_and_beyond(
+    device: torch.device, queries: int, keys: int, num_kv_heads: int
+) -> None:
     """2**15 - 1 of them, the most that are sorted as 16 bits beside the number for none; and one more."""
     config = nsa.NSAConfig(l=4, d=2, l_sel=4, n_sel=4, w=13)
     layout = Layout(queries, keys, config, device)
-    assert kv_heads * layout.max_blocks * queries in (2**15 - 1, 2**15)
+    assert num_kv_heads * layout.max_blocks * queries in (2**15 - 1, 2**15)
     generator = torch.Generator().manual_seed(queries)
-    shape = (1, queries, kv_heads, config.n_sel)
+    shape = (1, queries, num_kv_heads, config.n_sel)
     chosen = torch.randint(-1, layout.max_blocks, shape, generator=generator).int().to(device)
     chosen[0, -1, -1, -1] = layout.max_blocks - 1
     found = index.build(chosen, layout, 0, queries, chunk=1, size=8, with_slots=True)

@@ -30,11 +30,11 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selected_kv_major, "BACKWARD_PAIRS", 8)
 
 
-def draw(device: torch.device, queries: int, keys: int, heads: int, kv_heads: int, dv: int) -> Inputs:
+def draw(device: torch.device, queries: int, keys: int, heads: int, num_kv_heads: int, dv: int) -> Inputs:
     generator = torch.Generator().manual_seed(queries)
     q, k, v = (
         torch.randn(1, *size, generator=generator).to(device).requires_grad_()
-        for size in ((queries, heads, 16), (keys, kv_heads, 16), (keys, kv_heads, dv))
+        for size in ((queries, heads, 16), (keys, num_kv_heads, 16), (keys, num_kv_heads, dv))
     )
     with torch.no_grad():
         k_cmp = nsa.compress(k, CONFIG)
@@ -54,12 +54,12 @@ def agree(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("queries", "keys", "heads", "kv_heads", "dv"), [(70, 70, 4, 2, 24), (33, 90, 3, 1, 16), (1, 40, 2, 2, 16)]
+    ("queries", "keys", "heads", "num_kv_heads", "dv"), [(70, 70, 4, 2, 24), (33, 90, 3, 1, 16), (1, 40, 2, 2, 16)]
 )
 def test_it_agrees_with_the_oracle(
-    device: torch.device, queries: int, keys: int, heads: int, kv_heads: int, dv: int
+    device: torch.device, queries: int, keys: int, heads: int, num_kv_heads: int, dv: int
 ) -> None:
-    inputs = draw(device, queries, keys, heads, kv_heads, dv)
+    inputs = draw(device, queries, keys, heads, num_kv_heads, dv)
     agree(run("triton", inputs), run("reference", inputs))
 
 
