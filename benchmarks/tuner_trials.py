@@ -19,7 +19,7 @@ from benchmarks import timing, tuner
 from benchmarks.tuner import Trial
 from nsa.triton_backend import ahead_of_time, dispatch, tuning
 from nsa.triton_backend.ahead_of_time import Heads
-from nsa.triton_backend.tuning import Table, Tuned
+from nsa.triton_backend.tuning import LaunchConfig, Table
 
 PARTS = {
     "compressed_window_forward": ("compressed", "window"),
@@ -50,7 +50,7 @@ SAME_BLOCKS = 0.999
 
 
 @contextmanager
-def using(kernel: str, tuned: Tuned, table: Table, workload: Workload) -> Iterator[None]:
+def using(kernel: str, tuned: LaunchConfig, table: Table, workload: Workload) -> Iterator[None]:
     """Launch one kernel in another way; one that another of `hopper/` stands in for is launched itself."""
     launches = {table.name(kernel, workload.width, workload.group): tuned}
     other = tuner.changed(table, workload.width, launches, table.how)
@@ -61,7 +61,7 @@ def using(kernel: str, tuned: Tuned, table: Table, workload: Workload) -> Iterat
         yield
 
 
-def fits(kernel: str, tuned: Tuned, table: Table, workload: Workload) -> bool:
+def fits(kernel: str, tuned: LaunchConfig, table: Table, workload: Workload) -> bool:
     """Whether every version of the kernel compiles and fits the shared memory of the workload's architecture.
 
     A kernel of `hopper/` does not where it would not be launched, or its compiler takes no such tile.
@@ -98,7 +98,7 @@ class Workload:
     dtype: torch.dtype = torch.bfloat16
     device: str = "cuda"
 
-    def trial(self, kernel: str, tuned: Tuned, table: Table) -> Trial:
+    def trial(self, kernel: str, tuned: LaunchConfig, table: Table) -> Trial:
         """Run it with the candidate, hold it to the table's own launch, and time it."""
         work = self._work(kernel)
         wanted = work()

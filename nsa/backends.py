@@ -101,7 +101,7 @@ def choose(asked: str, q: Tensor, v: Tensor) -> tuple[str, Backend]:
 def decoder(backend: str, q: Tensor, *others: Tensor) -> Decoder | None:
     """The fused decode of the backend that was chosen for a call; None where it has none, or has none for this call.
 
-    It knows no gradients, and torch.compile cannot look into it: there the parts serve.
+    It has no backward pass, and torch.compile cannot trace it: there the parts serve.
     """
     if backend != "triton" or q.shape[1] > MAX_DECODE_QUERIES or torch.compiler.is_compiling():
         return None

@@ -1,7 +1,7 @@
-"""Pages, their owners, and the streams of rows that a sequence keeps in them: integers alone.
+"""The page allocator, page tables, and the streams of rows that a sequence keeps in them: integers alone.
 
 A sequence keeps several streams of rows (keys per branch, compressed keys), each cut into pages of `page_size` rows
-that lie anywhere. Sequences share pages until one of them writes; a page that nothing needs goes back to the pool.
+that lie anywhere. Sequences share pages until one of them writes; a page that no sequence holds is free.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from nsa.config import NSAConfig
 from nsa.geometry import num_compressed_blocks
 
 NULL_PAGE = 0
-"""A page that belongs to nobody: tables hold it where they hold no page, and what nobody wants is written there."""
+"""Belongs to no sequence: tables hold it where they hold no page, and rows that are to be dropped are written there."""
 
 
 class OutOfPagesError(ValueError):
@@ -110,7 +110,7 @@ class PageTable:
     end: int = 0
     """Pages from this one on were never taken."""
     version: int = 0
-    """Changes so far, so that a copy elsewhere knows whether it is old."""
+    """Changes so far, by which a copy on the device is known to be out of date."""
 
     def __setitem__(self, index: int, page: int) -> None:
         self.pages[index] = page

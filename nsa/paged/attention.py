@@ -102,7 +102,7 @@ def _attend(
 
     num_queries = q.shape[1]
     layout = Layout(num_queries, length, config, q.device)
-    near = min(length, config.w + num_queries - 1)  # the window looks at no older tokens, which may be released
+    near = min(length, config.w + num_queries - 1)  # the window reads no older tokens, which may be released
     k_cmp, v_cmp = gathered("compressed", 0, num_compressed_blocks(length, config))
     o_cmp, lse_cmp, read_cmp = run.compressed_attention(q, k_cmp, v_cmp, layout, scale)
     block_indices = run.select_blocks(q, k_cmp, layout, scale, lse_cmp)

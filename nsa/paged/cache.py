@@ -18,7 +18,7 @@ from nsa.attention import Aux
 from nsa.cache import refuse_unfit
 from nsa.config import BRANCHES, NSAConfig
 from nsa.geometry import num_compressed_blocks
-from nsa.layer import Branched, NativeSparseAttention, a_size
+from nsa.layer import NativeSparseAttention, PerBranch, a_size
 from nsa.paged.allocator import NULL_PAGE, streams
 from nsa.paged.attention import PagedKV, paged_attention
 from nsa.paged.store import PageStore, Places, places
@@ -273,7 +273,7 @@ class PagedLayer:
         """int64 [B, S]: where the next tokens stand."""
         return self.rows.places(num_tokens).positions
 
-    def attend(self, q: Tensor, k: Branched, v: Branched, gates: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: PerBranch, v: PerBranch, gates: Tensor) -> Tensor:
         """Store the new keys and values; attention of q [B, S, Hq, Dk] over all of them: o [B, S, Hq, Dv]."""
         num_tokens, layer = q.shape[1], self.store.layer
         self.store.append(k, v, self.rows.places(num_tokens))

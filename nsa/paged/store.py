@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.geometry import num_compressed_blocks
-from nsa.layer import Branched, NativeSparseAttention
+from nsa.layer import NativeSparseAttention, PerBranch
 from nsa.paged.allocator import NULL_PAGE
 from nsa.paged.attention import row_places
 
@@ -76,7 +76,7 @@ class PageStore:
         for old, new in pages:
             self.k[new], self.v[new] = self.k[old], self.v[old]
 
-    def append(self, k: Branched, v: Branched, where: Places) -> None:
+    def append(self, k: PerBranch, v: PerBranch, where: Places) -> None:
         """Write new keys [B, S, Hkv, Dk] and values [B, S, Hkv, Dv], and the blocks that they complete."""
         sets = where.tokens.shape[2]
         for pages, branches in ((self.k, k), (self.v, v)):

@@ -12,7 +12,7 @@ from nsa.paged.allocator import NULL_PAGE, OutOfPagesError, PageAllocator, PageT
 
 @dataclass
 class SequenceState:
-    """One sequence."""
+    """What is known of one sequence."""
 
     length: int = 0
     shortest: int = 0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nsa.torch_backend.rows import from_key_rows, from_query_rows, given_away, key_rows, query_rows
+from nsa.torch_backend.rows import from_key_rows, from_query_rows, key_rows, query_rows, without_views
 from nsa.torch_backend.tile import attend, attend_backward, finite, mark, without_autocast
 
 Span = Callable[[int, int], tuple[int, int]]
@@ -49,7 +49,7 @@ class CompressedWindowAttention(torch.autograd.Function):
             own = slice(k0 - start, k1 - start)
             lse_rows[:, part] = attend(rows[:, part], keys[:, own], vals[:, own], visible, o_rows[:, part])
             read[first:last] = visible[0].sum(-1, dtype=torch.int32)
-        o, lse = given_away(
+        o, lse = without_views(
             from_query_rows(o_rows, q.shape, num_kv_heads).to(q.dtype),
             from_query_rows(lse_rows[..., None], q.shape, num_kv_heads)[..., 0],
         )

@@ -25,7 +25,7 @@ from nsa.triton_backend.tuning import ENOUGH_VALUES, MIN_DOT, NARROW, padded
 SMS = 132  # of an H200
 ENOUGH_PROGRAMS = 2 * SMS  # more of them write more partial outputs, which a launch must merge
 AT_A_TIME = 3 * SMS  # programs of the first launch that fit on the GPU together
-COLUMNS_PER_WARP = 128  # of the choice: one row, whose 31 counts nobody else hides
+COLUMNS_PER_WARP = 128  # of the choice: one row per program, so that no other row hides the latency of its 31 counts
 MAX_SHARES = 64  # of one row's compressed blocks: what the last launch holds in registers
 MAX_ROWS = 32  # tokens × heads of a group per program, as far as a group is not larger
 KEYS = 64  # per step of a loop, where a row of keys and values is at most NARROW bytes
@@ -164,7 +164,7 @@ def _by_halves(
 
 
 def _unit_stride(rows: KVView) -> KVView:
-    """KVView whose channels are side by side; pages are always."""
+    """A view whose channels are side by side; those of pages always are."""
     return rows if rows.table is not None else KVView(unit_stride(rows.k), unit_stride(rows.v))
 
 

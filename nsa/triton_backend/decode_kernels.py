@@ -56,7 +56,7 @@ def visible_blocks(t, SIZE: tl.constexpr, STRIDE: tl.constexpr):
 
 @triton.jit
 def store_partial(O_PART, LSE_PART, row, real, m, l, acc, nonfinite_rows, DV: tl.constexpr, DVP: tl.constexpr):
-    """Write a share's output, and its lse base 2: -inf where it saw nothing, NaN for `nonfinite_rows` rows."""
+    """Write a share's output, and its lse base 2: -inf where it saw no key, NaN for `nonfinite_rows`."""
     safe_l = tl.where(l == 0.0, 1.0, l)
     lse = tl.where(l == 0.0, float("-inf"), m + tl.log2(safe_l))
     store_rows(O_PART, row * DV, real, acc * (1.0 / safe_l)[:, None], DV, DVP)
@@ -236,7 +236,8 @@ def _branch(O_PART, LSE_PART, row, first, count, stride, channel, inside, DV: tl
     m = tl.where(m == float("-inf"), 0.0, m)
     weight = tl.exp2(lse - m)
     l = tl.sum(weight, axis=0)
-    written = (lse > float("-inf"))[:, None] & inside[None, :]  # what saw nothing adds nothing; NaN is in the weight
+    # a share without a key adds nothing; NaN is in the weight
+    written = (lse > float("-inf"))[:, None] & inside[None, :]
     o = tl.load(O_PART + share[:, None] * DV + channel[None, :], mask=written, other=0.0)
     safe_l = tl.where(l == 0.0, 1.0, l)
     o = tl.sum(weight[:, None] * o, axis=0) * (1.0 / safe_l)

@@ -1,7 +1,7 @@
 """Which kernel serves which call, and why: decided here and nowhere else.
 
 `why_not` says whether the backend serves a call at all. `variant` then picks from `TABLE`, which lists the kernels of a
-computation in the order in which they are asked: the first that serves takes the call, and the last serves every call.
+computation in order of preference: the first whose condition holds takes the call, and the last serves every call.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ TABLE = {
         Rule(Variant.KV_MAJOR, _any, "a block's queries are only known from the inverted index; no atomics"),
     ),
 }
-"""By computation, the kernels in the order in which they are asked."""
+"""By computation, its kernels in order of preference."""
 
 
 def variant(computation: str, q: Tensor, k: Tensor, v: Tensor, block_size: int = 0) -> Variant:

@@ -58,7 +58,7 @@ def backward_rows(do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> tu
     """(lse base 2, delta) of a backward pass, float32 [B, S, Hq]; do and o contiguous.
 
     The lse is NaN in rows whose do is not finite, so that it reaches what the row sees and nothing else, and in rows
-    that saw nothing: neither are loaded where a tile holds keys that they may not see, so that a query there that is
+    that saw no key: neither are loaded where a tile holds keys that they may not see, so that a query there that is
     not finite does not reach these keys as 0 · NaN. delta is rowsum(do · o) minus the gradient of lse.
     """
     lse_2, delta = torch.empty_like(lse), torch.empty_like(lse)

@@ -1,4 +1,4 @@
-"""The kernels as operators with shapes and gradients of their own, which torch.compile puts into a graph as they are.
+"""The kernels as operators with shapes and gradients of their own, each one node of a torch.compile graph.
 
 They run the kernels that `autograd.py` runs, on the same saved tensors. Calling an operator costs the host 10 to 30 us
 more than calling an autograd function (schema, dispatcher), so only a graph holds them. An operator takes tensors and
@@ -37,12 +37,12 @@ def _layout(q: Tensor, num_keys: int, cu_seqlens: Tensor | None, numbers: list[i
 
 
 def _gradients_of(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What gradients look like: contiguous, whatever they are the gradients of."""
+    """Empty gradients: contiguous, whatever they are the gradients of."""
     return tuple(x.new_empty(x.shape) for x in tensors)
 
 
 def _attended(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What (o, lse, keys read) look like."""
+    """Empty (o, lse, keys read)."""
     o = q.new_empty(*q.shape[:3], v.shape[3])
     return o, q.new_empty(q.shape[:3], dtype=torch.float32), q.new_empty(*q.shape[:2], v.shape[2], dtype=torch.int32)
 

@@ -1,7 +1,7 @@
 """Probabilities of the compressed blocks, summed over the heads of a group (Eq. 8 and 10): what a choice is made of.
 
-A tile of blocks × queries is one product. Who may see which block is not asked here: `topk.py` reads only what a
-query sees, so that no tile needs a mask and what is not finite stays in its own block's column.
+A tile of blocks × queries is one product. Visibility is not checked here: `topk.py` reads only what a query
+sees, so that no tile needs a mask and what is not finite stays in its own block's column.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Where a tile holds keys that some of its rows may not see, and only there, a product must not meet what is not finite,
 since 0 · NaN is NaN. There such keys and rows are not loaded, and so 0; the rows that see such a key turn NaN through
-their scores, and the keys that such a row sees through its lse. To ask each tile for what is not finite would cost six
-times what its products do: keys are asked once (`launch.finite_keys`), and rows have an lse that is NaN.
+their scores, and the keys that such a row sees through its lse. To check each tile for what is not finite would cost
+six times what its products do: keys are checked once (`launch.finite_keys`), and rows have an lse that is NaN.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def is_finite(x):
 
 @triton.jit
 def nonfinite(x):
-    """Whether there is anything in a row that is not finite, of each row."""
+    """For each row, whether anything in it is not finite."""
     return tl.max((~is_finite(x)).to(tl.int32), axis=1) > 0
 
 
@@ -86,9 +86,10 @@ def rows_of(first, S, G, BT: tl.constexpr, GP: tl.constexpr):
 def online_softmax(s, v, m, l, acc, to_base_2):
     """Add the scores s [rows, keys] and values v [keys, Dv] to the running softmax; `to_base_2` > 0 scales scores.
 
-    `m` is kept scaled and rounded, so that `alpha` is exactly 1 where it stays. Scaled here, the compiler makes
-    m * to_base_2 - safe one fused step, which gives the rounding error of the product: every further step then
-    multiplied what was there by 1 + 1e-7, and float32 ended 4 times further from float64 than PyTorch.
+    m is the row max, l the row sum, alpha the factor of the sums so far. m is kept scaled and rounded, so that alpha is
+    exactly 1 where m stays. Scaled here, the compiler makes m * to_base_2 - safe one fused step, which gives the
+    rounding error of the product: every further step then multiplied what was there by 1 + 1e-7, and float32 ended 4
+    times further from float64 than PyTorch.
     """
     m_new = tl.maximum(m, tl.max(s, axis=1) * to_base_2)
     safe = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -101,7 +102,7 @@ def online_softmax(s, v, m, l, acc, to_base_2):
 
 @triton.jit
 def finish(m, l, acc, nonfinite_rows):
-    """(o, lse base e) of a running softmax; 0 and -inf for a row that saw nothing, NaN for `nonfinite_rows`.
+    """(o, lse base e) of a running softmax; 0 and -inf for a row that saw no key, NaN for `nonfinite_rows`.
 
     These are the rows whose query is not finite and which saw a key. They are set right here, and not through
     their query, because Hopper multiplies straight from shared memory only what was loaded and left alone.

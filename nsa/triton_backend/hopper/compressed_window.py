@@ -2,7 +2,7 @@
 
 Forward: the sums of a tile run beside the scores of the next one, and beside their softmax. Backward: scores and their
 gradients are two products at a time from what TMA brings. A tile of 64 rows is one warpgroup; three of them fit on a
-multiprocessor and hide what each waits for.
+multiprocessor, so that one computes while another waits.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _forward(
     last_token = gl.minimum(first_token + BT, S) - 1
     first, end = gl.load(LO + first_token), gl.load(HI + last_token)
     tiles, some, most = stretches(first, end, gl.load(LO + last_token), gl.load(HI + first_token), BN)
-    tiles = gl.maximum(tiles, 1)  # who sees nothing looks at one tile, so that there is no other case
+    tiles = gl.maximum(tiles, 1)  # rows that see no key still take one tile, so that there is no other case
 
     k_slots, k_full = ring(K, K_STAGES)
     v_slots, v_full = ring(V, V_STAGES)
@@ -78,7 +78,7 @@ def _forward(
     acc, nothing = gl.zeros([BT * GP, D], gl.float32, of_o), gl.zeros([BT * GP, BN], gl.float32, of_s)
     p = gl.convert_layout(nothing.to(Q.dtype.element_ty), of_p)
     wait(k_full, 0, K_STAGES)
-    # Tile after tile: scores of this one, sums of the one before. The first of all is asked with a mask, needed or not.
+    # Tile after tile: scores of this one, sums of the one before. The first one has a mask, needed or not.
     for stretch in gl.static_range(4):
         begin = 0 if stretch == 0 else (1 if stretch == 1 else gl.maximum(some if stretch == 2 else most, 1))
         stop = 1 if stretch == 0 else (some if stretch == 1 else (most if stretch == 2 else tiles))

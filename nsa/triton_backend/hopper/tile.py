@@ -80,8 +80,8 @@ def shared(x):
 
 @jit
 def softmax(s, m, l, to_base_2):
-    """(p, alpha, m, l): the probabilities of s [rows, keys] before normalisation, what shrinks the sums so far,
-    and the running softmax; `tile.online_softmax` without its product."""
+    """(p, alpha, m, l): the probabilities of s [rows, keys] before normalisation, the factor of the sums so far, and
+    the running row max and row sum; `tile.online_softmax` without its product."""
     m_new = gl.maximum(m, gl.max(s, 1))
     safe = gl.where(m_new == float("-inf"), 0.0, m_new) * to_base_2
     p = gl.exp2(s * to_base_2 - gl.expand_dims(safe, 1))
@@ -99,7 +99,7 @@ def finish(m, l, to_base_2, nonfinite_rows):
 
 @jit
 def nonfinite(x):
-    """Whether there is anything in a row that is not finite, of each row."""
+    """For each row, whether anything in it is not finite."""
     return gl.max((~(gl.abs(x.to(gl.float32)) < float("inf"))).to(gl.int32), 1) > 0
 
 
@@ -152,13 +152,13 @@ def visible_keys(at, lo, hi, BN: gl.constexpr, layout: gl.constexpr):
 
 @jit
 def any_nonfinite(finite):
-    """Whether any key (or row) is not finite; seldom is there one."""
+    """Whether any key (or row) is not finite; that is rare."""
     return gl.min(finite.to(gl.int32), 0) == 0
 
 
 @jit
 def zero_rows(slots, full, number, STAGES: gl.constexpr, finite, layout: gl.constexpr):
-    """Wait for a tile and make its rows 0 that are not `finite`: 0 · NaN would reach who does not see them."""
+    """Wait for a tile and make its rows 0 that are not `finite`: 0 · NaN would reach queries that do not see them."""
     wait(full, number, STAGES)
     there = tile(slots, number, STAGES)
     x = there.load(layout)

@@ -10,7 +10,7 @@ import nsa
 pytest.importorskip("triton")
 
 from nsa.triton_backend import tuning
-from nsa.triton_backend.tuning import Table, Tuned
+from nsa.triton_backend.tuning import LaunchConfig, Table
 
 CONFIG = nsa.NSAConfig(l=8, d=4, l_sel=32, n_sel=3, w=21)
 
@@ -19,7 +19,7 @@ CONFIG = nsa.NSAConfig(l=8, d=4, l_sel=32, n_sel=3, w=21)
 def test_tiles_smaller_and_larger_than_a_block_agree_with_the_oracle(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, rows: int, keys: int
 ) -> None:
-    cut = Table("", dict.fromkeys(tuning.table(86).narrow, Tuned(rows, keys, 4, 1)), {})
+    cut = Table("", dict.fromkeys(tuning.table(86).narrow, LaunchConfig(rows, keys, 4, 1)), {})
     monkeypatch.setattr(tuning, "table", lambda _: cut)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 130, heads, 16, generator=generator).to(device).requires_grad_() for heads in (4, 2, 2))
