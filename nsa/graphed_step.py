@@ -56,7 +56,7 @@ class GraphedStep:
     def _capture(self) -> None:
         device = self._tokens.device
         aside = stream_aside(device)
-        with torch.cuda.device(device), _own_casts(), self.rows.rehearsal():
+        with torch.cuda.device(device), _own_casts(), self.rows.dry_run():
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):  # compiles kernels and warms up libraries, which a capture must not
                 self._model(self._tokens, self.rows)

@@ -159,33 +159,33 @@ class PagedRows:
     def __init__(self, cache: PagedCache, sequences: Sequence[int], count_reads: bool = False) -> None:
         self.cache, self.sequences, self.count_reads = cache, tuple(sequences), count_reads
         self.layers = [PagedLayer(self, i) for i in range(len(cache.layers))]
-        self._bookkeeping = cache.tables
+        self._page_tables = cache.tables
         for sequence in self.sequences:
-            self._bookkeeping.length(sequence)  # ValueError if there is no such sequence
+            self._page_tables.length(sequence)  # ValueError if there is no such sequence
         batch, device = len(self.sequences), cache.stores[0].k.device
         with torch.inference_mode(False):
             self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
             self.tables = {
                 kind.name: torch.full(
-                    (batch, self._bookkeeping.width(kind)), NULL_PAGE, dtype=torch.int32, device=device
+                    (batch, self._page_tables.width(kind)), NULL_PAGE, dtype=torch.int32, device=device
                 )
-                for kind in self._bookkeeping.kinds
+                for kind in self._page_tables.kinds
             }
         self.every_step_alike = False
         """Whether a step that completes no compressed block does the same as one that does, as in a CUDA graph."""
-        self._rehearsing = False
+        self._dry_run = False
         self._uploaded: dict[tuple[str, int], int] = {}
         self._num_tokens = 0
         self._places: Places | None = None
 
     def __len__(self) -> int:
         """Tokens held by the longest of them."""
-        return max((self._bookkeeping.length(sequence) for sequence in self.sequences), default=0)
+        return max((self._page_tables.length(sequence) for sequence in self.sequences), default=0)
 
     def prepare(self, num_tokens: int) -> None:
         """Make room for `num_tokens` more tokens in each; OutOfPagesError or ValueError with nothing changed."""
         self.cache.rollback()
-        copies = self._bookkeeping.reserve(self.sequences, num_tokens)
+        copies = self._page_tables.reserve(self.sequences, num_tokens)
         for store in self.cache.stores:
             store.copy(copies)
         self._upload()
@@ -196,22 +196,22 @@ class PagedRows:
         return self.cache.step is self and self._num_tokens == num_tokens
 
     @contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def dry_run(self) -> Iterator[None]:
         """Steps in here leave the sequences as they were."""
-        self._rehearsing = True
+        self._dry_run = True
         try:
             yield
         finally:
-            self._rehearsing = False
+            self._dry_run = False
             self.rollback()
 
     def commit(self, num_tokens: int) -> None:
         """Let the sequences grow by what was prepared."""
-        if self._rehearsing:
+        if self._dry_run:
             return
         if not self.prepared(num_tokens):
             raise RuntimeError(f"a step of {num_tokens} tokens was not prepared, or another call has ended it")
-        self._bookkeeping.commit(self.sequences, num_tokens)
+        self._page_tables.commit(self.sequences, num_tokens)
         self.cache.step = None
 
     def rollback(self) -> None:
@@ -221,7 +221,7 @@ class PagedRows:
     def places(self, num_tokens: int) -> Places:
         """Where the new rows of this step lie, computed once for all layers."""
         if self._places is None:
-            config, before = self.cache.config, [self._bookkeeping.length(sequence) for sequence in self.sequences]
+            config, before = self.cache.config, [self._page_tables.length(sequence) for sequence in self.sequences]
             completing = self.every_step_alike or any(
                 num_compressed_blocks(length + num_tokens, config) > num_compressed_blocks(length, config)
                 for length in before
@@ -234,16 +234,16 @@ class PagedRows:
     def keys(self, store: PageStore, num_tokens: int) -> PagedKV:
         """All keys and values of a layer, the new ones included."""
         tables = {branch: self.tables[branch if branch in self.tables else "tokens"] for branch in BRANCHES}
-        lengths = tuple(self._bookkeeping.length(sequence) + num_tokens for sequence in self.sequences)
+        lengths = tuple(self._page_tables.length(sequence) + num_tokens for sequence in self.sequences)
         return PagedKV(store.k, store.v, tables, self.places(num_tokens).lengths, lengths)
 
     def _upload(self) -> None:
         """Bring lengths, and the tables that have changed, to the device."""
-        lengths = [self._bookkeeping.length(sequence) for sequence in self.sequences]
+        lengths = [self._page_tables.length(sequence) for sequence in self.sequences]
         self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32), non_blocking=True)
         for name, on_device in self.tables.items():
             for row, sequence in enumerate(self.sequences):
-                table = self._bookkeeping.table(sequence, name)
+                table = self._page_tables.table(sequence, name)
                 if self._uploaded.get((name, row)) != table.version and table.pages:
                     on_device[row].copy_(torch.frombuffer(table.pages, dtype=torch.int32), non_blocking=True)
                     self._uploaded[name, row] = table.version

@@ -82,14 +82,14 @@ def test_a_rejected_step_is_taken_back() -> None:
         cache.truncate(sequence, length + kept)
 
 
-def test_a_rehearsed_step_leaves_no_trace() -> None:
+def test_a_dry_run_leaves_no_trace() -> None:
     """What a CUDA graph is captured with, even where nothing could be taken back."""
     layer, x = make_layer(), tokens(1, 30)
     wanted, cache = full(layer, x), make_cache(layer, max_rollback=0)
     sequence = cache.new()
     feed(cache, [sequence], x[:, :23])
     free, rows = cache.num_free_pages, cache.rows([sequence])
-    with torch.no_grad(), rows.rehearsal():
+    with torch.no_grad(), rows.dry_run():
         rows.layers[0].store.layer(torch.zeros(1, 5, DIM).double(), rows.layers[0])
         rows.prepare(5)
         rows.layers[0].store.layer(torch.zeros(1, 5, DIM).double(), rows.layers[0])
