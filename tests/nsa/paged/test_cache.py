@@ -82,6 +82,12 @@ def test_a_rejected_step_is_taken_back() -> None:
         cache.truncate(sequence, length + kept)
 
 
+def test_rollback_has_its_old_name_still() -> None:
+    cache = PagedCache(make_layer(small_config("avg")), num_pages=2, max_tokens=8)
+    with pytest.warns(DeprecationWarning, match="rollback"):
+        cache.abandon()
+
+
 def test_a_dry_run_leaves_no_trace() -> None:
     """What a CUDA graph is captured with, even where nothing could be taken back."""
     layer, x = make_layer(), tokens(1, 30)
