@@ -32,7 +32,7 @@ def printed_minus_sign(c: int, j: int, layout: Layout) -> float:
 
 @dataclass(frozen=True)
 class Choice:
-    """`select_blocks` over dense scores; healthy as it stands, faulty with a field changed."""
+    """`select_blocks` over dense scores; right as it stands, faulty with a field changed."""
 
     weigh: Weigh = overlap
     dtype: torch.dtype = torch.float32

@@ -144,21 +144,21 @@ def split(decoded: DecodeOutput) -> list[tuple[Tensor, nsa.Aux]]:
     ]
 
 
-@pytest.mark.parametrize("spoil", ["q", "k", "v", "k_compressed", "v_compressed"])
+@pytest.mark.parametrize("operand", ["q", "k", "v", "k_compressed", "v_compressed"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(spoil: str, value: float) -> None:
+def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(operand: str, value: float) -> None:
     x = draw(1, 8, 31, 2, 1, 16, 16, CONFIG)  # queries 23 … 30; block 12 holds tokens 24 … 27
     place = {"q": (x["q"], 5), "k": (x["k"][2], 28), "v": (x["v"][2], 28)}
     place |= {name: (x[name], 12) for name in ("k_compressed", "v_compressed")}
-    tensor, row = place[spoil]
+    tensor, row = place[operand]
     tensor[0, row, 0, 3] = value
     found, true = ((~whole(x, CONFIG, b)[0].isfinite())[0].flatten(1).any(-1) for b in ("triton", "reference"))
-    sees = torch.arange(8, device=found.device) >= {"q": 5, "k": 5, "v": 5}.get(spoil, 27 - 23)
-    if spoil == "q":
+    sees = torch.arange(8, device=found.device) >= {"q": 5, "k": 5, "v": 5}.get(operand, 27 - 23)
+    if operand == "q":
         sees = torch.arange(8, device=found.device) == 5
     assert true.any()
     assert not (true & ~found).any()
-    assert not (found & ~sees).any()  # a score of -inf counts as nothing for the oracle, and may spoil a row here
+    assert not (found & ~sees).any()  # the oracle ignores a score of -inf, which may make a row nonfinite here
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -99,34 +99,34 @@ def test_documents_stay_apart(device: torch.device) -> None:
     torch.testing.assert_close(*outputs, rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("spoil", ["q", "k", "v"])
+@pytest.mark.parametrize("operand", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(
-    device: torch.device, spoil: str, value: float
+    device: torch.device, operand: str, value: float
 ) -> None:
     inputs = draw(device, 40, 40, 2, 1, 16)
     with torch.no_grad():
-        inputs["qkv".index(spoil)][0, 21, 0, 3] = value
+        inputs["qkv".index(operand)][0, 21, 0, 3] = value
     found, true = (~run(backend, inputs)[0].isfinite().all(-1) for backend in ("triton", "reference"))
     t = torch.arange(40, device=device)[:, None]
-    sees = (t == 21) if spoil == "q" else (inputs[3] == 21 // CONFIG.l_sel).any(-1)[0] & (t >= 21)
+    sees = (t == 21) if operand == "q" else (inputs[3] == 21 // CONFIG.l_sel).any(-1)[0] & (t >= 21)
     assert true.any()
     assert not (true & ~found).any()
-    assert not (found & ~sees).any()  # a score of -inf counts as nothing for the oracle, and spoils a row here
+    assert not (found & ~sees).any()  # the oracle ignores a score of -inf, which makes a row nonfinite here
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("by_query", [False, True])
-@pytest.mark.parametrize("spoil", ["k", "v"])
+@pytest.mark.parametrize("operand", ["k", "v"])
 def test_gradients_beside_what_is_not_finite_are_the_oracles(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device, spoil: str, by_query: bool, value: float
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, operand: str, by_query: bool, value: float
 ) -> None:
     """Of the forward pass by query too, whose lse such a value leaves finite."""
     if by_query:
         monkeypatch.setattr(dispatch, "KV_MAJOR_MIN_QUERIES", 2**20)
     inputs = draw(device, 40, 40, 2, 1, 16)
     with torch.no_grad():
-        inputs["qkv".index(spoil)][0, 21, 0, 3] = value
+        inputs["qkv".index(operand)][0, 21, 0, 3] = value
     found, true = (run(backend, inputs)[2:] for backend in ("triton", "reference"))
     sees = (inputs[3] == 21 // CONFIG.l_sel).any(-1)[0, :, 0] & (torch.arange(40, device=device) >= 21)
     assert found[0][0, ~sees].isfinite().all(), "dq of a query that does not see it"
