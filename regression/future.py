@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from regression.calls import BRANCHES_AND_WHOLE, Call
+from regression.calls import BRANCHES, Call
 
 OTHER = 3.0
 """Scale of the tokens that take the place of the later ones."""
 
 
-def leaks(call: Call, backend: str, cuts: Sequence[int], branches: Sequence[str] = BRANCHES_AND_WHOLE) -> list[str]:
+def leaks(call: Call, backend: str, cuts: Sequence[int], branches: Sequence[str] = BRANCHES) -> list[str]:
     """For each branch and cut, the rows before `cut` that are not bit for bit what they were once every token from
     `cut` on is another; S = T."""
     found = []

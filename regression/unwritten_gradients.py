@@ -16,7 +16,7 @@ from torch import Tensor
 from nsa.geometry import Layout
 from nsa.torch_backend import window_attention as healthy
 from regression import poison
-from regression.calls import BRANCHES_AND_WHOLE, COMPILING_S, Call, draw, in_every_backend, interpreted
+from regression.calls import BRANCHES, COMPILING_S, Call, draw, in_every_backend, interpreted
 from regression.evidence import Evidence
 from regression.incident import Incident, Step
 from regression.verdict import Verdict
@@ -77,7 +77,7 @@ def _examine(step: Step, backends: Sequence[str]) -> Evidence:
         few = interpreted(backend, step.device)
         for kv_heads, group in INTERPRETED_HEADS if few else HEADS:
             call = draw(6 if few else 20, step.device, batch=1 if few else 2, kv_heads=kv_heads, group=group)
-            for branch in BRANCHES_AND_WHOLE[-1:] if few else BRANCHES_AND_WHOLE:  # the whole has all of them
+            for branch in BRANCHES[-1:] if few else BRANCHES:  # the whole has all of them
                 with poison.allocations():
                     found = _run(call, branch, backend)
                 shape = f"{backend}, {branch}, Hkv {kv_heads}, G {group}"

@@ -10,7 +10,7 @@ import torch
 
 import nsa
 from regression import choice, dense, future, memory
-from regression.calls import BRANCHES_AND_WHOLE, SMALL, draw
+from regression.calls import BRANCHES, SMALL, draw
 from regression.listing import module_of
 from regression.verdict import verdict
 
@@ -54,7 +54,7 @@ def test_fault_in_a_backend_is_seen_there(incident_id: str, backend: str, device
         assert verdict(module.product(Quiet((backend,), device.type))) is module.INCIDENT.expects
 
 
-@pytest.mark.parametrize("branch", BRANCHES_AND_WHOLE)
+@pytest.mark.parametrize("branch", BRANCHES)
 @pytest.mark.parametrize("rows", [(0, 24), (0, 3), (20, 24)], ids=["prefill", "no block yet", "chunk"])
 def test_oracle_agrees_with_the_specification(branch: str, rows: tuple[int, int]) -> None:
     call = draw(24, "cpu", batch=2, kv_heads=2).rows(*rows)
