@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from nsa.triton_backend.tuning import MIN_DOT, WIDTHS, Table, Tuned
+from nsa.triton_backend.tuning import MIN_DOT, WIDTHS, LaunchConfig, Table
 
 MAX_ROWS, MAX_KEYS, MAX_WARPS, MAX_STAGES = 128, 128, 8, 4
 WORTH = 0.02
@@ -23,7 +23,7 @@ class Trial:
     """What was found of one candidate."""
 
     kernel: str
-    tuned: Tuned
+    tuned: LaunchConfig
     outcome: str
     """"measured", "does not fit", "wrong" or "failed"."""
     latency_ms: float | None = None
@@ -33,7 +33,7 @@ class Trial:
     """How wrong, or the error."""
 
 
-def candidates(current: Tuned) -> list[Tuned]:
+def candidates(current: LaunchConfig) -> list[LaunchConfig]:
     """The present launch, then every one whose sizes are half, the same or twice, with a stage more or less."""
     found = [current]
     for rows, keys, warps, stages in product(
@@ -74,11 +74,11 @@ def best(trials: Sequence[Trial]) -> Trial:
     return fastest
 
 
-def changed(table: Table, width: str, chosen: Mapping[str, Tuned], how: str) -> Table:
+def changed(table: Table, width: str, chosen: Mapping[str, LaunchConfig], how: str) -> Table:
     """The table with other launches for one of `WIDTHS`."""
     if width not in WIDTHS:
         raise ValueError(f"width must be one of {', '.join(WIDTHS)}; got {width!r}")
-    launches: Mapping[str, Tuned] = getattr(table, width)
+    launches: Mapping[str, LaunchConfig] = getattr(table, width)
     return dataclasses.replace(table, how=how, **{width: {**launches, **chosen}})
 
 
@@ -86,11 +86,11 @@ def text(table: Table) -> str:
     """A table as the file that `nsa.triton_backend.tuning.table` reads: one launch per line."""
     widths = []
     for width in WIDTHS:
-        launches: Mapping[str, Tuned] = getattr(table, width)
+        launches: Mapping[str, LaunchConfig] = getattr(table, width)
         rows = [f'    "{name}": {json.dumps(_given(tuned))}' for name, tuned in launches.items()]
         widths.append(f'  "{width}": {{\n' + ",\n".join(rows) + "\n  }" if rows else f'  "{width}": {{}}')
     return f'{{\n  "how": {json.dumps(table.how, ensure_ascii=False)},\n' + ",\n".join(widths) + "\n}\n"
 
 
-def _given(tuned: Tuned) -> dict[str, int]:
+def _given(tuned: LaunchConfig) -> dict[str, int]:
     return {name: value for name, value in dataclasses.asdict(tuned).items() if value is not None}

@@ -15,7 +15,7 @@ from benchmarks.fingerprint import Fingerprint
 from benchmarks.tuner import Trial
 from benchmarks.tuner_trials import Workload, fits
 from nsa.triton_backend import tuning
-from nsa.triton_backend.tuning import Tuned
+from nsa.triton_backend.tuning import LaunchConfig
 
 DTYPE = torch.bfloat16
 
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     if times > 1:
         raise ValueError(f"--heads: rows of {dk} and {dv} channels are wider than any table; got {arguments.heads!r}")
     workload = Workload(architecture, width, group, dk, dv, arguments.kv_heads, arguments.tokens)
-    chosen: dict[str, Tuned] = {}
+    chosen: dict[str, LaunchConfig] = {}
     kernels = _kernels(arguments.kernels, table)
     for kernel in kernels if arguments.kernels is not None else ():  # before hours are spent on others
         if not fits(kernel, table.of(kernel, width, group), table, workload):
@@ -103,7 +103,7 @@ def _ms(trial: Trial) -> str:
 
 
 def _tried(
-    kernel: str, candidates: Sequence[Tuned], table: tuning.Table, workload: Workload, results: Path
+    kernel: str, candidates: Sequence[LaunchConfig], table: tuning.Table, workload: Workload, results: Path
 ) -> Iterator[Trial]:
     """Each candidate's trial, which is on the disk before the next one begins."""
     file = results / "tuning" / f"sm{workload.architecture}.jsonl"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,21 +17,21 @@ from torch import Tensor
 import nsa
 from benchmarks import timing, tuner
 from benchmarks.tuner import Trial
-from nsa.triton_backend import ahead_of_time, by_block, tuning
+from nsa.triton_backend import ahead_of_time, dispatch, tuning
 from nsa.triton_backend.ahead_of_time import Heads
-from nsa.triton_backend.tuning import Table, Tuned
+from nsa.triton_backend.tuning import LaunchConfig, Table
 
 PARTS = {
-    "interval_forward": ("compressed", "window"),
-    "interval_backward_q": ("compressed", "window"),
-    "interval_backward_kv": ("compressed", "window"),
+    "compressed_window_forward": ("compressed", "window"),
+    "compressed_window_backward_q": ("compressed", "window"),
+    "compressed_window_backward_kv": ("compressed", "window"),
     "scores": ("choice",),
     "selected_forward": ("selected",),
     "selected_backward_q": ("selected",),
     "selected_backward_kv": ("selected",),
-    "by_block": ("selected",),
-    "hopper.interval_forward": ("compressed", "window"),
-    "hopper.interval_backward_q": ("compressed", "window"),
+    "selected_kv_major": ("selected",),
+    "hopper.compressed_window_forward": ("compressed", "window"),
+    "hopper.compressed_window_backward_q": ("compressed", "window"),
     "hopper.scores": ("choice",),
     "hopper.selected_forward": ("selected",),
     "hopper.selected_backward_q": ("selected",),
@@ -38,11 +39,10 @@ PARTS = {
 """What a kernel is part of."""
 HOPPER = "hopper."
 JIT_NAMES = {
-    "hopper.interval_backward_q": "hopper.interval_backward._backward_q",
     "hopper.scores": "hopper.scores._group_probabilities",
     "scores": "scores._group_probabilities",
-    "by_block": "by_block._partial",
-    "selected_backward_kv": "by_block_backward._gradients",
+    "selected_kv_major": "selected_kv_major._forward",
+    "selected_backward_kv": "selected_kv_major._backward",
 }
 PLAN = timing.Plan(min_samples=20, min_time_s=0.2, wall_limit_s=5.0, end_to_end=False)
 SAME_BLOCKS = 0.999
@@ -50,7 +50,7 @@ SAME_BLOCKS = 0.999
 
 
 @contextmanager
-def using(kernel: str, tuned: Tuned, table: Table, workload: Workload) -> Iterator[None]:
+def using(kernel: str, tuned: LaunchConfig, table: Table, workload: Workload) -> Iterator[None]:
     """Launch one kernel in another way; one that another of `hopper/` stands in for is launched itself."""
     launches = {table.name(kernel, workload.width, workload.group): tuned}
     other = tuner.changed(table, workload.width, launches, table.how)
@@ -61,16 +61,15 @@ def using(kernel: str, tuned: Tuned, table: Table, workload: Workload) -> Iterat
         yield
 
 
-def fits(kernel: str, tuned: Tuned, table: Table, workload: Workload) -> bool:
+def fits(kernel: str, tuned: LaunchConfig, table: Table, workload: Workload) -> bool:
     """Whether every version of the kernel compiles and fits the shared memory of the workload's architecture.
 
     A kernel of `hopper/` does not where it would not be launched, or its compiler takes no such tile.
     """
-    module, _, rest = kernel.partition("_")
-    name = JIT_NAMES.get(kernel, f"{module}._{rest}")
-    heads, length = Heads(workload.group, workload.dk, workload.dv, 1), by_block.MIN_QUERIES
+    name = JIT_NAMES.get(kernel, re.sub("_(?=forward|backward)", "._", kernel, count=1))
+    heads, length = Heads(workload.group, workload.dk, workload.dv, 1), dispatch.KV_MAJOR_MIN_QUERIES
     if kernel.removeprefix(HOPPER) == "selected_forward":
-        length = by_block.MIN_QUERIES - 1  # below, a small group goes by query
+        length = dispatch.KV_MAJOR_MIN_QUERIES - 1  # below, a small group goes by query
     with using(kernel, tuned, table, workload), ahead_of_time.recorded(workload.architecture) as launches:
         ahead_of_time.call(heads, length, length, backward="backward" in kernel)
     shared_kib = tuning.SHARED_MEMORY_KIB.get(workload.architecture, tuning.LEAST_SHARED_KIB)
@@ -99,7 +98,7 @@ class Workload:
     dtype: torch.dtype = torch.bfloat16
     device: str = "cuda"
 
-    def trial(self, kernel: str, tuned: Tuned, table: Table) -> Trial:
+    def trial(self, kernel: str, tuned: LaunchConfig, table: Table) -> Trial:
         """Run it with the candidate, hold it to the table's own launch, and time it."""
         work = self._work(kernel)
         wanted = work()

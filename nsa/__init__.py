@@ -14,8 +14,8 @@ from nsa.attention import (
 from nsa.cache import KVCache
 from nsa.config import NSAConfig
 from nsa.layer import NativeSparseAttention
-from nsa.paged_cache import PagedCache
-from nsa.paging import OutOfPagesError
+from nsa.paged.allocator import OutOfPagesError
+from nsa.paged.cache import PagedCache
 
 __version__ = "0.1.0"
 

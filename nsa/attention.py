@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from nsa import backends, checks
-from nsa.config import NSAConfig
-from nsa.decode import Decoded, Rows, decoder
+from nsa.config import BRANCHES, NSAConfig
 from nsa.geometry import Layout
+from nsa.kv import DecodeOutput, KVView
 
 Branches = Tensor | Sequence[Tensor | None]
-BRANCHES = ("compressed", "selected", "window")
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Aux:
         return replace(self, lse={branch: x.detach() for branch, x in self.lse.items()})
 
     @classmethod
-    def of(cls, decoded: Decoded, backend: str) -> Aux:
+    def of(cls, decoded: DecodeOutput, backend: str) -> Aux:
         """Of a step that was one call."""
         lse = dict(zip(BRANCHES, decoded.lse.unbind(), strict=True))
         read = {name: x.sum(dtype=torch.int64) for name, x in zip(BRANCHES, decoded.keys_read, strict=True)}
@@ -269,11 +268,11 @@ def nsa_attention(
         v_cmp = _compressed("v", v_source, v_compressed, v_sel, layout, run)
         checks.same_dtype(q=q, k_compressed=k_cmp, v_compressed=v_cmp, **{"k[2]": k_win, "v[2]": v_win})
         if layout.num_queries < layout.num_keys and (
-            step := decoder(name, q, k_sel, v_sel, k_win, v_win, k_cmp, v_cmp, gates)
+            step := backends.decoder(name, q, k_sel, v_sel, k_win, v_win, k_cmp, v_cmp, gates)
         ):
             lengths = torch.full((q.shape[0],), layout.num_keys, dtype=torch.int32, device=q.device)
-            rows = Rows(k_cmp, v_cmp), Rows(k_sel, v_sel), Rows(k_win, v_win)
-            decoded = step(q, *rows, lengths, gates, config, scale)
+            views = KVView(k_cmp, v_cmp), KVView(k_sel, v_sel), KVView(k_win, v_win)
+            decoded = step(q, *views, lengths, gates, config, scale)
             return (decoded.o, Aux.of(decoded, name)) if return_aux else decoded.o
         o_cmp, lse_cmp, read_cmp = run.compressed_attention(q, k_cmp, v_cmp, layout, scale)
         with torch.no_grad():

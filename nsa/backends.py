@@ -1,4 +1,4 @@
-"""The three implementations of the parts, and which one serves a call."""
+"""The three implementations of the parts, and which one serves a call; the decode step that one of them has whole."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nsa import reference, torch_backend
+from nsa.config import NSAConfig
 from nsa.geometry import Layout
+from nsa.kv import DecodeOutput, KVView
 
 NAMES = ("auto", "reference", "torch", "triton")
+MAX_DECODE_QUERIES = 8
+"""Queries of a sequence, all new, that a fused decode step takes: a speculative step."""
 
 
 class Backend(Protocol):
@@ -38,15 +43,35 @@ class Backend(Protocol):
     def combine(self, outputs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor: ...
 
 
+class Decoder(Protocol):
+    """Attention of q [B, S, Hq, Dk], the last of `lengths` int32 [B] tokens, over three branches at once."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        compressed: KVView,
+        selected: KVView,
+        window: KVView,
+        lengths: Tensor,
+        gates: Tensor,
+        config: NSAConfig,
+        scale: float,
+    ) -> DecodeOutput: ...
+
+
 def load(name: str) -> Backend:
-    """The module that implements the parts under this name, imported by a statement, which torch.compile can trace."""
+    """The module that implements the parts under this name.
+
+    Triton may be missing, so its backend is imported where it is asked for: by a statement, which torch.compile can
+    trace.
+    """
     module: Backend
     if name == "triton":
         from nsa import triton_backend as module
     elif name == "torch":
-        from nsa import torch_backend as module
+        module = torch_backend
     elif name == "reference":
-        from nsa import reference as module
+        module = reference
     else:
         raise KeyError(name)
     return module
@@ -55,10 +80,10 @@ def load(name: str) -> Backend:
 def why_not_triton(q: Tensor, v: Tensor) -> str | None:
     """Why the triton backend cannot serve these tensors, or None if it can."""
     try:
-        from nsa.triton_backend import support
+        from nsa.triton_backend import dispatch
     except ImportError as error:
         return f"Triton cannot be imported ({error})"
-    return support.why_not(q, v)
+    return dispatch.why_not(q, v)
 
 
 def choose(asked: str, q: Tensor, v: Tensor) -> tuple[str, Backend]:
@@ -71,3 +96,17 @@ def choose(asked: str, q: Tensor, v: Tensor) -> tuple[str, Backend]:
     elif asked == "triton" and (reason := why_not_triton(q, v)):
         raise ValueError(f"backend 'triton' cannot serve this call: {reason}")
     return asked, load(asked)
+
+
+def decoder(backend: str, q: Tensor, *others: Tensor) -> Decoder | None:
+    """The fused decode of the backend that was chosen for a call; None where it has none, or has none for this call.
+
+    It has no backward pass, and torch.compile cannot trace it: there the parts serve.
+    """
+    if backend != "triton" or q.shape[1] > MAX_DECODE_QUERIES or torch.compiler.is_compiling():
+        return None
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, *others)):
+        return None
+    from nsa import triton_backend  # as in `load`
+
+    return triton_backend.decode_attention

@@ -14,7 +14,7 @@ from torch import Tensor
 from nsa.attention import nsa_attention
 from nsa.config import NSAConfig
 from nsa.geometry import num_compressed_blocks
-from nsa.layer import Branched, NativeSparseAttention, a_size, per_branch
+from nsa.layer import NativeSparseAttention, PerBranch, a_size, per_branch
 
 
 class KVCache:
@@ -76,7 +76,7 @@ class KVCache:
         """int64 [S]: where the next tokens stand."""
         return torch.arange(self._length, self._length + num_tokens, device=self._k.device)
 
-    def attend(self, q: Tensor, k: Branched, v: Branched, gates: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: PerBranch, v: PerBranch, gates: Tensor) -> Tensor:
         """Store the new keys and values; attention of q [B, S, Hq, Dk] over all of them: o [B, S, Hq, Dv]."""
         keys, values, k_compressed, v_compressed = self.stage(k, v)
         return nsa_attention(
@@ -90,7 +90,7 @@ class KVCache:
             backend=self.layer.backend,
         )
 
-    def stage(self, k: Branched, v: Branched) -> tuple[Branched, Branched, Tensor, Tensor]:
+    def stage(self, k: PerBranch, v: PerBranch) -> tuple[PerBranch, PerBranch, Tensor, Tensor]:
         """Store S new tokens beyond the end and compress the blocks they complete.
 
         k [B, S, Hkv, Dk] and v [B, S, Hkv, Dv] for each branch -> views of all keys and values [B, T, Hkv, D] for

@@ -109,10 +109,10 @@ def layout(
     if not isinstance(cu_seqlens, Tensor) or _readable(cu_seqlens):
         return Layout(num_queries, num_keys, config, q.device, cu_seqlens)
     # Bad documents become one, and `packed` makes all rows NaN.
-    good = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == num_keys) & (cu_seqlens.diff() >= 0).all()
+    valid = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == num_keys) & (cu_seqlens.diff() >= 0).all()
     one = torch.full_like(cu_seqlens, num_keys)
     one[:1].zero_()
-    return Layout(num_queries, num_keys, config, q.device, torch.where(good, cu_seqlens, one), good)
+    return Layout(num_queries, num_keys, config, q.device, torch.where(valid, cu_seqlens, one), valid)
 
 
 def _documents(cu_seqlens: object, q: Tensor, num_keys: int) -> Tensor:
@@ -142,7 +142,7 @@ def _readable(cu_seqlens: Tensor) -> bool:
 
 def packed(x: Tensor, layout: Layout) -> Tensor:
     """x, or NaN where documents that could not be read on the host are not documents: never a wrong number."""
-    return x if layout.good is None else torch.where(layout.good, x, torch.nan)
+    return x if layout.documents_valid is None else torch.where(layout.documents_valid, x, torch.nan)
 
 
 def compressed_rows(name: str, x: Tensor, layout: Layout) -> None:

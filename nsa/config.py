@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 PHIS = ("avg", "linear", "mlp")
+BRANCHES = ("compressed", "selected", "window")
+"""The branches in the order of their gates (Eq. 5), which everything that holds one thing per branch keeps."""
 
 
 @dataclass(frozen=True)

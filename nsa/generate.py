@@ -18,8 +18,7 @@ from torch import Tensor
 from nsa.graphed_step import GraphedStep
 from nsa.layer import a_size
 from nsa.model import DecoderLM
-from nsa.paged_cache import PagedCache
-from nsa.paged_rows import PagedRows
+from nsa.paged.cache import PagedCache, PagedRows
 from nsa.sampling import NOT_FINITE, Sampling, draw
 
 PREFILL_CHUNK = 4096

@@ -96,7 +96,7 @@ class Layout:
     config: NSAConfig
     device: torch.device
     cu_seqlens: Tensor | None = None
-    good: Tensor | None = None
+    documents_valid: Tensor | None = None
     """bool []: whether the documents given ascend from 0 to T, if that is not known; if not, `cu_seqlens` is one."""
 
     def knowing(self, **computed: object) -> Layout:

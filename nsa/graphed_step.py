@@ -9,10 +9,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from nsa.decode import MAX_QUERIES
+from nsa.backends import MAX_DECODE_QUERIES
 from nsa.layer import a_size
 from nsa.model import DecoderLM
-from nsa.paged_rows import PagedRows
+from nsa.paged.cache import PagedRows
 
 
 class GraphedStep:
@@ -27,8 +27,8 @@ class GraphedStep:
     """
 
     def __init__(self, model: DecoderLM, rows: PagedRows, num_tokens: int = 1) -> None:
-        if a_size("num_tokens", num_tokens) > MAX_QUERIES:
-            raise ValueError(f"num_tokens must be at most {MAX_QUERIES}; got {num_tokens}")
+        if a_size("num_tokens", num_tokens) > MAX_DECODE_QUERIES:
+            raise ValueError(f"num_tokens must be at most {MAX_DECODE_QUERIES}; got {num_tokens}")
         device = model.embedding.weight.device
         if device.type != "cuda":
             raise ValueError(f"model must be on an NVIDIA GPU for a CUDA graph; it is on {device}")
@@ -56,7 +56,7 @@ class GraphedStep:
     def _capture(self) -> None:
         device = self._tokens.device
         aside = stream_aside(device)
-        with torch.cuda.device(device), _own_casts(), self.rows.rehearsal():
+        with torch.cuda.device(device), _own_casts(), self.rows.dry_run():
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):  # compiles kernels and warms up libraries, which a capture must not
                 self._model(self._tokens, self.rows)

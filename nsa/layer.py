@@ -16,7 +16,7 @@ from nsa.config import NSAConfig
 from nsa.gates import Gates
 from nsa.rope import rotate, rotation
 
-Branched = tuple[Tensor, Tensor, Tensor]
+PerBranch = tuple[Tensor, Tensor, Tensor]
 """One tensor per branch: compressed (its source), selected, window."""
 
 Observer = Callable[[Tensor, Aux, "Tensor | None"], None]
@@ -33,7 +33,7 @@ class Cache(Protocol):
     def positions(self, num_tokens: int) -> Tensor:
         """int64 [S], or [B, S] where rows differ in length: where the next tokens stand."""
 
-    def attend(self, q: Tensor, k: Branched, v: Branched, gates: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: PerBranch, v: PerBranch, gates: Tensor) -> Tensor:
         """Store the new keys and values beyond the end; attention of q [B, S, Hq, Dk] over all: o [B, S, Hq, Dv]."""
 
     def commit(self, num_tokens: int) -> None:
@@ -95,10 +95,10 @@ class NativeSparseAttention(nn.Module):
         self.observer: Observer | None = None
         """Called in each forward pass while it is set: how training reads gates and selection."""
 
-        kv_heads = self.num_kv_sets * num_kv_heads
+        num_kv_heads = self.num_kv_sets * num_kv_heads
         self.q = nn.Linear(dim, num_heads * head_dim_k, bias=False, device=device, dtype=dtype)
-        self.k = nn.Linear(dim, kv_heads * head_dim_k, bias=False, device=device, dtype=dtype)
-        self.v = nn.Linear(dim, kv_heads * head_dim_v, bias=False, device=device, dtype=dtype)
+        self.k = nn.Linear(dim, num_kv_heads * head_dim_k, bias=False, device=device, dtype=dtype)
+        self.v = nn.Linear(dim, num_kv_heads * head_dim_v, bias=False, device=device, dtype=dtype)
         self.o = nn.Linear(num_heads * head_dim_v, dim, bias=False, device=device, dtype=dtype)
         self.compress_k = compressor(config, head_dim_k, backend=backend, device=device, dtype=dtype)
         self.compress_v = compressor(config, head_dim_v, backend=backend, device=device, dtype=dtype)
@@ -144,7 +144,7 @@ class NativeSparseAttention(nn.Module):
             return torch.get_autocast_dtype(device)
         return weight.dtype
 
-    def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Branched, Branched]:
+    def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, PerBranch, PerBranch]:
         """q [B, S, Hq, Dk], and keys [B, S, Hkv, Dk] and values [B, S, Hkv, Dv] for each branch; RoPE on q and k."""
         cos_sin = rotation(positions, self.head_dim_k, self.rope_base)
         q = rotate(self.q(x).unflatten(-1, (self.num_heads, self.head_dim_k)), cos_sin)
@@ -183,6 +183,6 @@ def a_size(name: str, size: object) -> int:
     return size
 
 
-def per_branch(sets: Sequence[Tensor]) -> Branched:
+def per_branch(sets: Sequence[Tensor]) -> PerBranch:
     """Three branches from three sets of keys (values), or from the one that all of them share."""
     return (sets[0], sets[1], sets[2]) if len(sets) == 3 else (sets[0], sets[0], sets[0])

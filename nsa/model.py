@@ -16,7 +16,7 @@ from nsa.dense import DenseAttention
 from nsa.layer import Cache, NativeSparseAttention, a_size
 from nsa.loss import in_vocabulary
 from nsa.loss import next_token_loss as next_token_loss
-from nsa.paged_rows import PagedRows
+from nsa.paged.cache import PagedRows
 
 ATTENTIONS = ("nsa", "dense")
 
@@ -135,7 +135,7 @@ class ModelCache:
         """Tokens held by every layer."""
         return min(len(layer) for layer in self.layers)
 
-    def abandon(self) -> None:
+    def rollback(self) -> None:
         """Be as before a call that some layers have taken and others have not."""
         self.truncate(len(self))
 
@@ -190,7 +190,7 @@ class DecoderLM(nn.Module):
                 x = block(x, None if cache is None else cache.layers[i], cu_seqlens)
         except BaseException:
             if cache is not None:
-                cache.abandon()
+                cache.rollback()
             raise
         out: Tensor = self.norm(x)
         return out

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import nsa
-from nsa import Aux, NSAConfig, backends
+from nsa import Aux, NSAConfig, backends, config
 from regression.injection import Fault, injected
 
 SMALL = NSAConfig(l=4, d=2, l_sel=4, n_sel=4, w=8)
 """One config for most incidents: a GPU compiles its kernels once, and the interpreter's tiles stay small."""
-BRANCHES = ("compressed", "selected", "window", "whole")
+BRANCHES = (*config.BRANCHES, "whole")
 COMPILING_S = 180.0
 """Silence that is no stall where kernels may have to be compiled: on a GPU all of a call come in one step."""
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from nsa.config import BRANCHES
 from regression.calls import Call
 from regression.evidence import Bound
 
@@ -77,7 +78,7 @@ def _branch(call: Call, branch: str, block_indices: Tensor, *, wide: bool) -> Te
 def _forward(call: Call, branch: str, block_indices: Tensor, *, wide: bool) -> Tensor:
     if branch != "whole":
         return _branch(call, branch, block_indices, wide=wide)
-    each = [_branch(call, name, block_indices, wide=wide) for name in ("compressed", "selected", "window")]
+    each = [_branch(call, name, block_indices, wide=wide) for name in BRANCHES]
     gates = call.gates.to(each[0].dtype)
     return sum((gates[..., i, None] * o for i, o in enumerate(each)), torch.zeros_like(each[0]))
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 import nsa
 from nsa import backends
-from nsa.decode import Decoded, Decoder, Rows
+from nsa.backends import Decoder
 from nsa.geometry import Layout
+from nsa.kv import DecodeOutput, KVView
 from nsa.torch_backend.scores import select_blocks as healthy
 from regression import dense, future
 from regression.calls import COMPILING_S, SMALL, Call, draw, interpreted, replacing
@@ -100,14 +101,14 @@ def _fused_decode_of_its_own(healthy: Decoder) -> Decoder:
 
     def decode_attention(
         q: Tensor,
-        compressed: Rows,
-        selected: Rows,
-        window: Rows,
+        compressed: KVView,
+        selected: KVView,
+        window: KVView,
         lengths: Tensor,
         gates: Tensor,
         config: nsa.NSAConfig,
         scale: float,
-    ) -> Decoded:
+    ) -> DecodeOutput:
         free = replace(config, init_blocks=0, local_blocks=0)
         return healthy(q, compressed, selected, window, lengths, gates, free, scale)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import nsa
+from nsa.config import BRANCHES
 from nsa.geometry import Layout, num_visible_compressed
 from nsa.torch_backend import compressed_attention as healthy
 from regression import dense
@@ -32,7 +33,6 @@ INCIDENT = Incident(
     fires=("error", "wrong"),
     floor_s=COMPILING_S,
 )
-BRANCHES = ("compressed", "selected", "window")
 NEGLIGIBLE = 1e-5
 """Of the largest gradient: a key that decides nothing gets rounding errors, not exactly 0."""
 

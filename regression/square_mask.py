@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from nsa.config import BRANCHES
 from nsa.geometry import Layout
 from nsa.torch_backend import selected_attention as healthy
 from regression import dense, memory
@@ -27,7 +28,6 @@ INCIDENT = Incident(
     expects=Verdict.OUT_OF_MEMORY,
     floor_s=COMPILING_S,
 )
-BRANCHES = ("compressed", "selected", "window")
 
 
 def _square(

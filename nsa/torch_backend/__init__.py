@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nsa.geometry import Layout
-from nsa.torch_backend.interval import IntervalAttention
+from nsa.torch_backend.compressed_window import CompressedWindowAttention
 from nsa.torch_backend.rows import compute_dtype
 from nsa.torch_backend.scores import select_blocks
 from nsa.torch_backend.selected import SelectedAttention
@@ -37,7 +37,7 @@ def compressed_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The compressed branch; see `nsa.compressed_attention`."""
     lo, hi = layout.compressed_interval
-    return IntervalAttention.apply(q, k_cmp, v_cmp, lo, hi, layout.compressed_span, COMPRESSED_CHUNK, scale)
+    return CompressedWindowAttention.apply(q, k_cmp, v_cmp, lo, hi, layout.compressed_span, COMPRESSED_CHUNK, scale)
 
 
 def selected_attention(
@@ -50,7 +50,7 @@ def selected_attention(
 def window_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """The window branch; see `nsa.window_attention`."""
     lo, hi = layout.window_interval
-    return IntervalAttention.apply(q, k, v, lo, hi, layout.window_span, WINDOW_CHUNK, scale)
+    return CompressedWindowAttention.apply(q, k, v, lo, hi, layout.window_span, WINDOW_CHUNK, scale)
 
 
 def combine(outputs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nsa import geometry, inverted_index
+from nsa import geometry
 from nsa.geometry import Layout
+from nsa.torch_backend import index as inverted_index
 
 ROWS_PER_TILE = 256
 MIN_TOKENS_PER_STEP = 4096
@@ -89,9 +90,9 @@ def batches(count: int, elements_each: int) -> list[slice]:
 def merge(o: Tensor, lse: Tensor, step: Step) -> tuple[Tensor, Tensor]:
     """Each query's results over its blocks into one: o [tiles, C·G, D], lse [tiles, C·G] -> ([R, G, D], [R, G])."""
     pairs = lse.view(step.queries.numel(), -1)[step.places].transpose(1, 2)  # [R, G, n]
-    total = pairs.logsumexp(-1)
-    weights = (pairs - total.masked_fill(total == -torch.inf, 0)[..., None]).exp()
-    return sum_over_blocks(o, weights, step), total
+    lse = pairs.logsumexp(-1)
+    weights = (pairs - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
+    return sum_over_blocks(o, weights, step), lse
 
 
 def sum_over_blocks(tiles: Tensor, weights: Tensor | None, step: Step) -> Tensor:

@@ -26,8 +26,8 @@ def from_query_rows(rows: Tensor, shape: torch.Size, num_kv_heads: int) -> Tenso
     return grid.reshape(batch, length, heads, dim)
 
 
-def given_away(*outputs: Tensor) -> tuple[Tensor, ...]:
-    """What an autograd function returns. A graph copies it: torch 2.11 makes 0 of the gradients of one that compiles
+def without_views(*outputs: Tensor) -> tuple[Tensor, ...]:
+    """The outputs of an autograd function. A graph copies it: torch 2.11 makes 0 of the gradients of one that compiles
     and whose output is a view."""
     return tuple(x.clone() for x in outputs) if torch.compiler.is_compiling() else outputs
 

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from nsa import geometry
 from nsa.config import NSAConfig
 from nsa.geometry import Layout
-from nsa.torch_backend.interval import chunks, seen_keys
+from nsa.torch_backend.compressed_window import chunks, seen_keys
 from nsa.torch_backend.rows import key_rows, query_rows
 
 CHUNK = 512
@@ -28,9 +28,9 @@ def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: T
         part = slice(first * group, last * group)
         visible = seen_keys(lo, hi, first, last, k0, k1)[:, :, None]
         s = (rows[:, part] @ keys[:, k0:k1].mT * scale).unflatten(1, (-1, group)).masked_fill_(~visible, -torch.inf)
-        total = s.logsumexp(-1) if lse_rows is None else lse_rows[:, part].unflatten(1, (-1, group))
-        total = total.masked_fill(total == -torch.inf, 0)
-        p = _added_heads(s.sub_(total[..., None]).exp_().float())
+        row_lse = s.logsumexp(-1) if lse_rows is None else lse_rows[:, part].unflatten(1, (-1, group))
+        row_lse = row_lse.masked_fill(row_lse == -torch.inf, 0)
+        p = _added_heads(s.sub_(row_lse[..., None]).exp_().float())
         if layout.cu_seqlens is not None:
             p = _in_document(p, lo[first:last])
         num_tokens = layout.num_keys - length + last  # no later token matters to these queries

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from nsa.geometry import Layout
 from nsa.torch_backend.grouping import add_rows, batches, merge, steps, sum_over_blocks
-from nsa.torch_backend.rows import compute_dtype, from_key_rows, from_query_rows, given_away, key_rows, query_rows
+from nsa.torch_backend.rows import compute_dtype, from_key_rows, from_query_rows, key_rows, query_rows, without_views
 from nsa.torch_backend.tile import attend, attend_backward, finite, mark, without_autocast
 
 MANY = 256  # (query, block) pairs from which on it pays to prepare every key once
@@ -73,7 +73,7 @@ class SelectedAttention(torch.autograd.Function):
             read[:, step.first : step.last] = (
                 read_tiles.view(-1)[step.places].sum(-1).view(rows.shape[0], step.last - step.first)
             )
-        o, lse = given_away(
+        o, lse = without_views(
             from_query_rows(o_rows, q.shape, num_kv_heads).to(q.dtype),
             from_query_rows(lse_rows[..., None], q.shape, num_kv_heads)[..., 0],
         )

@@ -27,8 +27,8 @@ def finite(x: Tensor) -> Tensor:
 
 def mark(x: Tensor, *causes: Tensor) -> Tensor:
     """x with NaN in every row in which one of `causes` is not finite."""
-    good = torch.stack([cause.isfinite().all(-1) for cause in causes]).all(0)
-    return x.masked_fill(~good[..., None], torch.nan)
+    finite_rows = torch.stack([cause.isfinite().all(-1) for cause in causes]).all(0)
+    return x.masked_fill(~finite_rows[..., None], torch.nan)
 
 
 def without_autocast(backward: Backward) -> Backward:
@@ -55,12 +55,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, o: Tensor) -> Tenso
     A row that sees nothing gives 0 and -inf.
     """
     s = _hide(q @ k.mT, visible, -torch.inf)
-    top = s.amax(-1, keepdim=True)
-    top.masked_fill_(top == -torch.inf, 0)
-    p = s.sub_(top).exp_()
-    total = p.sum(-1, keepdim=True)
-    torch.bmm(p, v, out=o).div_(total.masked_fill(total == 0, 1))
-    return (total.log() + top).squeeze(-1)
+    m = s.amax(-1, keepdim=True)
+    m.masked_fill_(m == -torch.inf, 0)
+    p = s.sub_(m).exp_()
+    l = p.sum(-1, keepdim=True)
+    torch.bmm(p, v, out=o).div_(l.masked_fill(l == 0, 1))
+    return (l.log() + m).squeeze(-1)
 
 
 def attend_backward(

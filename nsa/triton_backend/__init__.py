@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
-from nsa.decode import Decoded, Rows
 from nsa.geometry import Layout
+from nsa.kv import DecodeOutput, KVView
 from nsa.torch_backend import compress
-from nsa.triton_backend import decode, functions, operators, scores
+from nsa.triton_backend import autograd, decode, ops, scores
 
 __all__ = [
     "combine",
@@ -33,10 +33,11 @@ def _positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
     return (q, scale) if scale > 0 else (-q, -scale)
 
 
-def _interval_attention(
+def _compressed_window_attention(
     q: Tensor, k: Tensor, v: Tensor, bounds: tuple[Tensor, Tensor], first_key: int, max_splits: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    attend = operators.interval_attention if torch.compiler.is_compiling() else functions.IntervalAttention.apply
+    in_graph = torch.compiler.is_compiling()
+    attend = ops.compressed_window_attention if in_graph else autograd.CompressedWindowAttention.apply
     o, lse, read, _ = attend(q, k, v, *bounds, first_key, max_splits, scale)
     return o, lse, read
 
@@ -46,13 +47,13 @@ def compressed_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The compressed branch; see `nsa.compressed_attention`."""
     q, scale = _positive(q, scale)
-    return _interval_attention(q, k_cmp, v_cmp, layout.compressed_interval, 0, MAX_SPLITS, scale)
+    return _compressed_window_attention(q, k_cmp, v_cmp, layout.compressed_interval, 0, MAX_SPLITS, scale)
 
 
 def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: Tensor | None = None) -> Tensor:
     """The choice of blocks; see `nsa.select_blocks`."""
     q, scale = _positive(q, scale)
-    select = operators.select_blocks if torch.compiler.is_compiling() else scores.select_blocks
+    select = ops.select_blocks if torch.compiler.is_compiling() else scores.select_blocks
     return select(q, k_cmp, layout, scale, lse)
 
 
@@ -61,7 +62,7 @@ def selected_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The selected branch on distinct block indices; see `nsa.selected_attention`."""
     q, scale = _positive(q, scale)
-    attend = operators.selected_attention if torch.compiler.is_compiling() else functions.SelectedAttention.apply
+    attend = ops.selected_attention if torch.compiler.is_compiling() else autograd.SelectedAttention.apply
     return attend(q, k, v, block_indices, layout, scale)
 
 
@@ -69,25 +70,25 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: flo
     """The window branch; see `nsa.window_attention`."""
     q, scale = _positive(q, scale)
     first_key, _ = layout.window_span(0, layout.num_queries)
-    return _interval_attention(q, k, v, layout.window_interval, first_key, 1, scale)
+    return _compressed_window_attention(q, k, v, layout.window_interval, first_key, 1, scale)
 
 
 def combine(outputs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
     """Eq. 5: Σ gate · branch, added in float32; see `nsa.combine`."""
-    add = operators.combine if torch.compiler.is_compiling() else functions.GatedSum.apply
+    add = ops.combine if torch.compiler.is_compiling() else autograd.GatedSum.apply
     return add(*outputs, gates)
 
 
 def decode_attention(
     q: Tensor,
-    compressed: Rows,
-    selected: Rows,
-    window: Rows,
+    compressed: KVView,
+    selected: KVView,
+    window: KVView,
     lengths: Tensor,
     gates: Tensor,
     config: NSAConfig,
     scale: float,
-) -> Decoded:
+) -> DecodeOutput:
     """All of it for a few queries; see `nsa.triton_backend.decode`."""
     q, scale = _positive(q, scale)
     return decode.attend(q, compressed, selected, window, lengths, gates, config, scale)

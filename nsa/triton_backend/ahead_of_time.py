@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import nsa
-from nsa.triton_backend import support, tuning
+from nsa.triton_backend import dispatch, tuning
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _devices = itertools.count(start=-1, step=-1)  # no GPU has such a number: what is recorded never meets what runs
@@ -53,7 +53,7 @@ class Launch:
     """One kernel that a call had to compile."""
 
     name: str
-    """File and function: "interval._forward"."""
+    """File and function: "compressed_window._forward"."""
     architecture: int
     source: ASTSource
     options: dict[str, Any]
@@ -105,7 +105,7 @@ def recorded(architecture: int) -> Iterator[list[Launch]]:
     with (
         mock.patch.object(triton.runtime.driver, "_active", _Driver(architecture)),
         mock.patch.object(JITFunction, "_do_compile", do_compile),
-        mock.patch.object(support, "_why_not_here", return_value=None),
+        mock.patch.object(dispatch, "_why_not_here", return_value=None),
         mock.patch.object(tuning, "architecture", return_value=architecture),
     ):
         yield launches
@@ -118,7 +118,7 @@ class Heads:
     group: int
     dk: int
     dv: int
-    kv_heads: int = 2
+    num_kv_heads: int = 2
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -128,9 +128,9 @@ def call(heads: Heads, queries: int, keys: int, *, backward: bool = True) -> Non
     def draw(*shape: int) -> torch.Tensor:
         return torch.zeros(1, *shape, dtype=heads.dtype).requires_grad_(backward)
 
-    num_heads = heads.group * heads.kv_heads
+    num_heads = heads.group * heads.num_kv_heads
     q, gates = draw(queries, num_heads, heads.dk), draw(queries, num_heads, 3)
-    k, v = draw(keys, heads.kv_heads, heads.dk), draw(keys, heads.kv_heads, heads.dv)
+    k, v = draw(keys, heads.num_kv_heads, heads.dk), draw(keys, heads.num_kv_heads, heads.dv)
     o = nsa.nsa_attention(q, k, v, gates, nsa.NSAConfig(), backend="triton")
     if backward:
         torch.autograd.grad(o, (q, k, v, gates), torch.zeros_like(o))

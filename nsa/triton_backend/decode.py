@@ -1,7 +1,7 @@
 """Decode: 1 to 8 queries per sequence over many keys, in five launches that read each key once.
 
-1. `decode_compressed.py`: the compressed branch in shares, and its scores; 2. and 3. `decode_choice.py`: the blocks;
-4. `decode_near.py`: selected blocks and window in shares; 5. `decode_merge.py`: shares to branches, branches to o.
+The kernels are in `decode_kernels.py`: the compressed branch in shares and its scores; two for the choice of blocks;
+selected blocks and window in shares; shares to branches, branches to o.
 Lengths are read from the device and grids follow from capacities, so that a CUDA graph serves every length.
 """
 
@@ -17,15 +17,15 @@ from torch import Tensor
 
 from nsa import geometry
 from nsa.config import NSAConfig
-from nsa.decode import Decoded, Rows
-from nsa.triton_backend import decode_choice, decode_compressed, decode_merge, decode_near
+from nsa.kv import DecodeOutput, KVView
+from nsa.triton_backend import decode_kernels
 from nsa.triton_backend.launch import LOG2E, on_device, strides, unit_stride
 from nsa.triton_backend.tuning import ENOUGH_VALUES, MIN_DOT, NARROW, padded
 
 SMS = 132  # of an H200
 ENOUGH_PROGRAMS = 2 * SMS  # more of them write more partial outputs, which a launch must merge
 AT_A_TIME = 3 * SMS  # programs of the first launch that fit on the GPU together
-COLUMNS_PER_WARP = 128  # of the choice: one row, whose 31 counts nobody else hides
+COLUMNS_PER_WARP = 128  # of the choice: one row per program, so that no other row hides the latency of its 31 counts
 MAX_SHARES = 64  # of one row's compressed blocks: what the last launch holds in registers
 MAX_ROWS = 32  # tokens × heads of a group per program, as far as a group is not larger
 KEYS = 64  # per step of a loop, where a row of keys and values is at most NARROW bytes
@@ -67,26 +67,26 @@ def tiles(num_queries: int, group: int, dk: int, dv: int, dtype: torch.dtype) ->
 
 def attend(
     q: Tensor,
-    compressed: Rows,
-    selected: Rows,
-    window: Rows,
+    compressed: KVView,
+    selected: KVView,
+    window: KVView,
     lengths: Tensor,
     gates: Tensor,
     config: NSAConfig,
     scale: float,
-) -> Decoded:
+) -> DecodeOutput:
     """Attention of q [B, S, Hq, Dk], the last of `lengths` int32 [B] tokens, S <= 8; gates [B, S, Hq, 3]; scale > 0."""
     if q.shape[0] > 1 and q.shape[0] * q.shape[1] * q.shape[2] * compressed.capacity > SCRATCH:
         return _by_halves(q, (compressed, selected, window), lengths, gates, config, scale)
     q, compressed, selected, window = unit_stride(q), *map(_unit_stride, (compressed, selected, window))
-    (batch, length, heads, dk), (kv_heads, dv) = q.shape, selected.v.shape[2:]
-    group, to_base_2 = heads // kv_heads, scale * LOG2E
+    (batch, length, heads, dk), (num_kv_heads, dv) = q.shape, selected.v.shape[2:]
+    group, to_base_2 = heads // num_kv_heads, scale * LOG2E
     shape = tiles(length, group, dk, dv, q.dtype)
-    by_head, by_group = (batch, length, heads), (batch, length, kv_heads)
+    by_head, by_group = (batch, length, heads), (batch, length, num_kv_heads)
     out, lse = q.new_empty(*by_head, dv), q.new_empty(3, *by_head, dtype=torch.float32)
     blocks = q.new_empty(*by_group, config.n_sel, dtype=torch.int32)
 
-    cut = batch * kv_heads * triton.cdiv(length, shape.tokens)
+    cut = batch * num_kv_heads * triton.cdiv(length, shape.tokens)
     shares = _in_whole_waves(cut, min(triton.cdiv(compressed.capacity, shape.keys), MAX_SHARES))
     slots = max(triton.cdiv(compressed.capacity, SLOTS), 1) * SLOTS
     scores = q.new_empty(*by_head, slots, dtype=torch.float32)
@@ -95,56 +95,59 @@ def attend(
 
     tiles_of_choice = config.n_sel * triton.cdiv(config.l_sel, shape.keys)
     # two at least: one share of 16 blocks would take twice as long as the window's
-    near_selected = max(_shares(batch * kv_heads * length, tiles_of_choice, tiles_of_choice), min(tiles_of_choice, 2))
-    near_selected = 2 ** (near_selected.bit_length() - 1)  # compiled in: not for every number of sequences anew
+    selected_shares = _shares(batch * num_kv_heads * length, tiles_of_choice, tiles_of_choice)
+    selected_shares = max(selected_shares, min(tiles_of_choice, 2))
+    selected_shares = 2 ** (selected_shares.bit_length() - 1)  # compiled in: not for every number of sequences anew
     tiles_of_window = triton.cdiv(config.w, shape.keys)
-    near_window = max(near_selected * tiles_of_window // tiles_of_choice, 1)
-    near = near_selected + near_window
-    o_near, lse_near, read_near = _parts(q, by_head, by_group, near, dv)
-    decoded = Decoded(out, blocks, lse, (read_cmp, read_near[..., :near_selected], read_near[..., near_selected:]))
+    window_shares = max(selected_shares * tiles_of_window // tiles_of_choice, 1)
+    shares_of_both = selected_shares + window_shares
+    o_sel_win, lse_sel_win, read_sel_win = _parts(q, by_head, by_group, shares_of_both, dv)
+    decoded = DecodeOutput(
+        out, blocks, lse, (read_cmp, read_sel_win[..., :selected_shares], read_sel_win[..., selected_shares:])
+    )
     if out.numel() == 0:
         return decoded
 
     sizes = (dk, dv, shape.dk, shape.dv)
     with on_device(q):
-        decode_compressed._compressed[triton.cdiv(length, shape.tokens) * shares, kv_heads, batch](
+        decode_kernels._compressed[triton.cdiv(length, shape.tokens) * shares, num_kv_heads, batch](
             q, compressed.k, compressed.v, compressed.table, lengths, scores, o_cmp, lse_cmp, read_cmp, *strides(q),
-            *compressed.strides, length, heads, kv_heads, group, slots, shares, to_base_2,
+            *compressed.strides, length, heads, num_kv_heads, group, slots, shares, to_base_2,
             config.l, config.d, compressed.page_size, length == 1,
             *sizes, shape.tokens, shape.group, shape.keys, **shape.launch,
         )  # fmt: skip
         most_blocks = max(geometry.num_selection_blocks(selected.capacity, config), config.n_sel)
         columns, heads_in_tile = triton.next_power_of_2(most_blocks), triton.next_power_of_2(group)
-        wide = max(decode_choice.SCORES // heads_in_tile, SLOTS)
-        decode_choice._group_probabilities[length * triton.cdiv(slots, wide), kv_heads, batch](
-            scores, lse_cmp, lengths, p, length, heads, kv_heads, group, slots, shares, triton.cdiv(slots, wide),
+        wide = max(decode_kernels.SCORES // heads_in_tile, SLOTS)
+        decode_kernels._group_probabilities[length * triton.cdiv(slots, wide), num_kv_heads, batch](
+            scores, lse_cmp, lengths, p, length, heads, num_kv_heads, group, slots, shares, triton.cdiv(slots, wide),
             config.l, config.d, heads_in_tile, wide, triton.next_power_of_2(shares),
         )  # fmt: skip
-        decode_choice._choose[length, kv_heads, batch](
-            p, lengths, blocks, length, kv_heads, slots, config.l, config.d, config.l_sel,
+        decode_kernels._choose[length, num_kv_heads, batch](
+            p, lengths, blocks, length, num_kv_heads, slots, config.l, config.d, config.l_sel,
             geometry.overlap_offsets(config).start, tuple(geometry.overlap_weights(config)), config.init_blocks,
             config.local_blocks, config.n_sel, triton.next_power_of_2(config.n_sel), columns,
             num_warps=min(max(columns // COLUMNS_PER_WARP, 1), 16),
         )  # fmt: skip
-        decode_near._near[length * near, kv_heads, batch](
+        decode_kernels._selected_window[length * shares_of_both, num_kv_heads, batch](
             q, selected.k, selected.v, selected.table, window.k, window.v, window.table, blocks, lengths,
-            o_near, lse_near, read_near, *strides(q), *selected.strides, *window.strides,
-            length, heads, kv_heads, group, to_base_2,
-            config.l_sel, config.n_sel, config.w, selected.page_size, window.page_size, near_selected, near_window,
+            o_sel_win, lse_sel_win, read_sel_win, *strides(q), *selected.strides, *window.strides,
+            length, heads, num_kv_heads, group, to_base_2,
+            config.l_sel, config.n_sel, config.w, selected.page_size, window.page_size, selected_shares, window_shares,
             *sizes, max(shape.group, MIN_DOT), shape.keys, **shape.launch,
         )  # fmt: skip
         rows = batch * length * heads
-        decode_merge._merge[rows,](
-            o_cmp, lse_cmp, o_near, lse_near, gates, out, lse, *gates.stride(), length, heads, rows, shares,
-            near_selected, near_window, *(triton.next_power_of_2(n) for n in (shares, near_selected, near_window)),
-            dv, shape.dv,
+        decode_kernels._merge[rows,](
+            o_cmp, lse_cmp, o_sel_win, lse_sel_win, gates, out, lse, *gates.stride(), length, heads, rows, shares,
+            selected_shares, window_shares,
+            *(triton.next_power_of_2(n) for n in (shares, selected_shares, window_shares)), dv, shape.dv,
         )  # fmt: skip
     return decoded
 
 
 def _by_halves(
-    q: Tensor, branches: tuple[Rows, Rows, Rows], lengths: Tensor, gates: Tensor, config: NSAConfig, scale: float
-) -> Decoded:
+    q: Tensor, branches: tuple[KVView, KVView, KVView], lengths: Tensor, gates: Tensor, config: NSAConfig, scale: float
+) -> DecodeOutput:
     """The same for one half of the sequences after the other: their scores would take too much memory together."""
     parts = []
     for own in (slice(0, q.shape[0] // 2), slice(q.shape[0] // 2, None)):
@@ -152,7 +155,7 @@ def _by_halves(
         parts.append(attend(q[own], compressed, selected, window, lengths[own], gates[own], config, scale))
     read = [torch.cat([x.sum(-1, keepdim=True, dtype=torch.int32) for x in shares]) for shares in
             zip(*(part.keys_read for part in parts), strict=True)]  # fmt: skip
-    return Decoded(
+    return DecodeOutput(
         torch.cat([part.o for part in parts]),
         torch.cat([part.block_indices for part in parts]),
         torch.cat([part.lse for part in parts], 1),
@@ -160,9 +163,9 @@ def _by_halves(
     )
 
 
-def _unit_stride(rows: Rows) -> Rows:
-    """Rows whose channels are side by side; pages are always."""
-    return rows if rows.table is not None else Rows(unit_stride(rows.k), unit_stride(rows.v))
+def _unit_stride(rows: KVView) -> KVView:
+    """A view whose channels are side by side; those of pages always are."""
+    return rows if rows.table is not None else KVView(unit_stride(rows.k), unit_stride(rows.v))
 
 
 def _shares(programs: int, at_most: int, limit: int) -> int:

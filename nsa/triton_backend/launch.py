@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.triton_backend.tile import kernel, load_rows, spoilt
+from nsa.triton_backend.tile import kernel, load_rows, nonfinite
 from nsa.triton_backend.tuning import padded
 
 LOG2E = 1.4426950408889634
@@ -46,7 +46,7 @@ def _backward_rows(DO, O, LSE, DLSE, LSE_2, DELTA, num_rows, DV: tl.constexpr, D
     do = load_rows(DO, row * DV, real, DV, DVP).to(tl.float32)
     o = load_rows(O, row * DV, real, DV, DVP).to(tl.float32)
     lse = tl.load(LSE + row, mask=real, other=0.0)
-    apart = spoilt(do) | (lse == float("-inf"))
+    apart = nonfinite(do) | (lse == float("-inf"))
     tl.store(LSE_2 + row, tl.where(apart, float("nan"), lse * 1.4426950408889634), mask=real)
     delta = tl.sum(do * o, axis=1)
     if DLSE is not None:
@@ -58,7 +58,7 @@ def backward_rows(do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> tu
     """(lse base 2, delta) of a backward pass, float32 [B, S, Hq]; do and o contiguous.
 
     The lse is NaN in rows whose do is not finite, so that it reaches what the row sees and nothing else, and in rows
-    that saw nothing: neither are loaded where a tile holds keys that they may not see, so that a query there that is
+    that saw no key: neither are loaded where a tile holds keys that they may not see, so that a query there that is
     not finite does not reach these keys as 0 · NaN. delta is rowsum(do · o) minus the gradient of lse.
     """
     lse_2, delta = torch.empty_like(lse), torch.empty_like(lse)
@@ -72,24 +72,36 @@ def backward_rows(do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> tu
 
 
 @kernel
-def _good_keys(
-    K, V, GOOD, k_b, k_s, k_h, v_b, v_s, v_h, first, T, HKV,
+def _finite_keys(
+    K, V, FINITE, k_b, k_s, k_h, v_b, v_s, v_h, first, T, HKV,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     key = first + tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     k = load_rows(K + b * k_b + h * k_h, key * k_s, key < T, DK, DKP)
     v = load_rows(V + b * v_b + h * v_h, key * v_s, key < T, DV, DVP)
-    tl.store(GOOD + (b * T + key) * HKV + h, ~(spoilt(k) | spoilt(v)), mask=key < T)
+    tl.store(FINITE + (b * T + key) * HKV + h, ~(nonfinite(k) | nonfinite(v)), mask=key < T)
 
 
-def good_keys(k: Tensor, v: Tensor, first: int = 0) -> Tensor:
+def finite_keys(k: Tensor, v: Tensor, first: int = 0) -> Tensor:
     """bool [B, T, Hkv]: whether the key and the value are finite; not written before the key `first`."""
-    good = torch.empty(v.shape[:3], dtype=torch.bool, device=v.device)
-    (batch, num_keys, kv_heads, dv), dk = v.shape, k.shape[3]
+    finite = torch.empty(v.shape[:3], dtype=torch.bool, device=v.device)
+    (batch, num_keys, num_kv_heads, dv), dk = v.shape, k.shape[3]
     if v.numel() and num_keys > first:
         with on_device(v):
-            _good_keys[triton.cdiv(num_keys - first, KEYS), kv_heads, batch](
-                k, v, good, *strides(k), *strides(v), first, num_keys, kv_heads, dk, dv, padded(dk), padded(dv), KEYS
+            _finite_keys[triton.cdiv(num_keys - first, KEYS), num_kv_heads, batch](
+                k,
+                v,
+                finite,
+                *strides(k),
+                *strides(v),
+                first,
+                num_keys,
+                num_kv_heads,
+                dk,
+                dv,
+                padded(dk),
+                padded(dv),
+                KEYS,
             )
-    return good
+    return finite

@@ -1,7 +1,7 @@
 """Probabilities of the compressed blocks, summed over the heads of a group (Eq. 8 and 10): what a choice is made of.
 
-A tile of blocks × queries is one product. Who may see which block is not asked here: `top_n.py` reads only what a
-query sees, so that no tile needs a mask and what is not finite stays in its own block's column.
+A tile of blocks × queries is one product. Visibility is not checked here: `topk.py` reads only what a query
+sees, so that no tile needs a mask and what is not finite stays in its own block's column.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.geometry import Layout
-from nsa.triton_backend import hopper, interval, top_n, tuning
+from nsa.triton_backend import compressed_window, hopper, topk, tuning
+from nsa.triton_backend.dispatch import Variant, variant
 from nsa.triton_backend.launch import ENOUGH_PROGRAMS, LOG2E, on_device, strides, unit_stride
 from nsa.triton_backend.tile import kernel, load_rows, product, rows_of
 
@@ -56,22 +57,22 @@ def _group_probabilities(
 def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: Tensor | None = None) -> Tensor:
     """int32 [B, S, Hkv, n]; see `nsa.select_blocks`. Scores of a bounded number of queries exist at a time."""
     q, k_cmp = unit_stride(q), unit_stride(k_cmp)
-    (batch, length, heads, dk), (slots, kv_heads) = q.shape, k_cmp.shape[1:3]
+    (batch, length, heads, dk), (slots, num_kv_heads) = q.shape, k_cmp.shape[1:3]
     lo, hi = layout.compressed_interval
     if lse is None:
-        lse = interval.forward(q, k_cmp, k_cmp, lo, hi, 0, 1, scale)[1]
+        lse = compressed_window.forward(q, k_cmp, k_cmp, lo, hi, 0, 1, scale)[1]
     lse = lse.float().contiguous()
-    out = torch.empty(batch, length, kv_heads, layout.config.n_sel, dtype=torch.int32, device=q.device)
+    out = torch.empty(batch, length, num_kv_heads, layout.config.n_sel, dtype=torch.int32, device=q.device)
     if out.numel() == 0:
         return out
-    on_hopper = hopper.serves("scores", heads // kv_heads, k_cmp)
+    on_hopper = variant("scores", q, k_cmp, k_cmp) is Variant.HOPPER
     shape = tuning.shape("hopper.scores" if on_hopper else "scores", q, k_cmp)
-    chunk = min(CHUNK, max(SCRATCH // (batch * kv_heads * max(slots, 1)), shape.tokens), length)
-    p = q.new_empty(batch, chunk, kv_heads, slots, dtype=torch.float32)
+    chunk = min(CHUNK, max(SCRATCH // (batch * num_kv_heads * max(slots, 1)), shape.tokens), length)
+    p = q.new_empty(batch, chunk, num_kv_heads, slots, dtype=torch.float32)
     for first in range(0, length, chunk):
         count = min(chunk, length - first)
         tiles = triton.cdiv(count, shape.tokens)
-        splits = triton.cdiv(ENOUGH_PROGRAMS, tiles * kv_heads * batch)
+        splits = triton.cdiv(ENOUGH_PROGRAMS, tiles * num_kv_heads * batch)
         splits = max(min(splits, layout.compressed_span(first, first + count)[1] // (TILES_PER_SPLIT * shape.keys)), 1)
         with on_device(q):
             if on_hopper:
@@ -79,10 +80,10 @@ def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: T
                     q, k_cmp, lse, (lo, hi), p, first, count, splits, shape, scale * LOG2E
                 )
             elif slots:
-                _group_probabilities[tiles * splits, kv_heads, batch](
+                _group_probabilities[tiles * splits, num_kv_heads, batch](
                     q, k_cmp, lse, lo, hi, p, *strides(q), *strides(k_cmp),
-                    first, count, length, slots, heads, kv_heads, heads // kv_heads, scale * LOG2E, splits,
+                    first, count, length, slots, heads, num_kv_heads, heads // num_kv_heads, scale * LOG2E, splits,
                     dk, shape.dk, shape.tokens, shape.group, shape.keys, **shape.launch,
                 )  # fmt: skip
-            top_n.choose(p, layout, first, count, out)
+            topk.choose(p, layout, first, count, out)
     return out

@@ -1,7 +1,7 @@
 """The selected branch: a program per token and group reads the blocks that it chose.
 
-The heads of a group share each key they load. For small groups `by_block.py` is the faster forward pass; gradients of
-keys and values, and for small groups of queries, are made in `by_block_backward.py`.
+The heads of a group share each key they load. Gradients of keys and values are those of `selected_kv_major.py`, which
+serves other calls as well: `dispatch.py`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.geometry import Layout
-from nsa.triton_backend import by_block, by_block_backward, hopper, tuning
+from nsa.triton_backend import hopper, selected_kv_major, tuning
+from nsa.triton_backend.dispatch import Variant, variant
 from nsa.triton_backend.launch import LOG2E, MAX_TILE, backward_rows, on_device, strides, unit_stride
 from nsa.triton_backend.tile import (
     dot,
     finish,
     kernel,
     load_rows,
+    nonfinite,
     online_softmax,
     product,
-    spoilt,
     store_rows,
 )
 
@@ -64,20 +65,20 @@ def _forward(
     chosen = BLOCKS + ((b * S + i) * HKV + h) * N
     whole = _whole_blocks(chosen, token, start, N, NP, SIZE) * STEPS if BN * STEPS == SIZE else 0
 
-    top = tl.full([GP], float("-inf"), tl.float32)
-    total, acc = tl.zeros([GP], tl.float32), tl.zeros([GP, DVP], tl.float32)
+    m = tl.full([GP], float("-inf"), tl.float32)
+    l, acc = tl.zeros([GP], tl.float32), tl.zeros([GP, DVP], tl.float32)
     read = whole * BN
     for step in range(whole):  # a flat loop, which is what the compiler pipelines
         k, v, _ = _block(chosen, step, start, token, k_base, k_s, v_base, v_s, False, SIZE, STEPS, DK, DKP, DV, DVP, BN)
-        top, total, acc = online_softmax(product(q, k), v, top, total, acc, to_base_2)
+        m, l, acc = online_softmax(product(q, k), v, m, l, acc, to_base_2)
     for step in range(whole, N * STEPS):
         k, v, visible = _block(
             chosen, step, start, token, k_base, k_s, v_base, v_s, True, SIZE, STEPS, DK, DKP, DV, DVP, BN
         )
         s = tl.where(visible[None, :], product(q, k), float("-inf"))
-        top, total, acc = online_softmax(s, v, top, total, acc, to_base_2)
+        m, l, acc = online_softmax(s, v, m, l, acc, to_base_2)
         read += tl.sum(visible.to(tl.int32), axis=0)
-    o, lse = finish(top, total, acc, spoilt(q) & (read > 0))
+    o, lse = finish(m, l, acc, nonfinite(q) & (read > 0))
     row = (b * S + i) * HQ + h * G + g
     store_rows(O, row * DV, real, o, DV, DVP)
     tl.store(LSE + row, lse, mask=real)
@@ -130,20 +131,23 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(o, lse, keys read) over the tokens of each query's blocks at positions <= its own."""
     q, k, v, block_indices = unit_stride(q), unit_stride(k), unit_stride(v), block_indices.contiguous()
-    (batch, length, heads, _), (kv_heads, dv) = q.shape, v.shape[2:]
+    (batch, length, heads, _), (num_kv_heads, dv) = q.shape, v.shape[2:]
     o, lse = q.new_empty(batch, length, heads, dv), q.new_empty(batch, length, heads, dtype=torch.float32)
-    read = q.new_empty(batch, length, kv_heads, dtype=torch.int32)
-    if o.numel() and by_block.serves(q, v, layout):
-        by_block.forward(q, k, v, block_indices, layout, scale, o, lse, read)
-    elif o.numel() and _served("forward", q, k, v, layout):
+    read = q.new_empty(batch, length, num_kv_heads, dtype=torch.int32)
+    if o.numel() == 0:
+        return o, lse, read
+    kernel = variant("selected_forward", q, k, v, layout.config.l_sel)
+    if kernel is Variant.KV_MAJOR:
+        selected_kv_major.forward(q, k, v, block_indices, layout, scale, o, lse, read)
+    elif kernel is Variant.HOPPER:
         with on_device(q):
             hopper.selected.forward(q, k, v, block_indices, layout, scale, o, lse, read)
-    elif o.numel():
+    else:
         sizes, launch = _per_token("selected_forward", q, v, block_indices, layout)
         with on_device(q):
-            _forward[length, kv_heads, batch](
+            _forward[length, num_kv_heads, batch](
                 q, k, v, block_indices, layout.starts, o, lse, read, *strides(q), *strides(k), *strides(v),
-                length, layout.num_keys - length, heads, kv_heads, heads // kv_heads, scale * LOG2E,
+                length, layout.num_keys - length, heads, num_kv_heads, heads // num_kv_heads, scale * LOG2E,
                 *sizes, **launch,
             )  # fmt: skip
     return o, lse, read
@@ -156,33 +160,27 @@ def backward(
     """(dq, dk, dv), from what `forward` was given and gave; None is a gradient of 0."""
     q, k, v, block_indices = unit_stride(q), unit_stride(k), unit_stride(v), block_indices.contiguous()
     batch, length, heads, _ = q.shape
-    kv_heads = k.shape[2]
+    num_kv_heads = k.shape[2]
     do = torch.zeros_like(o) if do is None else do.contiguous()
     lse, delta = backward_rows(do, o, lse, dlse)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if dq.numel() == 0:
         return dq, k.new_zeros(k.shape), v.new_zeros(v.shape)
-    own_dq = not by_block_backward.gives_dq(q, v, layout)
-    if own_dq and _served("backward_q", q, k, v, layout):
+    kernel = variant("selected_backward_q", q, k, v, layout.config.l_sel)
+    if kernel is Variant.HOPPER:
         with on_device(q):
             hopper.selected.backward_q(q, k, v, do, block_indices, layout, scale, lse, delta, dq)
-    elif own_dq:
+    elif kernel is Variant.PLAIN:
         sizes, launch = _per_token("selected_backward_q", q, v, block_indices, layout)
         with on_device(q):
-            _backward_q[length, kv_heads, batch](
+            _backward_q[length, num_kv_heads, batch](
                 q, k, v, do, block_indices, layout.starts, lse, delta, dq, *strides(q), *strides(k), *strides(v),
-                length, layout.num_keys - length, heads, kv_heads, heads // kv_heads, scale, scale * LOG2E,
+                length, layout.num_keys - length, heads, num_kv_heads, heads // num_kv_heads, scale, scale * LOG2E,
                 *sizes, **launch,
             )  # fmt: skip
-    dk, dv = by_block_backward.gradients(q, k, v, do, lse, delta, block_indices, layout, scale, None if own_dq else dq)
+    wanted_dq = dq if kernel is Variant.KV_MAJOR else None
+    dk, dv = selected_kv_major.backward(q, k, v, do, lse, delta, block_indices, layout, scale, wanted_dq)
     return dq, dk, dv
-
-
-def _served(kernel: str, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> bool:
-    """Whether `hopper.selected` does it: a group must fit in its 16 rows, and its tiles must fill a block."""
-    group = q.shape[2] // v.shape[2]
-    fast = tuning.padded(group) == tuning.MIN_DOT and hopper.serves(f"selected_{kernel}", group, k, v)
-    return fast and layout.config.l_sel % tuning.shape(f"hopper.selected_{kernel}", q, v).keys == 0
 
 
 def _per_token(

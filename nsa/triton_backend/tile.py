@@ -2,8 +2,8 @@
 
 Where a tile holds keys that some of its rows may not see, and only there, a product must not meet what is not finite,
 since 0 · NaN is NaN. There such keys and rows are not loaded, and so 0; the rows that see such a key turn NaN through
-their scores, and the keys that such a row sees through its lse. To ask each tile for what is not finite would cost six
-times what its products do: keys are asked once (`launch.good_keys`), and rows have an lse that is NaN.
+their scores, and the keys that such a row sees through its lse. To check each tile for what is not finite would cost
+six times what its products do: keys are checked once (`launch.finite_keys`), and rows have an lse that is NaN.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def is_finite(x):
 
 
 @triton.jit
-def spoilt(x):
-    """Whether there is anything in a row that is not finite, of each row."""
+def nonfinite(x):
+    """For each row, whether anything in it is not finite."""
     return tl.max((~is_finite(x)).to(tl.int32), axis=1) > 0
 
 
@@ -83,30 +83,31 @@ def rows_of(first, S, G, BT: tl.constexpr, GP: tl.constexpr):
 
 
 @triton.jit
-def online_softmax(s, v, top, total, acc, to_base_2):
+def online_softmax(s, v, m, l, acc, to_base_2):
     """Add the scores s [rows, keys] and values v [keys, Dv] to the running softmax; `to_base_2` > 0 scales scores.
 
-    `top` is kept scaled and rounded, so that `shrink` is exactly 1 where it stays. Scaled here, the compiler makes
-    top * to_base_2 - safe one fused step, which gives the rounding error of the product: every further step then
-    multiplied what was there by 1 + 1e-7, and float32 ended 4 times further from float64 than PyTorch.
+    m is the row max, l the row sum, alpha the factor of the sums so far. m is kept scaled and rounded, so that alpha is
+    exactly 1 where m stays. Scaled here, the compiler makes m * to_base_2 - safe one fused step, which gives the
+    rounding error of the product: every further step then multiplied what was there by 1 + 1e-7, and float32 ended 4
+    times further from float64 than PyTorch.
     """
-    new_top = tl.maximum(top, tl.max(s, axis=1) * to_base_2)
-    safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+    m_new = tl.maximum(m, tl.max(s, axis=1) * to_base_2)
+    safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s * to_base_2 - safe[:, None])
-    shrink = tl.exp2(top - safe)
-    total = total * shrink + tl.sum(p, axis=1)
-    acc = dot(p.to(v.dtype), v, acc * shrink[:, None])
-    return new_top, total, acc
+    alpha = tl.exp2(m - safe)
+    l = l * alpha + tl.sum(p, axis=1)
+    acc = dot(p.to(v.dtype), v, acc * alpha[:, None])
+    return m_new, l, acc
 
 
 @triton.jit
-def finish(top, total, acc, spoilt_rows):
-    """(o, lse base e) of a running softmax; 0 and -inf for a row that saw nothing, NaN for `spoilt_rows`.
+def finish(m, l, acc, nonfinite_rows):
+    """(o, lse base e) of a running softmax; 0 and -inf for a row that saw no key, NaN for `nonfinite_rows`.
 
     These are the rows whose query is not finite and which saw a key. They are set right here, and not through
     their query, because Hopper multiplies straight from shared memory only what was loaded and left alone.
     """
-    something = tl.where(total == 0.0, 1.0, total)
-    lse = tl.where(total == 0.0, float("-inf"), (top + tl.log2(something)) * LN2)
-    o = acc * (1.0 / something)[:, None]
-    return tl.where(spoilt_rows[:, None], float("nan"), o), tl.where(spoilt_rows, float("nan"), lse)
+    safe_l = tl.where(l == 0.0, 1.0, l)
+    lse = tl.where(l == 0.0, float("-inf"), (m + tl.log2(safe_l)) * LN2)
+    o = acc * (1.0 / safe_l)[:, None]
+    return tl.where(nonfinite_rows[:, None], float("nan"), o), tl.where(nonfinite_rows, float("nan"), lse)

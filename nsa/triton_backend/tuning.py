@@ -28,7 +28,7 @@ NARROW = 512  # bytes of q and o, or of k and v, per row that the table is made 
 
 
 @dataclass(frozen=True)
-class Tuned:
+class LaunchConfig:
     """How a kernel is launched where a row is at most NARROW bytes."""
 
     rows: int
@@ -49,11 +49,11 @@ class Table:
 
     how: str
     """How it was found."""
-    narrow: Mapping[str, Tuned]
+    narrow: Mapping[str, LaunchConfig]
     """Of every kernel, for up to NARROW bytes per row; those of `hopper/` stand here alone."""
-    wide: Mapping[str, Tuned]
+    wide: Mapping[str, LaunchConfig]
     """For up to twice as many, where that is not half of `narrow`."""
-    slim: Mapping[str, Tuned] = field(default_factory=dict)
+    slim: Mapping[str, LaunchConfig] = field(default_factory=dict)
     """For up to half as many, where that is not `narrow`."""
 
     def name(self, kernel: str, width: str, group: int) -> str:
@@ -61,9 +61,9 @@ class Table:
         own = f"{kernel}/{triton.next_power_of_2(group)}"
         return own if own in getattr(self, width) else kernel
 
-    def of(self, kernel: str, width: str, group: int) -> Tuned:
+    def of(self, kernel: str, width: str, group: int) -> LaunchConfig:
         """The kernel's launch for rows of a width of `WIDTHS` and groups of so many heads."""
-        launches: Mapping[str, Tuned] = getattr(self, width)
+        launches: Mapping[str, LaunchConfig] = getattr(self, width)
         return launches.get(self.name(kernel, width, group), self.narrow[kernel])
 
 
@@ -77,7 +77,7 @@ def table(architecture: int) -> Table:
     """The table of a compute capability (80, 86, ...), or one that fits every GPU where it has none of its own."""
     path = TABLES / f"sm{architecture}.json"
     found = json.loads((path if path.exists() else TABLES / f"sm{ANYWHERE}.json").read_text(encoding="utf-8"))
-    widths = {width: {k: Tuned(**launch) for k, launch in found.get(width, {}).items()} for width in WIDTHS}
+    widths = {width: {k: LaunchConfig(**launch) for k, launch in found.get(width, {}).items()} for width in WIDTHS}
     return Table(found["how"], **widths)
 
 
@@ -100,7 +100,7 @@ class Shape:
     value_stages: int = 0
     """Tiles of values on their way at a time; num_stages those of keys."""
     stretches: int = 3
-    """Loops of `interval._backward_q`: 3, or 1 where the rows, which each needs in shared memory, are too wide."""
+    """Loops of `compressed_window._backward_q`: 3, or 1 where the rows, which each needs in shared memory, are wide."""
 
     def sizes(self, dk: int, dv: int) -> tuple[int, ...]:
         """The constants DK, DV, DKP, DVP, BT, GP, BN of a kernel."""
@@ -145,7 +145,7 @@ def shape(kernel: str, q: Tensor, v: Tensor) -> Shape:
 
 
 def fit(kernel: str, capability: int, group: int, dk: int, dv: int, dtype: torch.dtype) -> Shape:
-    """Tuned tiles, made smaller as far as head sizes and dtype make rows wider than the tables assume."""
+    """LaunchConfig tiles, made smaller as far as head sizes and dtype make rows wider than the tables assume."""
     padded_group, (padded_k, padded_v) = triton.next_power_of_2(group), padded_channels(dk, dv)
     of_width, excess = width(dk, dv, dtype)
     tables = table(capability)

@@ -12,12 +12,12 @@ pytest.importorskip("triton")
 from benchmarks import tuner, tuner_trials
 from benchmarks.tuner import Trial
 from nsa.triton_backend import tuning
-from nsa.triton_backend.tuning import Tuned
+from nsa.triton_backend.tuning import LaunchConfig
 
-OWN = Tuned(64, 32, 4, 2)
+OWN = LaunchConfig(64, 32, 4, 2)
 
 
-def measured(latency_ms: float, spread_ms: float = 0.01, tuned: Tuned = OWN) -> Trial:
+def measured(latency_ms: float, spread_ms: float = 0.01, tuned: LaunchConfig = OWN) -> Trial:
     return Trial("scores", tuned, "measured", latency_ms, (latency_ms - spread_ms, latency_ms + spread_ms))
 
 
@@ -35,7 +35,7 @@ def test_candidates_begin_with_the_present_launch_and_are_distinct() -> None:
 
 
 def test_no_candidate_leaves_what_a_tile_may_be() -> None:
-    for own in (Tuned(16, 16, 1, 1), Tuned(128, 128, 8, 4)):
+    for own in (LaunchConfig(16, 16, 1, 1), LaunchConfig(128, 128, 8, 4)):
         for x in tuner.candidates(own):
             assert 16 <= x.rows <= 128
             assert 16 <= x.keys <= 128

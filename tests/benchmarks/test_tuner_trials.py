@@ -16,9 +16,9 @@ pytest.importorskip("triton")
 from benchmarks import lines, timing, tuner_run, tuner_trials
 from benchmarks.tuner_trials import Workload, difference
 from nsa.triton_backend import hopper, tuning
-from nsa.triton_backend.tuning import Tuned
+from nsa.triton_backend.tuning import LaunchConfig
 
-SMALL = Tuned(16, 16, 1, 1)
+SMALL = LaunchConfig(16, 16, 1, 1)
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def workload(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Workload:
     return Workload(86, "narrow", 2, 16, 16, 1, 40, torch.float32, device.type)
 
 
-@pytest.mark.parametrize("kernel", ["scores", "interval_backward_q"])
+@pytest.mark.parametrize("kernel", ["scores", "compressed_window_backward_q"])
 def test_a_candidate_that_is_right_is_timed(workload: Workload, kernel: str) -> None:
     trial = workload.trial(kernel, SMALL, tuning.table(86))
     assert trial.outcome == "measured", trial.detail
@@ -40,12 +40,12 @@ def test_a_candidate_is_launched_and_a_wrong_one_is_found(workload: Workload, mo
     real = tuning.fit
 
     def faulty(kernel: str, *sizes: object) -> tuning.Shape:
-        if tuning.table(86).narrow["interval_forward"] == SMALL:
-            monkeypatch.setattr("nsa.triton_backend.interval.LOG2E", 1.0)  # the scores of another scale
+        if tuning.table(86).narrow["compressed_window_forward"] == SMALL:
+            monkeypatch.setattr("nsa.triton_backend.compressed_window.LOG2E", 1.0)  # the scores of another scale
         return real(kernel, *sizes)  # type: ignore[arg-type]
 
     monkeypatch.setattr(tuning, "fit", faulty)
-    trial = workload.trial("interval_forward", SMALL, tuning.table(86))
+    trial = workload.trial("compressed_window_forward", SMALL, tuning.table(86))
     assert trial.outcome == "wrong"
     assert trial.latency_ms is None
 
@@ -89,7 +89,7 @@ def test_what_does_not_fit_an_architecture_is_dropped() -> None:
         "table = tuning.table(90)\n"
         "for architecture in (90, 86):\n"
         "    workload = Workload(architecture, 'narrow', 16, 128, 128, 1, 0)\n"
-        "    print(fits('scores', Tuned(128, 128, 4, 4), table, workload))\n"
+        "    print(fits('scores', LaunchConfig(128, 128, 4, 4), table, workload))\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
@@ -101,12 +101,12 @@ def test_what_hopper_does_not_serve_or_take_is_dropped() -> None:
     """Other heads; one stage, with which the scores would wait for ever; 32 rows, which are no warpgroup."""
     program = (
         "from benchmarks.tuner_trials import *\n"
-        "table, launch = tuning.table(90), Tuned(64, 64, 4, 2)\n"
+        "table, launch = tuning.table(90), LaunchConfig(64, 64, 4, 2)\n"
         "narrow = Workload(90, 'narrow', 16, 128, 128, 1, 0)\n"
         "print(fits('hopper.scores', launch, table, narrow))\n"
         "print(fits('hopper.scores', launch, table, Workload(90, 'slim', 6, 64, 64, 1, 0)))\n"
-        "print(fits('hopper.scores', Tuned(64, 64, 4, 1), table, narrow))\n"
-        "print(fits('hopper.interval_forward', Tuned(32, 64, 4, 2), table, narrow))\n"
+        "print(fits('hopper.scores', LaunchConfig(64, 64, 4, 1), table, narrow))\n"
+        "print(fits('hopper.compressed_window_forward', LaunchConfig(32, 64, 4, 2), table, narrow))\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)

@@ -45,7 +45,7 @@ class Case:
 
     config: NSAConfig = SMALL
     batch: int = 1
-    kv_heads: int = 2
+    num_kv_heads: int = 2
     group: int = 2
     dk: int = 16
     dv: int = 8
@@ -80,9 +80,9 @@ class Case:
             x = torch.randn(self.batch, tokens, heads, channels, generator=numbers)
             return x.to(device, self.dtype)
 
-        heads = self.kv_heads * self.group
+        heads = self.num_kv_heads * self.group
         q, gates = draw(self.queries, heads, self.dk), draw(self.queries, heads, 3)
-        k, v = draw(self.keys, self.kv_heads, self.dk), draw(self.keys, self.kv_heads, self.dv)
+        k, v = draw(self.keys, self.num_kv_heads, self.dk), draw(self.keys, self.num_kv_heads, self.dv)
         cu_seqlens = None
         if self.documents is not None:
             cu_seqlens = torch.tensor(self.bounds, dtype=torch.int32, device=device)
@@ -135,7 +135,7 @@ def cases(
     config = draw(configs())
     case = Case(
         config=config,
-        kv_heads=draw(st.integers(1, 3)),
+        num_kv_heads=draw(st.integers(1, 3)),
         group=draw(st.sampled_from([2, 1, 3, 4])),
         dk=draw(st.sampled_from([16, 8, 24])),
         dv=draw(st.sampled_from([8, 16, 12])),

@@ -15,7 +15,7 @@ from nsa import reference
 from nsa.config import NSAConfig
 from nsa.geometry import Layout
 
-HEALTHY = SimpleNamespace(**vars(reference))
+ORIGINAL = SimpleNamespace(**vars(reference))
 Branch = tuple[Tensor, Tensor, Tensor]
 
 
@@ -45,7 +45,7 @@ def band(layout: Layout, shift: int = 0) -> Tensor:
 def single_query_is_causal(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Branch:
     """is_causal=True with one query: PyTorch aligns it with key 0."""
     if layout.num_queries != 1:
-        return HEALTHY.window_attention(q, k, v, layout, scale)
+        return ORIGINAL.window_attention(q, k, v, layout, scale)
     first = torch.arange(layout.num_keys, device=q.device)[None] < 1
     return dense(q, k, v, first, scale)
 
@@ -63,31 +63,31 @@ def window_by_absolute_position(q: Tensor, k: Tensor, v: Tensor, layout: Layout,
 
 def softmax_over_the_batch(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Branch:
     """The wrong axis."""
-    o, lse, read = HEALTHY.window_attention(q, k, v, layout, scale)
+    o, lse, read = ORIGINAL.window_attention(q, k, v, layout, scale)
     p = dense_scores(q, k, scale).softmax(0).masked_fill(~band(layout), 0)
     return _outputs(p, v) + 0 * o, lse, read
 
 
 def scale_of_the_values(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Branch:
     """1/sqrt(Dv) is right only as long as Dk = Dv."""
-    return HEALTHY.window_attention(q, k, v, layout, v.shape[-1] ** -0.5)
+    return ORIGINAL.window_attention(q, k, v, layout, v.shape[-1] ** -0.5)
 
 
 def hidden_nan(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Branch:
     """A NaN that is swept away shows up nowhere."""
-    return HEALTHY.window_attention(q, k, v.nan_to_num(), layout, scale)
+    return ORIGINAL.window_attention(q, k, v.nan_to_num(), layout, scale)
 
 
 def scaled_in_place(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Branch:
     """The caller's q is the function's scratch."""
     q.data.mul_(scale)
-    return HEALTHY.window_attention(q, k, v, layout, 1.0)
+    return ORIGINAL.window_attention(q, k, v, layout, 1.0)
 
 
 def strides_ignored(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Branch:
     """Offsets computed as if every tensor were contiguous."""
     flat = v.as_strided(v.shape, torch.empty(v.shape, device="meta").stride(), v.storage_offset())
-    return HEALTHY.window_attention(q, k, flat, layout, scale)
+    return ORIGINAL.window_attention(q, k, flat, layout, scale)
 
 
 class MasksByLength:
@@ -98,7 +98,7 @@ class MasksByLength:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Branch:
         config = self.first.setdefault(layout.num_keys, layout.config)
-        return HEALTHY.window_attention(q, k, v, replace(layout, config=config), scale)
+        return ORIGINAL.window_attention(q, k, v, replace(layout, config=config), scale)
 
 
 class Workspace:
@@ -108,14 +108,14 @@ class Workspace:
         self.kept: dict[torch.Size, Tensor] = {}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Branch:
-        o, lse, read = HEALTHY.window_attention(q, k, v, layout, scale)
+        o, lse, read = ORIGINAL.window_attention(q, k, v, layout, scale)
         buffer = self.kept.setdefault(o.shape, torch.zeros_like(o)).detach_()
         return buffer.copy_(o), lse, read
 
 
 def rows_never_written(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, layout: Layout, scale: float) -> Branch:
     """Rows that see no block are skipped, and keep what was in memory."""
-    o, lse, read = HEALTHY.compressed_attention(q, k_cmp, v_cmp, layout, scale)
+    o, lse, read = ORIGINAL.compressed_attention(q, k_cmp, v_cmp, layout, scale)
     seen = (lse > -torch.inf)[..., None]
     return torch.where(seen, o, torch.empty_like(o)), lse, read
 
@@ -128,7 +128,7 @@ def masked_after_softmax(
     s = dense_scores(q, k, scale)
     shown = mask.repeat_interleave(q.shape[2] // k.shape[2], 1)
     p = (s + torch.where(shown, 0.0, -torch.inf)).softmax(-1)
-    _, lse, read = HEALTHY.selected_attention(q, k, v, block_indices, layout, scale)
+    _, lse, read = ORIGINAL.selected_attention(q, k, v, block_indices, layout, scale)
     return _outputs(torch.where(shown.any(-1, keepdim=True), p, 0), v), lse, read
 
 
@@ -153,7 +153,7 @@ def keys_read_from_the_formula(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, layout: Layout, scale: float
 ) -> Branch:
     """n · l' is what one expects to read."""
-    o, lse, read = HEALTHY.selected_attention(q, k, v, block_indices, layout, scale)
+    o, lse, read = ORIGINAL.selected_attention(q, k, v, block_indices, layout, scale)
     return o, lse, torch.full_like(read, layout.config.n_sel * layout.config.l_sel)
 
 
@@ -164,12 +164,12 @@ def indices_as_given(block_indices: Tensor, layout: Layout) -> Tensor:
 
 def gates_in_reverse(outputs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
     """Window, selected, compressed."""
-    return HEALTHY.combine(outputs, gates.flip(-1))
+    return ORIGINAL.combine(outputs, gates.flip(-1))
 
 
 def grid_over_all_documents(x: Tensor, layout: Layout) -> Tensor:
     """Blocks that start every d tokens of the packed row, across the bounds of documents."""
-    blocks = HEALTHY.compress(x, replace(layout, cu_seqlens=None))
+    blocks = ORIGINAL.compress(x, replace(layout, cu_seqlens=None))
     return torch.nn.functional.pad(blocks, (0, 0, 0, 0, 0, layout.num_slots - blocks.shape[1]))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nsa import geometry
 from nsa.geometry import Layout
-from tests.laws.faults import HEALTHY, dense_scores
+from tests.laws.faults import ORIGINAL, dense_scores
 
 Weigh = Callable[[int, int, Layout], float]
 
@@ -32,7 +32,7 @@ def printed_minus_sign(c: int, j: int, layout: Layout) -> float:
 
 @dataclass(frozen=True)
 class Choice:
-    """`select_blocks` over dense scores; healthy as it stands, faulty with a field changed."""
+    """`select_blocks` over dense scores; right as it stands, faulty with a field changed."""
 
     weigh: Weigh = overlap
     dtype: torch.dtype = torch.float32
@@ -95,7 +95,7 @@ def _padded_at_the_end(chosen: Tensor) -> Tensor:
 def slices_made_unique(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: Tensor | None = None) -> Tensor:
     """Forced blocks are listed beside the best ones; `unique_consecutive(dim=-1)` drops only columns that agree in
     every row, so rows keep duplicates, and what a row keeps depends on the others."""
-    chosen = HEALTHY.select_blocks(q, k_cmp, layout, scale, lse)
+    chosen = ORIGINAL.select_blocks(q, k_cmp, layout, scale, lse)
     current = (layout.positions // layout.config.l_sel).int()[None, :, None, None].expand_as(chosen[..., :1])
     listed = torch.cat([chosen[..., :-1], current], -1)
     return torch.unique_consecutive(_padded_at_the_end(listed), dim=-1)
@@ -106,5 +106,5 @@ def decode_forgets_the_forced(
 ) -> Tensor:
     """Prefill and decode choose in different code."""
     if layout.num_queries != 1:
-        return HEALTHY.select_blocks(q, k_cmp, layout, scale, lse)
+        return ORIGINAL.select_blocks(q, k_cmp, layout, scale, lse)
     return Choice(force_current=False)(q, k_cmp, layout, scale)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa import NSAConfig
+from nsa.config import BRANCHES, NSAConfig
 from tests.laws import oracle
 from tests.laws.cases import Case
 from tests.laws.parts import Parts
@@ -40,11 +40,11 @@ class Flash(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, mask, o, lse = ctx.saved_tensors
-        scale, kv_heads = q.shape[-1] ** -0.5, k.shape[2]
+        scale, num_kv_heads = q.shape[-1] ** -0.5, k.shape[2]
         mask = oracle._per_query_head(q, k, v, mask)[2].expand(q.shape[0], q.shape[2], -1, -1)
         delta = (do * o).sum(-1, keepdim=True)
-        q, do, delta, lse = (_by_group(x, kv_heads) for x in (q, do, delta, lse[..., None]))  # [B, Hkv, G·S, D]
-        mask = mask.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+        q, do, delta, lse = (_by_group(x, num_kv_heads) for x in (q, do, delta, lse[..., None]))  # [B, Hkv, G·S, D]
+        mask = mask.unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         p = (q @ k.mT * scale - lse.masked_fill(lse == -torch.inf, 0)).exp().masked_fill(~mask, 0)
         ds = p * (do @ v.mT - delta) * scale
@@ -52,9 +52,9 @@ class Flash(torch.autograd.Function):
         return dq.transpose(1, 2), (ds.mT @ q).transpose(1, 2), (p.mT @ do).transpose(1, 2), None
 
 
-def _by_group(x: Tensor, kv_heads: int) -> Tensor:
+def _by_group(x: Tensor, num_kv_heads: int) -> Tensor:
     """[B, Hkv, G·S, D] of [B, S, Hq, D]."""
-    return x.transpose(1, 2).unflatten(1, (kv_heads, -1)).flatten(2, 3)
+    return x.transpose(1, 2).unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -88,10 +88,10 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     print("branch      Hkv  G   D    S  who        times eager's error, greatest (Euclidean): dq, dk, dv")
     for backend in sys.argv[1:] or ["torch", "triton"]:
-        for kv_heads, group, dim in HEADS:
+        for num_kv_heads, group, dim in HEADS:
             for tokens in LENGTHS:
-                case = Case(NSAConfig(), 1, kv_heads, group, dim, dim, tokens, tokens, seed=tokens)
-                for branch in ("compressed", "selected", "window"):
+                case = Case(NSAConfig(), 1, num_kv_heads, group, dim, dim, tokens, tokens, seed=tokens)
+                for branch in BRANCHES:
                     measured = compare(backend, case, branch)
                     own = measured["eager"]
                     for who in ("flash", backend):
@@ -99,7 +99,7 @@ def main() -> None:
                             f"{a / max(b, 1e-30):6.2f} ({c / max(d, 1e-30):5.2f})"
                             for (a, c), (b, d) in zip(measured[who], own, strict=True)
                         ]
-                        print(f"{branch:11} {kv_heads:3} {group:2} {dim:3} {tokens:4}  {who:9}", *times, flush=True)
+                        print(f"{branch:11} {num_kv_heads:3} {group:2} {dim:3} {tokens:4}  {who:9}", *times, flush=True)
 
 
 if __name__ == "__main__":

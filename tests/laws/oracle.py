@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from nsa.config import BRANCHES
 from tests.laws.cases import Case, Inputs
 
 _AT_ONCE = 2**26
@@ -62,8 +63,8 @@ def selected_mask(case: Case, block_indices: Tensor) -> Tensor:
     visible = (keys <= tokens[:, None]) & (keys >= starts[:, None])
     block_of_key = torch.where(visible, (keys - starts[:, None]) // size, most)  # [S, T]
     listed[..., most] = False
-    batch, _, kv_heads, _ = block_indices.shape
-    index = block_of_key.expand(batch, kv_heads, *block_of_key.shape)
+    batch, _, num_kv_heads, _ = block_indices.shape
+    index = block_of_key.expand(batch, num_kv_heads, *block_of_key.shape)
     return listed.transpose(1, 2).gather(-1, index)
 
 
@@ -145,7 +146,7 @@ def forward(case: Case, floats: Sequence[Tensor], branch: str, block_indices: Te
         return attention(q, k, v, selected_mask(case, block_indices))
     if branch == "window":
         return attention(q, k, v, window_mask(case, device))
-    branches = [forward(case, floats, name, block_indices, attention) for name in ("compressed", "selected", "window")]
+    branches = [forward(case, floats, name, block_indices, attention) for name in BRANCHES]
     return sum((gates[..., i, None] * o for i, o in enumerate(branches)), torch.zeros_like(branches[0]))
 
 

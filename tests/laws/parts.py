@@ -14,9 +14,10 @@ from torch import Tensor
 
 import nsa
 from nsa import backends
+from nsa.config import BRANCHES
 from tests.laws.cases import Case, Inputs
 
-BRANCHES = ("compressed", "selected", "window", "all")
+BRANCHES_AND_ALL = (*BRANCHES, "all")
 _PARTS = ("compress", "compressed_attention", "select_blocks", "selected_attention", "window_attention", "combine")
 _KERNEL_SHARE = 8
 """One in so many examples is tried on kernels: each config is compiled anew, or interpreted at 0.1 to 2 s a call."""
@@ -120,7 +121,7 @@ def _try(parts: Parts, drawn: st.SearchStrategy[Case], check: Callable[..., None
             few = max(few * 2 // 3, 1)  # each branch alone is tried more often; together they take the longest
         effort = settings(max_examples=few, phases=[Phase.explicit, Phase.generate])  # shrinking would take minutes
     if parts.interpreted:
-        drawn = drawn.filter(lambda case: case.batch * case.kv_heads * case.queries <= _INTERPRETED_ROWS)
+        drawn = drawn.filter(lambda case: case.batch * case.num_kv_heads * case.queries <= _INTERPRETED_ROWS)
     effort(given(drawn)(law))()
 
 
@@ -140,7 +141,7 @@ def branch_law(drawn: st.SearchStrategy[Case]) -> Callable[[Callable[[Parts, Cas
     """The same for a law that holds for each branch alone and for all together."""
 
     def decorate(check: Callable[[Parts, Case, str], None]) -> Law:
-        @pytest.mark.parametrize("branch", BRANCHES)
+        @pytest.mark.parametrize("branch", BRANCHES_AND_ALL)
         def test(parts: Parts, branch: str) -> None:
             _try(parts, drawn, check, branch)
 

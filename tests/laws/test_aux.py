@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import nsa
-from nsa.decode import MAX_QUERIES
+from nsa.backends import MAX_DECODE_QUERIES
+from nsa.config import BRANCHES
 from tests.laws import oracle
 from tests.laws.budget import agree, output_unit
 from tests.laws.cases import Case, Inputs, cases
@@ -21,7 +22,7 @@ def test_keys_read_are_those_that_were_read(parts: Parts, case: Case) -> None:
     """int64 totals over batch, tokens and groups, against masks counted key by key."""
     x = case.inputs(parts.device)
     aux = parts.whole(case, x)[1]
-    rows = case.batch * case.kv_heads
+    rows = case.batch * case.num_kv_heads
     expected = {
         "compressed": rows * int(oracle.compressed_mask(case, parts.device).sum()),
         "selected": int(oracle.selected_mask(case, aux.block_indices).sum()),
@@ -36,11 +37,11 @@ def test_backend_that_ran_is_recorded(parts: Parts, case: Case) -> None:
     """The name in aux is the one that was asked for; o, indices and lse have the promised form."""
     x = case.inputs(parts.device)
     o, aux = parts.whole(case, x)
-    heads = case.kv_heads * case.group
+    heads = case.num_kv_heads * case.group
     assert aux.backend == parts.backend
     assert o.shape == (case.batch, case.queries, heads, case.dv)
     assert o.dtype == case.dtype
-    assert aux.block_indices.shape == (case.batch, case.queries, case.kv_heads, case.config.n_sel)
+    assert aux.block_indices.shape == (case.batch, case.queries, case.num_kv_heads, case.config.n_sel)
     assert aux.block_indices.dtype == torch.int32
     for lse in aux.lse.values():
         assert lse.shape == (case.batch, case.queries, heads)
@@ -53,7 +54,7 @@ def test_gates_are_in_the_order_compressed_selected_window(parts: Parts, case: C
     """A gate of 1 for one branch and 0 for the others is that branch."""
     x = case.inputs(parts.device)
     block_indices = parts.select(case, x)
-    for i, branch in enumerate(("compressed", "selected", "window")):
+    for i, branch in enumerate(BRANCHES):
         only = torch.zeros_like(x.gates)
         only[..., i] = 1
         o = parts.forward(case, x._replace(gates=only), "all")
@@ -64,7 +65,7 @@ def _is_branch(
     parts: Parts, case: Case, branch: str, o: Tensor, alone: Tensor, x: Inputs, block_indices: Tensor
 ) -> None:
     """Bit for bit, but where a kernel of decode adds up in shares what a branch alone adds up in one go."""
-    if parts.backend == "triton" and 0 < case.queries <= MAX_QUERIES and case.queries < case.keys:
+    if parts.backend == "triton" and 0 < case.queries <= MAX_DECODE_QUERIES and case.queries < case.keys:
         agree(branch, o, alone, *oracle.pytorch_and_truth(case, x, branch, block_indices), unit=output_unit(x))
     else:
         assert torch.equal(o, alone), branch
@@ -76,7 +77,7 @@ def test_each_branch_reads_its_own_keys_and_values(parts: Parts, case: Case) -> 
     x, second, third = (replace(case, seed=case.seed + i).inputs(parts.device) for i in range(3))
     k, v = (x.k, second.k, third.k), (x.v, second.v, third.v)
     gates = torch.eye(3, device=parts.device, dtype=x.q.dtype)
-    for i, branch in enumerate(("compressed", "selected", "window")):
+    for i, branch in enumerate(BRANCHES):
         o, aux = nsa.nsa_attention(
             x.q,
             k,

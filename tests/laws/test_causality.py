@@ -71,11 +71,11 @@ def test_nan_gradient_of_a_row_stays_with_the_past(parts: Parts, case: Case, bra
     upstream = case.noise(parts.forward(case, x, branch))
     broken = upstream.clone()
     broken[:, row : row + 1] = torch.nan
-    healthy, hurt = parts.gradients(case, x, branch, upstream), parts.gradients(case, x, branch, broken)
+    clean, changed = parts.gradients(case, x, branch, upstream), parts.gradients(case, x, branch, broken)
     after = case.offset + row + 1
-    for name, a, b in zip(("k", "v"), healthy[1:3], hurt[1:3], strict=True):
+    for name, a, b in zip(("k", "v"), clean[1:3], changed[1:3], strict=True):
         assert torch.equal(a[:, after:], b[:, after:]), f"gradient of {name}"
-    for name, a, b in zip(("q", "gates"), healthy[::3], hurt[::3], strict=True):
+    for name, a, b in zip(("q", "gates"), clean[::3], changed[::3], strict=True):
         others = torch.arange(case.queries, device=parts.device) != row
         assert torch.equal(a[:, others], b[:, others]), f"gradient of {name}"
 

@@ -15,7 +15,7 @@ from tests.laws.parts import Parts, law
 def _probe(case: Case, x: Inputs) -> Inputs:
     """Values that are the key's own index, one-hot: the output of a row is then its attention weights [B,S,Hq,T]."""
     v = torch.eye(case.keys, device=x.k.device, dtype=x.k.dtype)[None, :, None]
-    return x._replace(v=v.expand(case.batch, -1, case.kv_heads, -1))
+    return x._replace(v=v.expand(case.batch, -1, case.num_kv_heads, -1))
 
 
 @law(cases())

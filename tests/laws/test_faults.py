@@ -1,4 +1,4 @@
-"""The laws can fail: each injected fault is caught by the law named beside it, which the healthy reference passes."""
+"""The laws can fail: each injected fault is caught by the law named beside it, which passes without the fault."""
 
 from __future__ import annotations
 
@@ -165,33 +165,33 @@ FAULTS = {
 
 
 @pytest.fixture(scope="module")
-def healthy(device: torch.device) -> Parts:
+def fault_free(device: torch.device) -> Parts:
     return Parts("reference", device)
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_law_catches(name: str, healthy: Parts) -> None:
-    """Passes on the healthy reference, fails on the faulty one."""
+def test_law_catches(name: str, fault_free: Parts) -> None:
+    """Passes on the reference without a fault, fails on the faulty one."""
     fault = FAULTS[name]
-    fault.check(healthy)
+    fault.check(fault_free)
     with ExitStack() as injected:
         for (module, attribute), faulty in fault.patches.items():
             injected.enter_context(mock.patch.object(module, attribute, faulty))
         with pytest.raises(AssertionError):
-            fault.check(healthy)
+            fault.check(fault_free)
 
 
-def test_dense_choice_is_healthy_without_a_fault(healthy: Parts) -> None:
+def test_dense_choice_is_right_without_a_fault(fault_free: Parts) -> None:
     """The faulty choices differ from this one in one field each."""
     with mock.patch.object(reference, "select_blocks", Choice()):
-        test_selection.test_selection_follows_equation_9.check(healthy, FREE)
-        test_selection.test_forced_blocks_are_in_every_row.check(healthy, LOCAL)
+        test_selection.test_selection_follows_equation_9.check(fault_free, FREE)
+        test_selection.test_forced_blocks_are_in_every_row.check(fault_free, LOCAL)
 
 
-def test_growth_laws_catch_a_loop_over_tokens(healthy: Parts) -> None:
+def test_growth_laws_catch_a_loop_over_tokens(fault_free: Parts) -> None:
     """The reference is one: some 40 operators per token and branch, forward alone."""
     with pytest.raises(AssertionError):
-        test_growth.grows_with_length(healthy, "window", lengths=(32, 64))
+        test_growth.grows_with_length(fault_free, "window", lengths=(32, 64))
 
 
 def _square_mask(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> faults.Branch:

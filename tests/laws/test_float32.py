@@ -10,14 +10,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nsa import NSAConfig
+from nsa.config import BRANCHES, NSAConfig
 from tests.laws import oracle
 from tests.laws.budget import BACKWARD, greatest, within_budget
 from tests.laws.cases import Case
 from tests.laws.float32_backward import flash
 from tests.laws.parts import Parts
-
-BRANCHES = ("compressed", "selected", "window")
 
 
 def gradients_within_budget(parts: Parts, case: Case, branch: str) -> None:

@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_leaves
 from nsa import NSAConfig
 from regression.host_cost import no_waiting
 from tests.laws.cases import Case
-from tests.laws.parts import BRANCHES, Parts
+from tests.laws.parts import BRANCHES_AND_ALL, Parts
 
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal")
 """Operators whose result the host must read, or whose size the data decides."""
 LENGTHS = (512, 2048)
-GROWING = Case(config=NSAConfig(l=32, d=16, l_sel=64, n_sel=4, w=64), kv_heads=1, group=2, dk=16, dv=16)
+GROWING = Case(config=NSAConfig(l=32, d=16, l_sel=64, n_sel=4, w=64), num_kv_heads=1, group=2, dk=16, dv=16)
 
 
 @dataclass
@@ -86,7 +86,7 @@ def growth_law(request: pytest.FixtureRequest) -> Callable[[Parts, str], None]:
     return law
 
 
-@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("branch", BRANCHES_AND_ALL)
 def test_growth(growth_law: Callable[[Parts, str], None], branch: str) -> None:
     """On the CPU, where every operator can be watched; kernels have the same laws on a GPU."""
     growth_law(Parts("torch", torch.device("cpu")), branch)
@@ -94,7 +94,7 @@ def test_growth(growth_law: Callable[[Parts, str], None], branch: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("branch", BRANCHES_AND_ALL)
 def test_gpu_is_never_waited_for(backend: str, branch: str) -> None:
     """CUDA raises on any synchronisation while the call runs, forward and backward, packed or not."""
     parts = Parts(backend, torch.device("cuda"))
@@ -108,7 +108,7 @@ def test_gpu_is_never_waited_for(backend: str, branch: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("branch", BRANCHES_AND_ALL)
 def test_peak_memory_grows_with_length(backend: str, branch: str) -> None:
     """Four times the tokens take at most about four times the memory, forward and backward."""
     parts, peaks = Parts(backend, torch.device("cuda")), []

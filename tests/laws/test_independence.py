@@ -47,7 +47,7 @@ def test_batch_is_its_rows_one_by_one(parts: Parts, case: Case, branch: str) -> 
 @branch_law(PLAIN)
 def test_groups_are_independent(parts: Parts, case: Case, branch: str) -> None:
     """Other numbers in one key/value head and its queries leave the other groups bitwise as they were."""
-    case = replace(case, kv_heads=2)
+    case = replace(case, num_kv_heads=2)
     x = case.inputs(parts.device)
     heads = (case.group, 1, 1, case.group)
     other = x.with_floats(

@@ -16,7 +16,7 @@ def _messy_indices(case: Case, device: torch.device) -> Tensor:
     """int64 [B, S, Hkv, 6]: −1 anywhere, out of range, beyond the query, twice, in no order."""
     most = -(-case.keys // case.config.l_sel)
     numbers = torch.Generator().manual_seed(case.seed)
-    drawn = torch.randint(-2, most + 3, (case.batch, case.queries, case.kv_heads, 6), generator=numbers)
+    drawn = torch.randint(-2, most + 3, (case.batch, case.queries, case.num_kv_heads, 6), generator=numbers)
     far = torch.tensor([-(2**31), 2**31 - 1, -1, 2**20])
     pick = torch.randint(0, 12, drawn.shape, generator=numbers)
     return torch.where(pick < 4, far[pick.clamp(max=3)], drawn).to(device)
@@ -66,7 +66,7 @@ def test_index_dtype_and_order_do_not_matter(parts: Parts, case: Case) -> None:
 def test_any_number_of_indices_is_served(parts: Parts, case: Case) -> None:
     """None at all gives empty rows; one column gives one block."""
     x = case.inputs(parts.device)
-    none = torch.zeros(case.batch, case.queries, case.kv_heads, 0, dtype=torch.int32, device=parts.device)
+    none = torch.zeros(case.batch, case.queries, case.num_kv_heads, 0, dtype=torch.int32, device=parts.device)
     o, lse = _selected(parts, case, x, none)
     assert torch.equal(o, torch.zeros_like(o))
     assert (lse == -torch.inf).all()

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 import nsa
+from nsa.config import BRANCHES
 from tests.laws import oracle
 from tests.laws.budget import BACKWARD, gradient_unit, greatest, within_budget
 from tests.laws.cases import Case, Inputs, cases
-from tests.laws.parts import BRANCHES, Parts, branch_law
+from tests.laws.parts import BRANCHES_AND_ALL, Parts, branch_law
 from tests.laws.test_precision import STEADY
 
-SMALL = replace(STEADY, queries=14, keys=20, kv_heads=1)
+SMALL = replace(STEADY, queries=14, keys=20, num_kv_heads=1)
 """What Triton's interpreter takes a second for."""
 
 
@@ -33,7 +34,7 @@ def _dense(case: Case, x: Inputs, branch: str, block_indices: Tensor) -> list[Te
     """The same by dense attention under counted masks."""
     device = x.q.device
     if branch == "all":
-        each = [_dense(case, x, name, block_indices) for name in BRANCHES[:3]]
+        each = [_dense(case, x, name, block_indices) for name in BRANCHES]
         o = sum(x.gates[..., i, None] * found[0] for i, found in enumerate(each))
         return [torch.as_tensor(o), *(lse for _, lse in each)]
     if branch == "compressed":
@@ -77,7 +78,7 @@ def test_gradients_through_lse_and_output(parts: Parts, case: Case, branch: str)
     gradients_through_lse(parts, case, branch, alone=False)
 
 
-@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("branch", BRANCHES_AND_ALL)
 def test_gradients_through_lse_alone(parts: Parts, branch: str) -> None:
     gradients_through_lse(parts, SMALL, branch, alone=True)
 
@@ -107,7 +108,7 @@ def test_lse_is_float32_for_every_type(parts: Parts, dtype: torch.dtype) -> None
         assert {name: lse.dtype for name, lse in found.items()} == dict.fromkeys(found, torch.float32)
 
 
-@pytest.mark.parametrize("branch", ["compressed", "selected", "window"])
+@pytest.mark.parametrize("branch", BRANCHES)
 def test_float64_gradients_are_not_rounded_through_lse(parts: Parts, branch: str) -> None:
     """What is handed out in float32 is kept in float64 for the backward pass, and for the choice of blocks."""
     if parts.backend == "triton":

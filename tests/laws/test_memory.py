@@ -53,7 +53,7 @@ def test_other_calls_in_between_leave_no_trace(parts: Parts, case: Case, branch:
     first = _everything(parts, case, x, branch)
     kept = tuple(a.clone() for a in first)
     other = replace(case.config, n_sel=case.config.n_sel + 1, w=case.config.w + 3, l_sel=2 * case.config.l_sel)
-    short = Case(config=case.config, queries=1, keys=1, kv_heads=case.kv_heads, group=case.group, dk=case.dk)
+    short = Case(config=case.config, queries=1, keys=1, num_kv_heads=case.num_kv_heads, group=case.group, dk=case.dk)
     for between in (short, replace(case, config=other), replace(case, seed=case.seed + 1)):
         _everything(parts, between, between.inputs(parts.device), branch)
     _all_equal(kept, first)
@@ -80,7 +80,7 @@ def test_graph_survives_a_call_of_another_length(parts: Parts, case: Case, branc
     expected = parts.gradients(case, x, branch, upstream)
     leaves = tuple(a.detach().requires_grad_() for a in x.floats())
     o = parts.forward(case, x.with_floats(leaves), branch)
-    other = Case(config=case.config, queries=17, keys=17, kv_heads=case.kv_heads, group=case.group, dk=case.dk)
+    other = Case(config=case.config, queries=17, keys=17, num_kv_heads=case.num_kv_heads, group=case.group, dk=case.dk)
     parts.forward(other, other.inputs(parts.device), branch)
     if o.requires_grad:
         _all_equal(expected, torch.autograd.grad(o, leaves, upstream, allow_unused=True, materialize_grads=True))

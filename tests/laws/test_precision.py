@@ -11,10 +11,10 @@ from nsa import NSAConfig
 from tests.laws import oracle
 from tests.laws.budget import BACKWARD, FORWARD, gradient_unit, greatest, output_unit, score_unit, within_budget
 from tests.laws.cases import DTYPES, Case, cases
-from tests.laws.parts import BRANCHES, Parts, branch_law, law
+from tests.laws.parts import BRANCHES_AND_ALL, Parts, branch_law, law
 
 STEADY = Case(
-    config=NSAConfig(l=4, d=2, l_sel=8, n_sel=4, w=13), kv_heads=2, group=3, dk=24, dv=16, queries=64, keys=64
+    config=NSAConfig(l=4, d=2, l_sel=8, n_sel=4, w=13), num_kv_heads=2, group=3, dk=24, dv=16, queries=64, keys=64
 )
 """Enough numbers that the greatest of PyTorch's own errors is no accident."""
 
@@ -43,7 +43,7 @@ def test_any_call_within_budget(parts: Parts, case: Case, branch: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("branch", BRANCHES_AND_ALL)
 def test_steady_call_within_budget(parts: Parts, branch: str, dtype: torch.dtype) -> None:
     """Forward within 2 times, backward within 3 times PyTorch's own error in the same dtype."""
     values_and_gradients_within_budget(parts, replace(STEADY, dtype=dtype), branch, steady=True)

@@ -11,17 +11,17 @@ from torch import Tensor
 import nsa
 import nsa.reference
 from tests.laws.cases import Case
-from tests.laws.parts import BRANCHES, Parts
+from tests.laws.parts import BRANCHES_AND_ALL, Parts
 
 CASES = [
-    Case(queries=13, keys=13, kv_heads=1, dk=3, dv=2),
-    Case(queries=5, keys=13, kv_heads=1, dk=3, dv=2),
-    Case(queries=14, keys=14, documents=(9, 0, 1, 4), kv_heads=1, dk=2, dv=3),
+    Case(queries=13, keys=13, num_kv_heads=1, dk=3, dv=2),
+    Case(queries=5, keys=13, num_kv_heads=1, dk=3, dv=2),
+    Case(queries=14, keys=14, documents=(9, 0, 1, 4), num_kv_heads=1, dk=2, dv=3),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=["square", "fewer-queries", "packed"])
-@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("branch", BRANCHES_AND_ALL)
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_gradients_are_finite_differences(backend: str, branch: str, case: Case) -> None:
     """Every branch through phi = avg, and the gates."""

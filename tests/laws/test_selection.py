@@ -22,7 +22,7 @@ def test_indices_are_distinct_ascending_causal_and_padded(parts: Parts, case: Ca
     indices = parts.select(case, case.inputs(parts.device))
     n = case.config.n_sel
     assert indices.dtype == torch.int32
-    assert indices.shape == (case.batch, case.queries, case.kv_heads, n)
+    assert indices.shape == (case.batch, case.queries, case.num_kv_heads, n)
     used = indices >= 0
     candidates = oracle.forced_blocks(case, parts.device)[1].sum(-1).clamp(max=n)
     assert torch.equal(used.sum(-1), candidates[None, :, None].expand(indices.shape[:3]))
@@ -69,7 +69,7 @@ def test_near_uniform_softmax_over_4096_blocks_still_ranks(parts: Parts, dtype: 
 
 
 NEAR_UNIFORM = Case(
-    config=NSAConfig(l=1, d=1, l_sel=64, n_sel=8, w=8), kv_heads=1, group=1, queries=1, keys=4096, dk=16
+    config=NSAConfig(l=1, d=1, l_sel=64, n_sel=8, w=8), num_kv_heads=1, group=1, queries=1, keys=4096, dk=16
 )
 
 
@@ -173,7 +173,7 @@ def test_invisible_blocks_never_move_the_indices(parts: Parts, case: Case) -> No
 def test_heads_of_a_group_share_one_set(parts: Parts, case: Case) -> None:
     """Scores are summed over the heads of a group: their order does not matter, each of them does."""
     x = case.inputs(parts.device)
-    q = x.q.unflatten(2, (case.kv_heads, case.group)).flip(3).flatten(2, 3)
+    q = x.q.unflatten(2, (case.num_kv_heads, case.group)).flip(3).flatten(2, 3)
     assert torch.equal(parts.select(case, x), parts.select(case, x._replace(q=q)))
 
 

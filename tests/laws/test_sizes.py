@@ -26,12 +26,12 @@ from tests.laws import (
     test_selection,
 )
 from tests.laws.cases import Case
-from tests.laws.parts import BRANCHES, Parts
+from tests.laws.parts import BRANCHES_AND_ALL, Parts
 from tests.laws.test_precision import values_and_gradients_within_budget
 
 LONG = Case(
     config=NSAConfig(l=8, d=4, l_sel=16, n_sel=6, w=150),
-    kv_heads=2,
+    num_kv_heads=2,
     group=3,
     dk=24,
     dv=16,
@@ -74,7 +74,7 @@ def in_pieces(parts: Parts) -> Parts:
 
 
 @pytest.mark.parametrize("case", [LONG, DOCUMENTS, CHUNK], ids=["plain", "packed", "chunk"])
-@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("branch", BRANCHES_AND_ALL)
 @pytest.mark.parametrize("check", [*_CAUSALITY, values_and_gradients_within_budget], ids=_name)
 def test_long_text(in_pieces: Parts, check: Callable[..., None], branch: str, case: Case) -> None:
     """Causality, values and gradients over many pieces."""
@@ -90,13 +90,13 @@ def test_long_text_as_a_whole(in_pieces: Parts, check: Callable[..., None], case
     check(in_pieces, case)
 
 
-@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("branch", BRANCHES_AND_ALL)
 def test_long_text_in_two_pieces(in_pieces: Parts, branch: str) -> None:
     """Prefill in two chunks, cut inside a block."""
     test_lengths.agrees_with_the_whole_call(in_pieces, LONG, branch, [(0, 411), (411, 700)])
 
 
-@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("branch", BRANCHES_AND_ALL)
 def test_long_documents_are_independent(in_pieces: Parts, branch: str) -> None:
     test_independence.test_documents_are_independent.check(in_pieces, DOCUMENTS, branch)
 
@@ -129,9 +129,9 @@ def _taken(file: IO[str]) -> bool:
     return True
 
 
-def _real(kv_heads: int, heads: int, dk: int, dv: int, tokens: int) -> Case:
+def _real(num_kv_heads: int, heads: int, dk: int, dv: int, tokens: int) -> Case:
     tokens //= _FEWER
-    shape = Case(config=NSAConfig(), kv_heads=kv_heads, group=heads // kv_heads, dk=dk, dv=dv)
+    shape = Case(config=NSAConfig(), num_kv_heads=num_kv_heads, group=heads // num_kv_heads, dk=dk, dv=dv)
     return replace(shape, queries=tokens, keys=tokens, seed=tokens // 2 + 37)
 
 
@@ -150,7 +150,7 @@ REAL = {
 class TestRealSize:
     """The paper's config on the paper's shapes."""
 
-    @pytest.mark.parametrize("branch", BRANCHES)
+    @pytest.mark.parametrize("branch", BRANCHES_AND_ALL)
     def test_values_and_gradients(self, backend: str, dtype: torch.dtype, case: Case, branch: str) -> None:
         parts = Parts(backend, torch.device("cuda"))
         values_and_gradients_within_budget(parts, replace(case, dtype=dtype), branch, steady=True)
@@ -170,7 +170,7 @@ class TestRealSize:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("turn")
-@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("branch", BRANCHES_AND_ALL)
 def test_reference_at_a_real_size(branch: str) -> None:
     """The reference takes one query at a time, so 1024 tokens are its real size."""
     case = replace(_real(4, 64, 192, 128, 1024), dtype=torch.bfloat16)

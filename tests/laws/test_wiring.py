@@ -11,13 +11,14 @@ from torch import Tensor
 
 import nsa
 from nsa import NSAConfig, geometry
+from nsa.config import BRANCHES
 from tests.laws.cases import Case, Inputs
 from tests.laws.parts import Parts
 
 FREE = Case(
     config=NSAConfig(l=4, d=2, l_sel=4, n_sel=2, w=6, init_blocks=0, local_blocks=0),
     group=2,
-    kv_heads=1,
+    num_kv_heads=1,
     dk=16,
     dv=8,
     queries=10,
@@ -145,7 +146,7 @@ def test_a_gated_sum_is_rounded_once(parts: Parts, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("branch", ["compressed", "selected", "window"])
+@pytest.mark.parametrize("branch", BRANCHES)
 def test_attention_is_rounded_once(dtype: torch.dtype, branch: str) -> None:
     """The torch backend computes in float32: of values that are all near 1, half precision would lose the digits."""
     parts = Parts("torch", torch.device("cpu"))

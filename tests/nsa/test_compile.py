@@ -15,7 +15,12 @@ from nsa import backends
 
 CONFIG = nsa.NSAConfig(l=8, d=4, l_sel=16, n_sel=4, w=13)
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo itself
-OPERATORS = {"interval_attention": 2, "select_blocks": 1, "selected_attention": 1, "gated_sum": 1}  # the window too
+OPERATORS = {
+    "compressed_window_attention": 2,
+    "select_blocks": 1,
+    "selected_attention": 1,
+    "gated_sum": 1,
+}  # the window too
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ from nsa.rope import rotate, rotation
 from tests.nsa.layers import DIM, HEAD_DIM_K, HEAD_DIM_V, HEADS, KV_HEADS, documents, pieces, tokens
 
 
-def make(kv_heads: int = KV_HEADS) -> DenseAttention:
+def make(num_kv_heads: int = KV_HEADS) -> DenseAttention:
     torch.manual_seed(0)
-    return DenseAttention(DIM, HEADS, kv_heads, HEAD_DIM_K, HEAD_DIM_V).double()
+    return DenseAttention(DIM, HEADS, num_kv_heads, HEAD_DIM_K, HEAD_DIM_V).double()
 
 
 def written_out(layer: DenseAttention, x: Tensor) -> Tensor:
@@ -30,9 +30,9 @@ def written_out(layer: DenseAttention, x: Tensor) -> Tensor:
     return layer.o(torch.stack(rows, 1).view(x.shape[0], x.shape[1], -1))
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, HEADS])
-def test_equals_attention_written_out(kv_heads: int) -> None:
-    layer, x = make(kv_heads), tokens(2, 9)
+@pytest.mark.parametrize("num_kv_heads", [1, 2, HEADS])
+def test_equals_attention_written_out(num_kv_heads: int) -> None:
+    layer, x = make(num_kv_heads), tokens(2, 9)
     torch.testing.assert_close(layer(x), written_out(layer, x))
 
 

@@ -117,14 +117,14 @@ def test_packed_documents_equal_the_documents_one_by_one(backend: str, phi: str)
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("phi", PHIS)
-@pytest.mark.parametrize("bad", [0, 9, 30])
-def test_a_nan_reaches_later_tokens_only(backend: str, phi: str, bad: int) -> None:
+@pytest.mark.parametrize("at", [0, 9, 30])
+def test_a_nan_reaches_later_tokens_only(backend: str, phi: str, at: int) -> None:
     layer, x = make_layer(small_config(phi), backend=backend), tokens(1, 37)
     clean = layer(x)
-    x[:, bad] = torch.nan
-    spoilt = layer(x)
-    torch.testing.assert_close(spoilt[:, :bad], clean[:, :bad])
-    assert spoilt[:, bad].isnan().all()
+    x[:, at] = torch.nan
+    found = layer(x)
+    torch.testing.assert_close(found[:, :at], clean[:, :at])
+    assert found[:, at].isnan().all()
 
 
 def test_rows_depend_on_distances_not_on_positions() -> None:

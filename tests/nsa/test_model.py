@@ -41,9 +41,9 @@ def test_parameters_are_counted_one_by_one(config: ModelConfig) -> None:
             DecoderLM(changed).num_parameters()
             for changed in (config, config.dense_twin(), dataclasses.replace(config, tied_head=False))
         )
-    dim, heads, kv_heads = config.dim, config.n_heads, config.n_kv_groups
+    dim, heads, num_kv_heads = config.dim, config.n_heads, config.n_kv_groups
     q_and_o = dim * heads * (config.d_k + config.d_v)
-    kv = dim * kv_heads * (config.d_k + config.d_v)
+    kv = dim * num_kv_heads * (config.d_k + config.d_v)
     gates = (dim + 1) * 3 * heads
     mlp_and_norms = 3 * dim * config.hidden_dim + 2 * dim
     embedding_and_norm = 256 * dim + dim

@@ -13,11 +13,18 @@ from nsa.torch_backend import grouping, selected
 from nsa.torch_backend import scores as torch_scores
 from tests.laws import test_aux, test_lse, test_memory, test_selection
 from tests.laws.cases import Case
-from tests.laws.parts import BRANCHES, Parts
+from tests.laws.parts import BRANCHES_AND_ALL, Parts
 from tests.laws.test_precision import values_and_gradients_within_budget
 
 PLAIN = Case(
-    config=NSAConfig(l=4, d=2, l_sel=8, n_sel=4, w=13), kv_heads=2, group=2, dk=24, dv=16, queries=61, keys=61, seed=33
+    config=NSAConfig(l=4, d=2, l_sel=8, n_sel=4, w=13),
+    num_kv_heads=2,
+    group=2,
+    dk=24,
+    dv=16,
+    queries=61,
+    keys=61,
+    seed=33,
 )
 CASES = {
     "plain": PLAIN,
@@ -42,7 +49,7 @@ class TestTorchInPieces:
         for module, name, value in TORCH:
             monkeypatch.setattr(module, name, value)
 
-    @pytest.mark.parametrize("branch", BRANCHES)
+    @pytest.mark.parametrize("branch", BRANCHES_AND_ALL)
     def test_values_and_gradients(self, case: Case, branch: str) -> None:
         parts = Parts("torch", torch.device("cpu"))
         values_and_gradients_within_budget(parts, case, branch)
@@ -73,10 +80,12 @@ def test_programs_share_the_queries_of_a_tile_of_keys(
 ) -> None:
     """The compressed branch, backward: partial sums of several programs, some of which have no query."""
     parts = interpreted()
-    from nsa.triton_backend import interval
+    from nsa.triton_backend import compressed_window
 
-    monkeypatch.setattr(interval, "MIN_TOKENS_PER_SPLIT", 2)
-    case = replace(PLAIN, kv_heads=1, group=8, queries=24, keys=24, documents=documents)  # tiles of 8 tokens or fewer
+    monkeypatch.setattr(compressed_window, "MIN_TOKENS_PER_SPLIT", 2)
+    case = replace(
+        PLAIN, num_kv_heads=1, group=8, queries=24, keys=24, documents=documents
+    )  # tiles of 8 tokens or fewer
     for dtype in (torch.float32, torch.bfloat16):
         values_and_gradients_within_budget(parts, replace(case, dtype=dtype), "compressed")
 
@@ -84,13 +93,13 @@ def test_programs_share_the_queries_of_a_tile_of_keys(
 def test_partial_sums_of_programs_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16 they give what one program gives, but for the last rounding, also where they nearly cancel."""
     parts = interpreted()
-    from nsa.triton_backend import interval
+    from nsa.triton_backend import compressed_window
 
     case = replace(PLAIN, kv_heads=1, group=8, queries=24, keys=24, dtype=torch.bfloat16)
     x = case.inputs(parts.device)
     upstream = case.noise(x.q[..., : case.dv])
     whole = parts.gradients(case, x, "compressed", upstream)
-    monkeypatch.setattr(interval, "MIN_TOKENS_PER_SPLIT", 2)
+    monkeypatch.setattr(compressed_window, "MIN_TOKENS_PER_SPLIT", 2)
     for one, other in zip(whole[1:3], parts.gradients(case, x, "compressed", upstream)[1:3], strict=True):
         torch.testing.assert_close(other, one, rtol=2**-7, atol=1e-5 * one.abs().max().item())
 
@@ -104,7 +113,7 @@ def test_programs_share_the_scores_of_a_tile_of_queries(monkeypatch: pytest.Monk
     monkeypatch.setattr(scores, "TILES_PER_SPLIT", 1)
     monkeypatch.setattr(scores, "CHUNK", 8)
     config = NSAConfig(l=1, d=1, l_sel=4, n_sel=6, w=8, init_blocks=0, local_blocks=1)
-    case = replace(PLAIN, config=config, kv_heads=1, group=3, queries=queries, keys=300)
+    case = replace(PLAIN, config=config, num_kv_heads=1, group=3, queries=queries, keys=300)
     test_selection.test_selection_follows_equation_9.check(parts, case)
     x = case.inputs(parts.device)
     reference = Parts("reference", parts.device)
@@ -117,11 +126,11 @@ def test_a_chunk_of_the_choice_begins_anywhere(
 ) -> None:
     """Chunks of 5 queries, also by the memory that scores may take, and few rows of the choice per program."""
     parts = interpreted()
-    from nsa.triton_backend import scores, top_n
+    from nsa.triton_backend import scores, topk
 
     case = replace(PLAIN, queries=24, keys=24, documents=documents)
     wanted = Parts("reference", parts.device).select(case, case.inputs(parts.device))
     for name, value in (("CHUNK", 5), ("SCRATCH", 1)):
         monkeypatch.setattr(scores, name, value)
-        monkeypatch.setattr(top_n, "ELEMENTS", 16)
+        monkeypatch.setattr(topk, "ELEMENTS", 16)
         assert torch.equal(parts.select(case, case.inputs(parts.device)), wanted)

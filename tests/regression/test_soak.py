@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from nsa import KVCache
-from nsa.layer import Branched
+from nsa.layer import PerBranch
 from nsa.train.trainer import Stepped, Trainer
 from regression import soak_lane
 from regression.evidence import Evidence
@@ -91,7 +91,7 @@ def test_a_prefill_that_differs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
     """A cache that forgets its first token on the way."""
     healthy = KVCache.stage
 
-    def forgetful(cache: KVCache, k: Branched, v: Branched) -> object:
+    def forgetful(cache: KVCache, k: PerBranch, v: PerBranch) -> object:
         cache._v[:, :, 0] = 0
         return healthy(cache, k, v)
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from nsa.triton_backend.hopper.ring import (
+from nsa.triton_backend.hopper.tile import (
     descriptor,
     fetch,
     kernel,
@@ -72,7 +72,7 @@ def _group_probabilities(
         slot = first + this * BN + place
         inside = gl.expand_dims(slot < end, 1) & gl.expand_dims(query < end_query, 0)
         gl.store(P + (gl.expand_dims(out, 0) + gl.expand_dims(slot, 1)), p, mask=inside)
-        wait(full, this + 2, STAGES, this + 2 < tiles)  # here, as in `interval._forward`
+        wait(full, this + 2, STAGES, this + 2 < tiles)  # here, as in `compressed_window._forward`
         s = warpgroup_mma_wait(0, deps=[scores])
 
 
@@ -81,10 +81,10 @@ def group_probabilities(
     splits: int, shape: Shape, to_base_2: float,
 ) -> None:  # fmt: skip
     """Write p of `count` queries from `first` on, where a tile of theirs sees a block."""
-    (batch, length, heads, d), (slots, kv_heads) = q.shape, k_cmp.shape[1:3]
+    (batch, length, heads, d), (slots, num_kv_heads) = q.shape, k_cmp.shape[1:3]
     tiles = -(-count // shape.tokens)
-    _group_probabilities[tiles * splits, kv_heads, batch](
+    _group_probabilities[tiles * splits, num_kv_heads, batch](
         q, descriptor(k_cmp, shape.keys), lse, *bounds, p, *strides(q),
-        first, count, length, slots, heads, kv_heads, heads // kv_heads, to_base_2, splits,
+        first, count, length, slots, heads, num_kv_heads, heads // num_kv_heads, to_base_2, splits,
         d, shape.tokens, shape.group, shape.keys, shape.num_stages, **shape.launch,
     )  # fmt: skip

@@ -14,15 +14,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from nsa.geometry import Layout
 from nsa.triton_backend import tuning
-from nsa.triton_backend.hopper.ring import (
+from nsa.triton_backend.hopper.tile import (
     descriptor,
     fetch,
     finish,
     kernel,
     load_rows,
+    nonfinite,
     ring,
     softmax,
-    spoilt,
     store_rows,
     tile,
     wait,
@@ -81,8 +81,8 @@ def _forward(
     q = load_rows(Q, b.to(gl.int64) * q_b + i.to(gl.int64) * q_s + (h * G + g) * q_h, g < G, D, flat)
     q_left = gl.convert_layout(q, left)
 
-    top = gl.full([GP], float("-inf"), gl.float32, gl.SliceLayout(1, mma))
-    total, acc, read = gl.zeros_like(top), gl.zeros([GP, D], gl.float32, mma), whole * BN
+    m = gl.full([GP], float("-inf"), gl.float32, gl.SliceLayout(1, mma))
+    l, acc, read = gl.zeros_like(m), gl.zeros([GP, D], gl.float32, mma), whole * BN
     for stretch in gl.static_range(2):
         for number in range(0 if stretch == 0 else whole, whole if stretch == 0 else tiles):
             next_k_at = _first_key(chosen, number + K_STAGES, start, N, SIZE, STEPS, BN)
@@ -97,18 +97,18 @@ def _forward(
                 visible = at + gl.arange(0, BN, gl.SliceLayout(0, mma)) <= token
                 s = gl.where(gl.expand_dims(visible, 0), s, float("-inf"))
                 read += gl.sum(visible.to(gl.int32), 0)
-            p, shrink, top, total = softmax(s, top, total, to_base_2)
+            p, alpha, m, l = softmax(s, m, l, to_base_2)
             wait(v_full, number, V_STAGES)
             v = tile(v_slots, number, V_STAGES).load(right)
             if stretch == 1:  # what is not seen may not be finite
                 seen = at + gl.arange(0, BN, gl.SliceLayout(1, right)) <= token
                 v = gl.where(gl.expand_dims(seen, 1), v, 0.0).to(v.dtype)
-            acc = mma_v2(gl.convert_layout(p.to(v.dtype), left), v, acc * gl.expand_dims(shrink, 1))
+            acc = mma_v2(gl.convert_layout(p.to(v.dtype), left), v, acc * gl.expand_dims(alpha, 1))
             next_v = number + V_STAGES
             fetch(V, b, next_v_at, h, v_slots, v_full, next_v, V_STAGES, next_v < tiles)
 
-    bad = gl.convert_layout(spoilt(q), gl.SliceLayout(1, mma)) & (read > 0)
-    factor, lse = finish(top, total, to_base_2, bad)
+    nonfinite_rows = gl.convert_layout(nonfinite(q), gl.SliceLayout(1, mma)) & (read > 0)
+    factor, lse = finish(m, l, to_base_2, nonfinite_rows)
     gl.store(LSE + (first_row + row_g), lse, mask=row_g < G)
     gl.store(READ + ((b.to(gl.int64) * S + i) * HKV + h), read)
     store_rows(O, (first_row + g) * D, g < G, acc * gl.expand_dims(factor, 1), D, flat)
@@ -174,11 +174,12 @@ def forward(
     o: Tensor, lse: Tensor, read: Tensor,
 ) -> None:  # fmt: skip
     """Write o, lse and read; `selected.forward` says what they are."""
-    (batch, length, heads, _), kv_heads = q.shape, k.shape[2]
+    (batch, length, heads, _), num_kv_heads = q.shape, k.shape[2]
     constants, keys, options = _launch("forward", q, v, block_indices, layout)
-    _forward[length, kv_heads, batch](
+    _forward[length, num_kv_heads, batch](
         q, descriptor(k, keys), descriptor(v, keys), block_indices, layout.starts, o, lse, read, *strides(q),
-        length, layout.num_keys - length, heads, kv_heads, heads // kv_heads, scale * LOG2E, *constants, **options,
+        length, layout.num_keys - length, heads, num_kv_heads, heads // num_kv_heads, scale * LOG2E,
+        *constants, **options,
     )  # fmt: skip
 
 
@@ -187,11 +188,11 @@ def backward_q(
     lse: Tensor, delta: Tensor, dq: Tensor,
 ) -> None:  # fmt: skip
     """Write dq; lse (base 2) and delta are those of `launch.backward_rows`."""
-    (batch, length, heads, _), kv_heads = q.shape, k.shape[2]
+    (batch, length, heads, _), num_kv_heads = q.shape, k.shape[2]
     constants, keys, options = _launch("backward_q", q, v, block_indices, layout)
-    _backward_q[length, kv_heads, batch](
+    _backward_q[length, num_kv_heads, batch](
         q, descriptor(k, keys), descriptor(v, keys), do, block_indices, layout.starts, lse, delta, dq, *strides(q),
-        length, layout.num_keys - length, heads, kv_heads, heads // kv_heads, scale, scale * LOG2E,
+        length, layout.num_keys - length, heads, num_kv_heads, heads // num_kv_heads, scale, scale * LOG2E,
         *constants, **options,
     )  # fmt: skip
 

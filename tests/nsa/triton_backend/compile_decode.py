@@ -16,11 +16,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nsa import NSAConfig, geometry
-from nsa.triton_backend import decode, decode_choice, decode_compressed, decode_merge, decode_near
+from nsa.triton_backend import decode, decode_kernels
 
 CONTEXT = 131072
 SHARES, SELECTED_SHARES, WINDOW_SHARES = 32, 16, 8
-FLOAT32 = {"P", "SCORES", "S_CMP", "O_PART", "LSE_PART", "O_CMP", "LSE_CMP", "O_NEAR", "LSE_NEAR", "LSE"}
+FLOAT32 = {"P", "SCORES", "S_CMP", "O_PART", "LSE_PART", "O_CMP", "LSE_CMP", "O_SEL_WIN", "LSE_SEL_WIN", "LSE"}
 INT32 = {"TABLE", "WINDOW_TABLE", "LENGTHS", "READ", "BLOCKS"}
 
 
@@ -32,7 +32,7 @@ def argument_type(kernel: Any, name: str, paged: bool) -> str:
         return "constexpr"
     if not name.isupper() or name in ("S", "G", "HQ", "HKV"):
         return "i32"
-    if name in INT32 or (kernel is decode_choice._choose and name == "OUT"):
+    if name in INT32 or (kernel is decode_kernels._choose and name == "OUT"):
         return "*i32"
     return "*fp32" if name in FLOAT32 else "*bf16"
 
@@ -51,14 +51,14 @@ def kernels(queries: int, group: int, dk: int, dv: int, page: int) -> list[tuple
     choice |= {"BLOCKS": columns}
     heads = triton.next_power_of_2(group)
     probabilities = {"SIZE": config.l, "STRIDE": config.d, "GP": heads, "SPLITS": SHARES}
-    probabilities |= {"BN": max(decode_choice.SCORES // heads, decode.SLOTS)}
+    probabilities |= {"BN": max(decode_kernels.SCORES // heads, decode.SLOTS)}
     merge = {"SELECTED_SPLITS": SELECTED_SHARES, "WINDOW_SPLITS": WINDOW_SHARES, "CMP": SHARES, "SEL": SELECTED_SHARES}
     return [
-        (decode_compressed._compressed, sizes | compressed | {"BT": shape.tokens, "GP": shape.group}, shape.launch),
-        (decode_choice._group_probabilities, probabilities, {"num_warps": 4}),
-        (decode_choice._choose, choice, {"num_warps": max(columns // decode.COLUMNS_PER_WARP, 1)}),
-        (decode_near._near, sizes | near | {"GP": max(shape.group, 16)}, shape.launch),
-        (decode_merge._merge, merge | {"WIN": WINDOW_SHARES, "DV": dv, "DVP": shape.dv}, {"num_warps": 4}),
+        (decode_kernels._compressed, sizes | compressed | {"BT": shape.tokens, "GP": shape.group}, shape.launch),
+        (decode_kernels._group_probabilities, probabilities, {"num_warps": 4}),
+        (decode_kernels._choose, choice, {"num_warps": max(columns // decode.COLUMNS_PER_WARP, 1)}),
+        (decode_kernels._selected_window, sizes | near | {"GP": max(shape.group, 16)}, shape.launch),
+        (decode_kernels._merge, merge | {"WIN": WINDOW_SHARES, "DV": dv, "DVP": shape.dv}, {"num_warps": 4}),
     ]
 
 

@@ -34,13 +34,13 @@ UNMEASURED_ON_HOPPER = [(64, 192, 128), (16, 256, 256), (64, 256, 256)]
 FEW_BYTES = 64
 """Per thread: 16 of 255 registers, which fit where no loop needs them."""
 SPILLS = {
-    "interval._forward": 360,
-    "interval._backward_q": 200,
-    "interval._backward_kv": 360,
+    "compressed_window._forward": 360,
+    "compressed_window._backward_q": 200,
+    "compressed_window._backward_kv": 360,
     "selected._forward": 360,
     "selected._backward_q": 200,
-    "by_block_backward._gradients": 360,
-    "top_n._top_n": 224,
+    "selected_kv_major._backward": 360,
+    "topk._topk": 224,
 }
 """Per thread. On Hopper the tables were measured, and tiles that spill this much were faster than smaller ones; heads
 of 256 spill everywhere; of the choice it is one version, for 64 blocks."""

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 import nsa
-from nsa.decode import Decoded, Rows, decoder
+from nsa.backends import decoder
+from nsa.kv import DecodeOutput, KVView
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import decode, decode_attention, decode_choice
+from nsa.triton_backend import decode, decode_attention, decode_kernels
 from tests.nsa.layers import make_layer, small_config
 
 CONFIG = nsa.NSAConfig(l=4, d=2, l_sel=8, n_sel=4, w=13)
@@ -26,11 +27,11 @@ def many_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs for one row, in a short text."""
     monkeypatch.setattr(decode, "KEYS", 16)
     monkeypatch.setattr(decode, "MAX_SHARES", 4)
-    monkeypatch.setattr(decode_choice, "SCORES", 64)  # and several tiles of probabilities, from 64 blocks on
+    monkeypatch.setattr(decode_kernels, "SCORES", 64)  # and several tiles of probabilities, from 64 blocks on
 
 
 def draw(
-    batch: int, queries: int, keys: int, heads: int, kv_heads: int, dk: int, dv: int, config: nsa.NSAConfig
+    batch: int, queries: int, keys: int, heads: int, num_kv_heads: int, dk: int, dv: int, config: nsa.NSAConfig
 ) -> Inputs:
     """Queries, three sets of keys, compressed keys and gates; on a GPU where there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,7 +40,7 @@ def draw(
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device)
 
-    k, v = (tuple(normal(batch, keys, kv_heads, d) for _ in range(3)) for d in (dk, dv))
+    k, v = (tuple(normal(batch, keys, num_kv_heads, d) for _ in range(3)) for d in (dk, dv))
     cmp = {f"{x}_compressed": nsa.compress(s[0], config, backend="reference") for x, s in (("k", k), ("v", v))}
     return {"q": normal(batch, queries, heads, dk), "k": k, "v": v, "gates": normal(batch, queries, heads, 3), **cmp}
 
@@ -58,7 +59,7 @@ def agree(found: tuple[Tensor, nsa.Aux], wanted: tuple[Tensor, nsa.Aux]) -> None
 
 
 @pytest.mark.parametrize(
-    ("queries", "keys", "heads", "kv_heads", "dk", "dv"),
+    ("queries", "keys", "heads", "num_kv_heads", "dk", "dv"),
     [
         (1, 100, 4, 2, 16, 24),
         (2, 3, 2, 2, 16, 16),
@@ -68,8 +69,8 @@ def agree(found: tuple[Tensor, nsa.Aux], wanted: tuple[Tensor, nsa.Aux]) -> None
         (1, 150, 2, 1, 16, 16),
     ],
 )
-def test_it_agrees_with_the_oracle(queries: int, keys: int, heads: int, kv_heads: int, dk: int, dv: int) -> None:
-    x = draw(2, queries, keys, heads, kv_heads, dk, dv, CONFIG)
+def test_it_agrees_with_the_oracle(queries: int, keys: int, heads: int, num_kv_heads: int, dk: int, dv: int) -> None:
+    x = draw(2, queries, keys, heads, num_kv_heads, dk, dv, CONFIG)
     agree(whole(x, CONFIG, "triton"), whole(x, CONFIG, "reference"))
 
 
@@ -94,7 +95,7 @@ def test_keys_and_gates_need_not_be_contiguous() -> None:
     agree(whole(x, CONFIG, "triton"), whole(x, CONFIG, "reference"))
 
 
-def in_pages(x: Inputs, lengths: list[int], config: nsa.NSAConfig, size: int) -> tuple[list[Rows], Tensor]:
+def in_pages(x: Inputs, lengths: list[int], config: nsa.NSAConfig, size: int) -> tuple[list[KVView], Tensor]:
     """The first `lengths` keys of each row scattered over pages, NaN in all other places; and how many there are."""
     batch, total = x["k"][1].shape[:2]
     held = [[nsa.geometry.num_compressed_blocks(n, config) for n in lengths], lengths, lengths]
@@ -108,7 +109,7 @@ def in_pages(x: Inputs, lengths: list[int], config: nsa.NSAConfig, size: int) ->
             for row in range(held[branch][b]):
                 page = int(tables[branch, b, row // size])
                 k[page, row % size], v[page, row % size] = keys[branch][b, row], values[branch][b, row]
-    return [Rows(k, v, table) for table in tables], torch.tensor(lengths, dtype=torch.int32, device=k.device)
+    return [KVView(k, v, table) for table in tables], torch.tensor(lengths, dtype=torch.int32, device=k.device)
 
 
 @pytest.mark.parametrize(("config", "size", "queries"), [(CONFIG, 8, 1), (CONFIG, 24, 3), (WIDE, 16, 3), (WIDE, 64, 1)])
@@ -127,7 +128,7 @@ def test_sequences_in_pages_differ_in_length(config: nsa.NSAConfig, size: int, q
         agree(found[b], whole(alone, config, "reference", scale=0.25))
 
 
-def split(decoded: Decoded) -> list[tuple[Tensor, nsa.Aux]]:
+def split(decoded: DecodeOutput) -> list[tuple[Tensor, nsa.Aux]]:
     """Each row of a step by itself."""
     rows = range(decoded.o.shape[0])
     read = [[x[b : b + 1] for x in decoded.keys_read] for b in rows]
@@ -135,7 +136,7 @@ def split(decoded: Decoded) -> list[tuple[Tensor, nsa.Aux]]:
         (
             decoded.o[b : b + 1],
             nsa.Aux.of(
-                Decoded(decoded.o, decoded.block_indices[b : b + 1], decoded.lse[:, b : b + 1], tuple(read[b])),  # type: ignore[arg-type]
+                DecodeOutput(decoded.o, decoded.block_indices[b : b + 1], decoded.lse[:, b : b + 1], tuple(read[b])),  # type: ignore[arg-type]
                 "triton",
             ),
         )
@@ -143,21 +144,21 @@ def split(decoded: Decoded) -> list[tuple[Tensor, nsa.Aux]]:
     ]
 
 
-@pytest.mark.parametrize("spoil", ["q", "k", "v", "k_compressed", "v_compressed"])
+@pytest.mark.parametrize("operand", ["q", "k", "v", "k_compressed", "v_compressed"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(spoil: str, value: float) -> None:
+def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(operand: str, value: float) -> None:
     x = draw(1, 8, 31, 2, 1, 16, 16, CONFIG)  # queries 23 … 30; block 12 holds tokens 24 … 27
     place = {"q": (x["q"], 5), "k": (x["k"][2], 28), "v": (x["v"][2], 28)}
     place |= {name: (x[name], 12) for name in ("k_compressed", "v_compressed")}
-    tensor, row = place[spoil]
+    tensor, row = place[operand]
     tensor[0, row, 0, 3] = value
     found, true = ((~whole(x, CONFIG, b)[0].isfinite())[0].flatten(1).any(-1) for b in ("triton", "reference"))
-    sees = torch.arange(8, device=found.device) >= {"q": 5, "k": 5, "v": 5}.get(spoil, 27 - 23)
-    if spoil == "q":
+    sees = torch.arange(8, device=found.device) >= {"q": 5, "k": 5, "v": 5}.get(operand, 27 - 23)
+    if operand == "q":
         sees = torch.arange(8, device=found.device) == 5
     assert true.any()
     assert not (true & ~found).any()
-    assert not (found & ~sees).any()  # a score of -inf counts as nothing for the oracle, and may spoil a row here
+    assert not (found & ~sees).any()  # the oracle ignores a score of -inf, which may make a row nonfinite here
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -174,7 +175,7 @@ def test_it_serves_few_queries_behind_many_keys_without_gradients(monkeypatch: p
     calls: list[int] = []
     healthy = decode.attend
 
-    def noted(q: Tensor, *others: Any) -> Decoded:
+    def noted(q: Tensor, *others: Any) -> DecodeOutput:
         calls.append(q.shape[1])
         return healthy(q, *others)
 
@@ -220,7 +221,7 @@ def test_halves_of_a_batch_give_the_whole(monkeypatch: pytest.MonkeyPatch, paged
     x, lengths = draw(3, 1, 40, 2, 1, 16, 16, CONFIG), [40, 9, 23]
     rows, on_device = in_pages(x, lengths, CONFIG, 8)
     if not paged:
-        rows = [Rows(x["k_compressed"], x["v_compressed"]), *(Rows(x["k"][i], x["v"][i]) for i in (1, 2))]
+        rows = [KVView(x["k_compressed"], x["v_compressed"]), *(KVView(x["k"][i], x["v"][i]) for i in (1, 2))]
     arguments = (x["q"], *rows, on_device, x["gates"], CONFIG, 0.25)
     together = decode_attention(*arguments)
     monkeypatch.setattr(decode, "SCRATCH", 1)

@@ -44,4 +44,4 @@ def test_the_decode_kernels_compile_and_fit_in_shared_memory(architecture: int, 
     limit = SHARED_MEMORY_KIB[architecture] * 1024
     assert not {name: need for name, need in needs.items() if need["shared_bytes"] > limit}
     streams = {name for name, need in needs.items() if need["loads_ahead"]}
-    assert streams == {"decode_compressed._compressed", "decode_near._near"}
+    assert streams == {"decode_kernels._compressed", "decode_kernels._selected_window"}

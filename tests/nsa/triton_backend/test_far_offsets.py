@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 import nsa
-from nsa.decode import Rows
+from nsa.config import BRANCHES
+from nsa.kv import KVView
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import by_block, decode, decode_attention, launch, support
+from nsa.triton_backend import decode, decode_attention, dispatch, launch
 
 CONFIG = nsa.NSAConfig(l=2, d=2, l_sel=4, n_sel=3, w=6)
 BY_TOKEN = nsa.NSAConfig(l=1, d=1, l_sel=4, n_sel=3, w=6, init_blocks=0, local_blocks=1)
@@ -38,10 +39,10 @@ def far(x: Tensor, axis: int, stride: int) -> Tensor:
     return there.copy_(x)
 
 
-def draw(batch: int, queries: int, keys: int, kv_heads: int = 1, group: int = 2) -> dict[str, Tensor]:
+def draw(batch: int, queries: int, keys: int, num_kv_heads: int = 1, group: int = 2) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(keys)
-    heads = kv_heads * group
-    shapes = (queries, heads, 16), (keys, kv_heads, 16), (keys, kv_heads, 16), (queries, heads, 3)
+    heads = num_kv_heads * group
+    shapes = (queries, heads, 16), (keys, num_kv_heads, 16), (keys, num_kv_heads, 16), (queries, heads, 3)
     return {n: torch.randn(batch, *s, generator=generator).half() for n, s in zip(NAMES, shapes, strict=True)}
 
 
@@ -86,9 +87,9 @@ def tokens_far_apart() -> None:
     same(results(apart, BY_TOKEN, (far(k_cmp, 1, stride), far(v_cmp, 1, stride))), wanted)
 
 
-def tokens_far_apart_by_block() -> None:
+def tokens_far_apart_kv_major() -> None:
     """The selected branch, forward, where the loop goes over blocks of keys."""
-    by_block.MIN_QUERIES = 1
+    dispatch.KV_MAJOR_MIN_QUERIES = 1
     x, stride = draw(1, 6, TOKENS), launch.MAX_OFFSET // 268
     blocks = torch.tensor([1, 30, 73], dtype=torch.int32).expand(1, 6, 1, 3)
     k, v = (far(x[name], 1, stride) for name in "kv")
@@ -113,7 +114,7 @@ def pages_far_apart() -> None:
         lengths = torch.tensor([16, 13], dtype=torch.int32)
         found = []
         for pages in ((far(k, 0, stride), far(v, 0, stride)), (k, v)):
-            rows = [Rows(*pages, table) for table in (blocks, tokens, tokens)]
+            rows = [KVView(*pages, table) for table in (blocks, tokens, tokens)]
             decoded = decode_attention(x["q"], *rows, lengths, x["gates"], config, 0.25)
             found.append([decoded.o, decoded.block_indices, decoded.lse])
         same(*found)
@@ -122,7 +123,7 @@ def pages_far_apart() -> None:
 @interpreted
 @pytest.mark.parametrize(
     "check",
-    [batch_rows_far_apart, tokens_far_apart, tokens_far_apart_by_block, pages_far_apart],
+    [batch_rows_far_apart, tokens_far_apart, tokens_far_apart_kv_major, pages_far_apart],
     ids=lambda f: f.__name__,
 )
 def test_what_lies_beyond_32_bits_is_found(check: Callable[[], None]) -> None:
@@ -154,11 +155,11 @@ PAPER = nsa.NSAConfig(w=128, n_sel=4)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("branch", ["compressed", "selected", "window"])
+@pytest.mark.parametrize("branch", BRANCHES)
 def test_queries_behind_32_bits_are_as_those_before_them(branch: str) -> None:
     """q, o, their gradients of 4.4 GiB each, in about 30 GiB: the last rows, and what they give to the keys, are what
     they are in a call that has no other rows."""
-    if support.interpreted() or torch.cuda.get_device_properties(0).total_memory < 60 * 2**30:
+    if dispatch.interpreted() or torch.cuda.get_device_properties(0).total_memory < 60 * 2**30:
         pytest.skip("needs 60 GiB of GPU memory")
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -194,7 +195,7 @@ def test_queries_behind_32_bits_are_as_those_before_them(branch: str) -> None:
 
 @pytest.mark.gpu
 def test_choices_behind_32_bits_are_as_those_before_them() -> None:
-    if support.interpreted() or torch.cuda.get_device_properties(0).total_memory < 60 * 2**30:
+    if dispatch.interpreted() or torch.cuda.get_device_properties(0).total_memory < 60 * 2**30:
         pytest.skip("needs 60 GiB of GPU memory")
     generator = torch.Generator("cuda").manual_seed(0)
     q = torch.randn(1, LONG, HEADS, CHANNELS, generator=generator, device="cuda", dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What `hopper/` serves; on a Hopper GPU the laws on calls that reach its kernels: packed, in chunks, any group."""
+"""On a Hopper GPU the laws on calls that reach the kernels of `hopper/`: packed, in chunks, any group."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import nsa
-from nsa.geometry import Layout
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import hopper, interval, scores, selected, support, tuning
+from nsa.triton_backend import compressed_window, hopper, scores, selected
+from nsa.triton_backend.dispatch import hopper_serves
 from tests.laws import test_causality, test_memory, test_selection
 from tests.laws.cases import Case
-from tests.laws.parts import BRANCHES, Parts
+from tests.laws.parts import BRANCHES_AND_ALL, Parts
 from tests.laws.test_precision import values_and_gradients_within_budget
 from tests.laws.test_sizes import LONG
 
@@ -37,7 +37,7 @@ CASES = {
     "batch of 2, float16": replace(PLAIN, batch=2, queries=333, keys=333, seed=210, dtype=torch.float16),
     "group of 6": replace(PLAIN, group=6),
     "group of 1": replace(PLAIN, group=1),
-    "group of 64": replace(PLAIN, kv_heads=1, group=64, queries=200, keys=200, seed=117),
+    "group of 64": replace(PLAIN, num_kv_heads=1, group=64, queries=200, keys=200, seed=117),
     "blocks of 128": replace(PLAIN, config=nsa.NSAConfig(l=8, d=4, l_sel=128, n_sel=4, w=150)),
     "one token": replace(PLAIN, queries=1, keys=1, seed=0),
 }
@@ -56,69 +56,6 @@ OF_THE_CHOICE: list[Callable[..., None]] = [
 ]
 
 
-@pytest.fixture
-def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "architecture", lambda _: 90)
-    monkeypatch.setattr(hopper, "AVAILABLE", True)
-    monkeypatch.setattr(support, "interpreted", lambda: False)
-
-
-@pytest.mark.usefixtures("as_on_hopper")
-class TestWhatIsServed:
-    keys = torch.zeros(2, 30, 4, 128, dtype=torch.bfloat16)
-
-    def test_keys_of_their_type_and_size(self) -> None:
-        for x in (self.keys, self.keys.half(), self.keys[:, 1::2], self.keys[:1], self.keys[:, :, 1:2]):
-            assert hopper.serves("interval_forward", 16, x, x)
-
-    @pytest.mark.parametrize(
-        "x",
-        [
-            pytest.param(keys.float(), id="float32"),
-            pytest.param(keys[..., :64], id="64 channels"),
-            pytest.param(torch.zeros(2, 30, 4, 136, dtype=torch.bfloat16)[..., 1:129], id="address"),
-            pytest.param(torch.zeros(2, 30, 4, 129, dtype=torch.bfloat16)[..., :128], id="steps"),
-            pytest.param(torch.zeros(2, 30, 4, 256, dtype=torch.bfloat16)[..., ::2], id="channels apart"),
-            pytest.param(keys[:, :1].expand(2, 30, 4, 128), id="one key many times"),
-            pytest.param(keys[:, :0], id="no key"),
-        ],
-    )
-    def test_other_keys_are_not(self, x: torch.Tensor) -> None:
-        assert not hopper.serves("interval_forward", 16, self.keys, x)
-
-    def test_neither_are_groups_that_fill_no_tile_and_other_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert hopper.serves("interval_forward", 64, self.keys)
-        assert not hopper.serves("interval_forward", 65, self.keys)
-        assert not hopper.serves("selected_forward", 17, self.keys)
-        monkeypatch.setattr(tuning, "architecture", lambda _: 80)
-        assert not hopper.serves("interval_forward", 16, self.keys)
-
-    def test_the_interpreter_runs_none_of_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(support, "interpreted", lambda: True)
-        assert not hopper.serves("interval_forward", 16, self.keys)
-
-    @pytest.mark.parametrize(("l_sel", "served"), [(64, True), (128, True), (96, False), (32, False)])
-    def test_blocks_are_whole_tiles(self, l_sel: int, served: bool) -> None:
-        config = nsa.NSAConfig(l_sel=l_sel)
-        layout = Layout(30, 30, config, self.keys.device)
-        assert selected._served("forward", self.keys.repeat(1, 1, 4, 1), self.keys, self.keys, layout) == served
-
-    def test_the_selected_branch_has_sixteen_rows_whatever_the_table_says(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        table = tuning.table(90)
-        more = {"hopper.selected_forward": replace(table.narrow["hopper.selected_forward"], rows=32)}
-        monkeypatch.setattr(tuning, "table", lambda _: replace(table, narrow={**table.narrow, **more}))
-        layout = Layout(30, 30, nsa.NSAConfig(), self.keys.device)
-        for group, served in ((16, True), (17, False)):
-            assert selected._served("forward", self.keys.repeat(1, 1, group, 1), self.keys, self.keys, layout) == served
-
-    def test_nothing_is_under_a_version_of_triton_that_was_not_tried(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert hopper.serves("scores", 16, self.keys)
-        monkeypatch.setattr(hopper, "AVAILABLE", False)
-        assert not hopper.serves("interval_forward", 16, self.keys)
-
-
 class _Unused:
     """A kernel that must not be launched."""
 
@@ -127,7 +64,7 @@ class _Unused:
 
 
 KERNELS = [
-    *((interval, name) for name in ("_forward", "_backward_q")),
+    *((compressed_window, name) for name in ("_forward", "_backward_q")),
     (scores, "_group_probabilities"),
     *((selected, name) for name in ("_forward", "_backward_q")),
 ]
@@ -149,7 +86,7 @@ def only_hopper(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
 class TestLaws:
     pytestmark = on_hopper
 
-    @pytest.mark.parametrize("branch", BRANCHES)
+    @pytest.mark.parametrize("branch", BRANCHES_AND_ALL)
     @pytest.mark.parametrize("check", LAWS, ids=lambda check: check.__name__.removeprefix("test_"))
     def test_of_a_branch(self, case: Case, check: Callable[..., None], branch: str) -> None:
         check(Parts("triton", torch.device("cuda")), case, branch)
@@ -179,8 +116,8 @@ class TestAddresses:
         k, v = (torch.nn.functional.pad(y, (1, 0))[..., 1:] for y in (x.k, x.v))
         odd = x._replace(k=k, v=v)
         parts = Parts("triton", torch.device("cuda"))
-        assert hopper.serves("interval_forward", 16, x.k)
-        assert not hopper.serves("interval_forward", 16, odd.k)
-        for branch in BRANCHES:
+        assert hopper_serves("compressed_window_forward", 16, x.k)
+        assert not hopper_serves("compressed_window_forward", 16, odd.k)
+        for branch in BRANCHES_AND_ALL:
             one, other = parts.forward(PLAIN, x, branch), parts.forward(PLAIN, odd, branch)
             torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)

@@ -10,7 +10,7 @@ import nsa
 pytest.importorskip("triton")
 
 from nsa.triton_backend import tuning
-from nsa.triton_backend.tuning import Table, Tuned
+from nsa.triton_backend.tuning import LaunchConfig, Table
 
 CONFIG = nsa.NSAConfig(l=8, d=4, l_sel=32, n_sel=3, w=21)
 
@@ -19,7 +19,7 @@ CONFIG = nsa.NSAConfig(l=8, d=4, l_sel=32, n_sel=3, w=21)
 def test_tiles_smaller_and_larger_than_a_block_agree_with_the_oracle(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, rows: int, keys: int
 ) -> None:
-    cut = Table("", dict.fromkeys(tuning.table(86).narrow, Tuned(rows, keys, 4, 1)), {})
+    cut = Table("", dict.fromkeys(tuning.table(86).narrow, LaunchConfig(rows, keys, 4, 1)), {})
     monkeypatch.setattr(tuning, "table", lambda _: cut)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 130, heads, 16, generator=generator).to(device).requires_grad_() for heads in (4, 2, 2))
@@ -33,8 +33,11 @@ def test_tiles_smaller_and_larger_than_a_block_agree_with_the_oracle(
 
 
 def test_rows_that_are_too_wide_for_three_loops_take_one(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    wide = tuning.fit("interval_backward_q", 86, 64, 192, 128, torch.bfloat16)
-    assert (wide.stretches, tuning.fit("interval_backward_q", 90, 64, 192, 128, torch.bfloat16).stretches) == (1, 3)
+    wide = tuning.fit("compressed_window_backward_q", 86, 64, 192, 128, torch.bfloat16)
+    assert (wide.stretches, tuning.fit("compressed_window_backward_q", 90, 64, 192, 128, torch.bfloat16).stretches) == (
+        1,
+        3,
+    )
     monkeypatch.setattr(tuning, "LEAST_SHARED_KIB", 0)
     monkeypatch.setattr(tuning, "SHARED_MEMORY_KIB", {})
     generator = torch.Generator().manual_seed(0)
@@ -43,7 +46,7 @@ def test_rows_that_are_too_wide_for_three_loops_take_one(monkeypatch: pytest.Mon
         torch.autograd.grad(nsa.window_attention(q, k, v, CONFIG, backend=backend)[0].sin().sum(), (q, k, v))
         for backend in ("triton", "reference")
     )
-    assert tuning.shape("interval_backward_q", q, v).stretches == 1
+    assert tuning.shape("compressed_window_backward_q", q, v).stretches == 1
     for found, wanted in zip(one, other, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
@@ -64,7 +67,7 @@ def test_slim_rows_have_launches_of_their_own() -> None:
     """12/2 heads of 64 in bfloat16 are half as wide as the table's usual rows; in float32 they are as wide."""
     assert tuning.width(64, 64, torch.bfloat16) == ("slim", 1)
     assert tuning.width(64, 64, torch.float32) == tuning.width(128, 128, torch.bfloat16) == ("narrow", 1)
-    slim = tuning.table(90).slim["interval_backward_kv"]
-    shape = tuning.fit("interval_backward_kv", 90, 6, 64, 64, torch.bfloat16)
+    slim = tuning.table(90).slim["compressed_window_backward_kv"]
+    shape = tuning.fit("compressed_window_backward_kv", 90, 6, 64, 64, torch.bfloat16)
     assert (shape.keys, shape.num_warps, shape.num_stages) == (slim.keys, slim.num_warps, slim.num_stages)
-    assert slim != tuning.table(90).narrow["interval_backward_kv"]
+    assert slim != tuning.table(90).narrow["compressed_window_backward_kv"]

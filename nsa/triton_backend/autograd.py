@@ -1,0 +1,71 @@
+"""The kernels for autograd in an eager call; `ops.py` is the same for a graph. Neither has a second gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nsa.geometry import Layout
+from nsa.triton_backend import compressed_window, gated_sum, selected
+
+
+class CompressedWindowAttention(torch.autograd.Function):
+    """`compressed_window.forward`."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        output = compressed_window.forward(*inputs)
+        CompressedWindowAttention.save(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        (q, k, v, lo, hi, _, max_splits, scale), (o, lse, read, finite) = inputs, output
+        ctx.save_for_backward(q, k, v, finite, o, lse, lo, hi)
+        ctx.numbers = max_splits, scale
+        ctx.mark_non_differentiable(read, finite)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        gradients = compressed_window.backward(do, dlse, *ctx.saved_tensors, *ctx.numbers)
+        return *gradients, *5 * (None,)
+
+
+class SelectedAttention(torch.autograd.Function):
+    """`selected.forward`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, layout: Layout, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        o, lse, read = selected.forward(q, k, v, block_indices, layout, scale)
+        ctx.save_for_backward(q, k, v, o, lse, block_indices)
+        ctx.more = layout, scale
+        ctx.mark_non_differentiable(read)
+        ctx.set_materialize_grads(False)
+        return o, lse, read
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        gradients = selected.backward(do, dlse, *ctx.saved_tensors, *ctx.more)
+        return *gradients, *3 * (None,)
+
+
+class GatedSum(torch.autograd.Function):
+    """`gated_sum.forward`."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return gated_sum.forward(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, ...]:
+        return gated_sum.backward(do, *ctx.saved_tensors)

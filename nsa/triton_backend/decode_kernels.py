@@ -1,0 +1,272 @@
+"""The kernels of a decode step, in the order of their launches; `decode.py` launches them.
+
+1. `_compressed`: the compressed branch, each sequence's blocks shared among several programs. A program writes the
+   partial output of its share, and the scores, which the choice of blocks needs once the whole softmax is known.
+2. `_group_probabilities` and 3. `_choose`: the choice of blocks (Eq. 8 to 12). Scores become probabilities, summed over
+   the heads of a group, by as many programs as there are scores to read; then one program per query and group takes
+   the n best. What is added up, in which order, and how the best are found is what the prefill does (`scores.py`,
+   `topk.py`).
+4. `_selected_window`: the selected blocks and the window of each query, both shared among several programs.
+5. `_merge`: the shares of each branch become its output, and the branches their gated sum (Eq. 5).
+
+How many tokens and blocks there are is read from the device.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa.triton_backend.tile import LN2, kernel, load_rows, nonfinite, online_softmax, product, rows_of, store_rows
+from nsa.triton_backend.topk import best
+
+SCORES = 4096  # per program of `_group_probabilities`
+
+
+@triton.jit
+def load_keys(
+    K, V, TABLE, table_b, k_o, k_r, k_h, v_o, v_r, v_h, b, h, first, place, inside,
+    PAGE: tl.constexpr, WHOLE: tl.constexpr,
+    DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+):  # fmt: skip
+    """(k [rows, Dk], v [rows, Dv]) of the rows first + place of sequence b and head h, 0 where not `inside`.
+
+    PAGE is the rows in a page, 0 if there are no pages; WHOLE says that these rows never leave one page. `inside` is
+    None where all are.
+    """
+    if PAGE == 0 or WHOLE:
+        outer = b if PAGE == 0 else tl.load(TABLE + b * table_b + first // PAGE).to(tl.int64)
+        row = tl.cast(first if PAGE == 0 else first % PAGE, tl.int64)
+        k = load_rows(K + h * k_h + outer * k_o + row * k_r, place * k_r, inside, DK, DKP)
+        v = load_rows(V + h * v_h + outer * v_o + row * v_r, place * v_r, inside, DV, DVP)
+    else:
+        at = TABLE + b * table_b + (first + place) // PAGE
+        pages = (tl.load(at) if inside is None else tl.load(at, mask=inside, other=0)).to(tl.int64)
+        rows = (first + place) % PAGE
+        k = load_rows(K + h * k_h, pages * k_o + rows * k_r, inside, DK, DKP)
+        v = load_rows(V + h * v_h, pages * v_o + rows * v_r, inside, DV, DVP)
+    return k, v
+
+
+@triton.jit
+def visible_blocks(t, SIZE: tl.constexpr, STRIDE: tl.constexpr):
+    """How many compressed blocks token t sees: those that end at or before it."""
+    return tl.where(t + 1 < SIZE, 0, (t + 1 - SIZE) // STRIDE + 1)
+
+
+@triton.jit
+def store_partial(O_PART, LSE_PART, row, real, m, l, acc, nonfinite_rows, DV: tl.constexpr, DVP: tl.constexpr):
+    """Write a share's output, and its lse base 2: -inf where it saw no key, NaN for `nonfinite_rows`."""
+    safe_l = tl.where(l == 0.0, 1.0, l)
+    lse = tl.where(l == 0.0, float("-inf"), m + tl.log2(safe_l))
+    store_rows(O_PART, row * DV, real, acc * (1.0 / safe_l)[:, None], DV, DVP)
+    tl.store(LSE_PART + row, tl.where(nonfinite_rows, float("nan"), lse), mask=real)
+
+
+@kernel
+def _compressed(
+    Q, K, V, TABLE, LENGTHS, SCORES, O_PART, LSE_PART, READ, q_b, q_s, q_h,
+    table_b, k_o, k_r, k_h, v_o, v_r, v_h, S, HQ, HKV, G, slots, splits, to_base_2,
+    SIZE: tl.constexpr, STRIDE: tl.constexpr, PAGE: tl.constexpr, ALONE: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
+    BT: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """SCORES [B, S, Hq, slots] base 2, O_PART [B, S, Hq, splits, Dv], LSE_PART [B, S, Hq, splits] base 2, READ
+    [B, S, Hkv, splits]."""
+    slots = tl.multiple_of(slots, 64)  # as `decode.SLOTS` has it, or no store would be wide
+    first_token, split = tl.program_id(0) // splits * BT, tl.program_id(0) % splits
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    i, g, real = rows_of(first_token, S, G, BT, GP)
+    before = tl.load(LENGTHS + b) - S  # tokens that stand before the queries
+    seen = visible_blocks(before + i.to(tl.int32), SIZE, STRIDE)
+    end = visible_blocks(before + tl.minimum(first_token + BT, S) - 1, SIZE, STRIDE)
+    share = tl.cdiv(tl.cdiv(end, BN), splits) * BN
+    first = split * share
+    stop = tl.minimum(end, first + share)
+    q = load_rows(Q + b * q_b, i * q_s + (h * G + g) * q_h, real, DK, DKP)
+    row = (b * S + i) * HQ + h * G + g
+
+    m, l = tl.full([BT * GP], float("-inf"), tl.float32), tl.zeros([BT * GP], tl.float32)
+    acc, place = tl.zeros([BT * GP, DVP], tl.float32), tl.arange(0, BN)
+    seen_by_all = visible_blocks(before + first_token, SIZE, STRIDE)
+    whole = first + tl.maximum(tl.minimum(seen_by_all, stop) - first, 0) // BN * BN
+    for stretch in tl.static_range(2):  # tiles that every query sees the whole of, and then what is left
+        for at in range(first if stretch == 0 else whole, whole if stretch == 0 else stop, BN):
+            block = at + place
+            inside = block < stop
+            k, v = load_keys(K, V, TABLE, table_b, k_o, k_r, k_h, v_o, v_r, v_h, b, h, at, place,
+                             None if stretch == 0 else inside, PAGE, PAGE % BN == 0, DK, DKP, DV, DVP)  # fmt: skip
+            s = product(q, k)
+            scored = real[:, None] if stretch == 0 else real[:, None] & inside[None, :]
+            tl.store(SCORES + row[:, None] * slots + block[None, :], s * to_base_2, mask=scored)
+            if stretch == 1:
+                if not ALONE:  # a query that does not see a block must not meet what is not finite in it
+                    finite = ~(nonfinite(k) | nonfinite(v))
+                    v = tl.where(finite[:, None], v, 0.0)
+                    s = tl.where(finite[None, :], s, float("nan"))
+                s = tl.where(block[None, :] < tl.minimum(seen, stop)[:, None], s, float("-inf"))
+            m, l, acc = online_softmax(s, v, m, l, acc, to_base_2)
+    read = tl.minimum(tl.maximum(seen - first, 0), tl.maximum(stop - first, 0))
+    store_partial(O_PART, LSE_PART, row * splits + split, real, m, l, acc, nonfinite(q) & (read > 0),
+                  DV, DVP)  # fmt: skip
+    tl.store(READ + ((b * S + i) * HKV + h) * splits + split, read, mask=real & (g == 0))
+
+
+@kernel
+def _group_probabilities(
+    S_CMP, LSE_PART, LENGTHS, P, S, HQ, HKV, G, slots, splits, tiles,
+    SIZE: tl.constexpr, STRIDE: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """P float32 [B, S, Hkv, slots] of the scores S_CMP [B, S, Hq, slots], base 2, written for the blocks that a query
+    sees."""
+    i, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    seen = visible_blocks(tl.load(LENGTHS + b) - S + tl.program_id(0) // tiles, SIZE, STRIDE)
+    if tile * BN >= seen:
+        return
+    slots = tl.multiple_of(slots, 64)  # as `decode.SLOTS` has it, or no load would be wide
+    g, split, block = tl.arange(0, GP), tl.arange(0, SPLITS), tile * BN + tl.arange(0, BN)
+    row = (b * S + i) * HQ + h * G + g
+    part = tl.load(LSE_PART + row[:, None] * splits + split[None, :], mask=(g < G)[:, None] & (split < splits)[None, :],
+                   other=float("-inf"))  # fmt: skip
+    m = tl.max(part, axis=1)
+    m = tl.where(m == float("-inf"), 0.0, m)
+    lse = m + tl.log2(tl.sum(tl.exp2(part - m[:, None]), axis=1))
+    shown = (g < G)[:, None] & (block < seen)[None, :]
+    s = tl.load(S_CMP + row[:, None] * slots + block[None, :], mask=shown, other=float("-inf"))
+    p = tl.sum(tl.where(shown, tl.exp2(s - lse[:, None]), 0.0), axis=0)
+    tl.store(P + ((b * S + i) * HKV + h) * slots + block, p, mask=block < seen)
+
+
+@kernel
+def _choose(
+    P, LENGTHS, OUT, S, HKV, slots,
+    SIZE: tl.constexpr, STRIDE: tl.constexpr, SEL: tl.constexpr, FIRST_OFFSET: tl.constexpr, WEIGHTS: tl.constexpr,
+    INIT: tl.constexpr, LOCAL: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """OUT int32 [B, S, Hkv, N], ascending, -1 at the end."""
+    i, h, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    t = tl.load(LENGTHS + b) - S + tl.program_id(0)
+    seen, block = visible_blocks(t, SIZE, STRIDE), tl.arange(0, BLOCKS)
+    row = (b * S + i) * HKV + h
+    score = tl.zeros([1, BLOCKS], tl.float32)
+    for offset in tl.static_range(len(WEIGHTS)):
+        c = block * (SEL // STRIDE) + (FIRST_OFFSET + offset)
+        p = tl.load(P + row * slots + c, mask=(c >= 0) & (c < seen), other=0.0)
+        score += WEIGHTS[offset] * p[None, :]
+    score = tl.where(score == score, score, 0.0)
+    taken = best(score, block, tl.full([1], 0, tl.int32) + t // SEL, INIT, LOCAL, N)
+
+    out = OUT + row * N
+    position = tl.cumsum(taken.to(tl.int32), axis=1) - 1
+    tl.store(out + position, tl.broadcast_to(block[None, :], [1, BLOCKS]), mask=taken)
+    column, found = tl.arange(0, NP), tl.sum(tl.sum(taken.to(tl.int32), axis=1), axis=0)
+    tl.store(out + column, tl.full([NP], -1, tl.int32), mask=(column >= found) & (column < N))
+
+
+@triton.jit
+def _tile(q, first, lo, hi, K, V, TABLE, table_b, k_o, k_r, k_h, v_o, v_r, v_h, b, h, m, l, acc, to_base_2,
+          PAGE: tl.constexpr, WHOLE: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr,
+          DVP: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """Attention over those of the keys first … first + BN that lie in lo … hi; the others are not even loaded."""
+    place = tl.arange(0, BN)
+    visible = (first + place >= lo) & (first + place < hi)
+    k, v = load_keys(K, V, TABLE, table_b, k_o, k_r, k_h, v_o, v_r, v_h, b, h, first, place, visible,
+                     PAGE, WHOLE, DK, DKP, DV, DVP)  # fmt: skip
+    s = tl.where(visible[None, :], product(q, k), float("-inf"))
+    m, l, acc = online_softmax(s, v, m, l, acc, to_base_2)
+    return m, l, acc, tl.sum(visible.to(tl.int32), axis=0)
+
+
+@kernel
+def _selected_window(
+    Q, K, V, TABLE, WINDOW_K, WINDOW_V, WINDOW_TABLE, BLOCKS, LENGTHS, O_PART, LSE_PART, READ, q_b, q_s, q_h,
+    table_b, k_o, k_r, k_h, v_o, v_r, v_h, window_b, wk_o, wk_r, wk_h, wv_o, wv_r, wv_h, S, HQ, HKV, G, to_base_2,
+    SEL: tl.constexpr, N: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, WINDOW_PAGE: tl.constexpr,
+    SELECTED_SPLITS: tl.constexpr, WINDOW_SPLITS: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """O_PART [B, S, Hq, splits, Dv], LSE_PART [B, S, Hq, splits] base 2, READ [B, S, Hkv, splits]: first the selected
+    branch's shares, then the window's."""
+    splits: tl.constexpr = SELECTED_SPLITS + WINDOW_SPLITS
+    split, i = tl.program_id(0) % splits, (tl.program_id(0) // splits).to(tl.int64)
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    t = tl.load(LENGTHS + b) - S + tl.program_id(0) // splits
+    g = tl.arange(0, GP)
+    real = g < G
+    q = load_rows(Q + b * q_b + i * q_s, (h * G + g) * q_h, real, DK, DKP)
+    m, l = tl.full([GP], float("-inf"), tl.float32), tl.zeros([GP], tl.float32)
+    acc, read = tl.zeros([GP, DVP], tl.float32), tl.zeros([], tl.int32)
+    if split < SELECTED_SPLITS:
+        steps: tl.constexpr = (SEL + BN - 1) // BN
+        share: tl.constexpr = (N * steps + SELECTED_SPLITS - 1) // SELECTED_SPLITS
+        chosen = BLOCKS + ((b * S + i) * HKV + h) * N
+        for step in range(split * share, tl.minimum(split * share + share, N * steps)):
+            block = tl.load(chosen + step // steps)
+            lo = tl.maximum(block, 0) * SEL
+            hi = tl.where(block < 0, 0, tl.minimum(lo + SEL, t + 1))
+            m, l, acc, more = _tile(
+                q, lo + step % steps * BN, lo, hi, K, V, TABLE, table_b, k_o, k_r, k_h, v_o, v_r, v_h, b, h,
+                m, l, acc, to_base_2, PAGE, SEL % BN == 0, DK, DKP, DV, DVP, BN,
+            )  # fmt: skip
+            read += more
+    else:
+        lo = tl.maximum(t - W + 1, 0)
+        begin = lo // BN * BN
+        window_share = tl.cdiv(tl.cdiv(t + 1 - begin, BN), WINDOW_SPLITS) * BN
+        first = begin + (split - SELECTED_SPLITS) * window_share
+        for at in range(first, tl.minimum(first + window_share, t + 1), BN):
+            m, l, acc, more = _tile(
+                q, at, lo, t + 1, WINDOW_K, WINDOW_V, WINDOW_TABLE, window_b, wk_o, wk_r, wk_h, wv_o, wv_r, wv_h, b, h,
+                m, l, acc, to_base_2, WINDOW_PAGE, WINDOW_PAGE % BN == 0, DK, DKP, DV, DVP, BN,
+            )  # fmt: skip
+            read += more
+    row = ((b * S + i) * HQ + h * G + g) * splits + split
+    store_partial(O_PART, LSE_PART, row, real, m, l, acc, nonfinite(q) & (read > 0), DV, DVP)
+    tl.store(READ + ((b * S + i) * HKV + h) * splits + split, read)
+
+
+@triton.jit
+def _branch(O_PART, LSE_PART, row, first, count, stride, channel, inside, DV: tl.constexpr, SPLITS: tl.constexpr):
+    """(o [Dv], lse base e) of the shares first … first + count of one row; 0 and -inf where none saw a key."""
+    split = tl.arange(0, SPLITS)
+    share = row * stride + first + split
+    lse = tl.load(LSE_PART + share, mask=split < count, other=float("-inf"))
+    m = tl.max(lse, axis=0)
+    m = tl.where(m == float("-inf"), 0.0, m)
+    weight = tl.exp2(lse - m)
+    l = tl.sum(weight, axis=0)
+    # a share without a key adds nothing; NaN is in the weight
+    written = (lse > float("-inf"))[:, None] & inside[None, :]
+    o = tl.load(O_PART + share[:, None] * DV + channel[None, :], mask=written, other=0.0)
+    safe_l = tl.where(l == 0.0, 1.0, l)
+    o = tl.sum(weight[:, None] * o, axis=0) * (1.0 / safe_l)
+    return o, tl.where(l == 0.0, float("-inf"), (m + tl.log2(safe_l)) * LN2)
+
+
+@kernel
+def _merge(
+    O_CMP, LSE_CMP, O_SEL_WIN, LSE_SEL_WIN, GATES, OUT, LSE, gate_b, gate_s, gate_h, gate_n, S, HQ, rows, splits,
+    SELECTED_SPLITS: tl.constexpr, WINDOW_SPLITS: tl.constexpr, CMP: tl.constexpr, SEL: tl.constexpr, WIN: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr,
+):  # fmt: skip
+    """OUT [B, S, Hq, Dv] and LSE [3, B, S, Hq]; a program per row (b, s, head)."""
+    row = tl.program_id(0).to(tl.int64)
+    both: tl.constexpr = SELECTED_SPLITS + WINDOW_SPLITS
+    channel = tl.arange(0, DVP)
+    inside = channel < DV
+    gates = GATES + row // (S * HQ) * gate_b + row // HQ % S * gate_s + row % HQ * gate_h
+    acc = tl.zeros([DVP], tl.float32)
+    for branch in tl.static_range(3):
+        if branch == 0:
+            o, lse = _branch(O_CMP, LSE_CMP, row, 0, splits, splits, channel, inside, DV, CMP)
+        elif branch == 1:
+            o, lse = _branch(O_SEL_WIN, LSE_SEL_WIN, row, 0, SELECTED_SPLITS, both, channel, inside, DV, SEL)
+        else:
+            o, lse = _branch(
+                O_SEL_WIN, LSE_SEL_WIN, row, SELECTED_SPLITS, WINDOW_SPLITS, both, channel, inside, DV, WIN
+            )
+        # each branch is rounded as the prefill stores it
+        acc += tl.load(gates + branch * gate_n).to(tl.float32) * o.to(OUT.dtype.element_ty).to(tl.float32)
+        tl.store(LSE + branch * rows + row, lse)
+    tl.store(OUT + row * DV + channel, acc.to(OUT.dtype.element_ty), mask=inside)

@@ -1,0 +1,187 @@
+"""Which kernel serves which call, and why: decided here and nowhere else.
+
+`why_not` says whether the backend serves a call at all. `variant` then picks from `TABLE`, which lists the kernels of a
+computation in order of preference: the first whose condition holds takes the call, and the last serves every call.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa.triton_backend import hopper, tuning
+
+MAX_HEAD_DIM = 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MIN_CAPABILITY = (8, 0)
+
+KV_MAJOR_MIN_QUERIES = 2048  # below, the sort costs more than it saves
+KV_MAJOR_MAX_GROUP = 8  # from 16 heads on, partial outputs weigh as much as the keys and values that need not travel
+KV_MAJOR_MAX_BLOCK_BYTES = 48 * 2**10  # of keys and values, which stay in shared memory
+HOPPER_CHANNELS = 128
+TMA_ALIGNMENT = 16  # bytes, of addresses and steps (CUDA driver API, cuTensorMapEncodeTiled)
+
+
+class Variant(enum.Enum):
+    """Where the kernel of a computation stands."""
+
+    PLAIN = "compressed_window.py, scores.py, selected.py"
+    HOPPER = "hopper/"
+    KV_MAJOR = "selected_kv_major.py"
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the choice of a kernel depends on."""
+
+    computation: str
+    q: Tensor
+    """[B, S, Hq, Dk]"""
+    k: Tensor
+    """[B, T, Hkv, Dk]"""
+    v: Tensor
+    """[B, T, Hkv, Dv]"""
+    block_size: int
+    """Tokens of a selection block, l'; 0 where none matters."""
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[2] // self.v.shape[2]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of the table."""
+
+    variant: Variant
+    serves: Callable[[Call], bool]
+    why: str
+    """What makes it the faster kernel where it serves."""
+
+
+def _any(call: Call) -> bool:
+    return True
+
+
+def _hopper(call: Call) -> bool:
+    return hopper_serves(call.computation, call.group, call.k, call.v)
+
+
+def _hopper_selected(call: Call) -> bool:
+    """A group must fit in its 16 rows, and its tiles must fill a block."""
+    if tuning.padded(call.group) != tuning.MIN_DOT or not _hopper(call):
+        return False
+    return call.block_size % tuning.shape(f"hopper.{call.computation}", call.q, call.v).keys == 0
+
+
+def _kv_major_forward(call: Call) -> bool:
+    if call.q.shape[1] < KV_MAJOR_MIN_QUERIES or call.group > KV_MAJOR_MAX_GROUP:
+        return False
+    shape = tuning.shape("selected_kv_major", call.q, call.v)
+    block_bytes = tuning.padded(call.block_size) * (shape.dk + shape.dv) * call.q.element_size()
+    return block_bytes <= KV_MAJOR_MAX_BLOCK_BYTES
+
+
+def _kv_major_dq(call: Call) -> bool:
+    one_tile = call.block_size <= tuning.shape("selected_backward_kv", call.q, call.v).keys
+    return one_tile and call.group <= KV_MAJOR_MAX_GROUP
+
+
+_ON_HOPPER = "TMA brings the next tiles while warpgroups multiply these"
+TABLE = {
+    "compressed_window_forward": (
+        Rule(Variant.HOPPER, _hopper, _ON_HOPPER),
+        Rule(Variant.PLAIN, _any, "a tile of queries takes the keys that any of them sees"),
+    ),
+    "compressed_window_backward_q": (
+        Rule(Variant.HOPPER, _hopper, _ON_HOPPER),
+        Rule(Variant.PLAIN, _any, "a tile of queries takes the keys that any of them sees"),
+    ),
+    "compressed_window_backward_kv": (
+        Rule(Variant.PLAIN, _any, "a tile of keys takes the queries that see any of them"),
+    ),
+    "scores": (
+        Rule(Variant.HOPPER, _hopper, _ON_HOPPER),
+        Rule(Variant.PLAIN, _any, "a tile of queries takes the blocks that any of them sees"),
+    ),
+    "selected_forward": (
+        Rule(Variant.KV_MAJOR, _kv_major_forward, "many queries in small groups: each block is read once"),
+        Rule(Variant.HOPPER, _hopper_selected, _ON_HOPPER),
+        Rule(Variant.PLAIN, _any, "the heads of a group share each key; nothing is sorted"),
+    ),
+    "selected_backward_q": (
+        Rule(Variant.KV_MAJOR, _kv_major_dq, "small groups: dk and dv read the blocks anyway, and dq comes along"),
+        Rule(Variant.HOPPER, _hopper_selected, _ON_HOPPER),
+        Rule(Variant.PLAIN, _any, "the heads of a group share each key; no shares of dq go through memory"),
+    ),
+    "selected_backward_kv": (
+        Rule(Variant.KV_MAJOR, _any, "a block's queries are only known from the inverted index; no atomics"),
+    ),
+}
+"""By computation, its kernels in order of preference."""
+
+
+def variant(computation: str, q: Tensor, k: Tensor, v: Tensor, block_size: int = 0) -> Variant:
+    """The kernel for q [B, S, Hq, Dk], k [B, T, Hkv, Dk] and v [B, T, Hkv, Dv], and selection blocks of that size."""
+    call = Call(computation, q, k, v, block_size)
+    return next(rule.variant for rule in TABLE[computation] if rule.serves(call))
+
+
+def hopper_serves(computation: str, group: int, *read: Tensor) -> bool:
+    """Whether a kernel of `hopper/` can be launched for groups of so many heads and tensors [B, T, H, D] that TMA is to
+    read.
+
+    That takes a version of Triton that was tried, a launch in the architecture's table ("hopper.scores", ..., measured
+    with 16 heads per group), and 16-bit heads of 128 that TMA can read where they lie.
+    """
+    table, name = tuning.table(tuning.architecture(read[0].device)), f"hopper.{computation}"
+    if not hopper.AVAILABLE or interpreted() or name not in table.narrow:
+        return False
+    rows = table.of(name, "narrow", group).rows
+    return triton.next_power_of_2(group) <= rows and all(map(_readable_by_tma, read))
+
+
+def _readable_by_tma(x: Tensor) -> bool:
+    """Whether it has a type and the channels that these kernels take, and TMA can read it where it lies."""
+    steps = [x.stride(i) * x.itemsize for i in range(3) if x.shape[i] > 1]
+    aligned = x.data_ptr() % TMA_ALIGNMENT == 0 and all(step > 0 and step % TMA_ALIGNMENT == 0 for step in steps)
+    known = x.dtype in (torch.bfloat16, torch.float16) and x.shape[3] == HOPPER_CHANNELS
+    return known and x.numel() > 0 and x.stride(3) == 1 and aligned
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1), on any device and slowly."""
+    if knobs := getattr(triton, "knobs", None):
+        return bool(knobs.runtime.interpret)
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"  # before Triton 3.4
+
+
+def why_not(q: Tensor, v: Tensor) -> str | None:
+    """Why the backend cannot serve these tensors, or None if it can."""
+    if q.dtype not in DTYPES:
+        return f"dtype {q.dtype} is not float32, bfloat16 or float16"
+    if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
+        return f"head sizes {q.shape[-1]} and {v.shape[-1]}: at most {MAX_HEAD_DIM} is supported"
+    return _why_not_here(q.device, q.dtype)
+
+
+@torch.compiler.assume_constant_result
+def _why_not_here(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why this machine cannot serve; asked once per graph where one is traced."""
+    if interpreted():
+        has_bfloat16 = hasattr(importlib.import_module("triton.runtime.interpreter").InterpreterBuilder, "get_bf16")
+        lacks = dtype == torch.bfloat16 and not has_bfloat16
+        return "dtype torch.bfloat16 is not in Triton's interpreter" if lacks else None
+    if device.type != "cuda":
+        return f"device {device} is not an NVIDIA GPU (TRITON_INTERPRET=1 runs the kernels on a CPU, slowly)"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        return f"compute capability {capability[0]}.{capability[1]} is below {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}"
+    return None

@@ -1,0 +1,166 @@
+"""What Hopper's kernels share: a ring of tiles that TMA brings, and `tile.py` again in Gluon.
+
+Each slot of the ring lies in shared memory and has a barrier that says when its tile is there. Loads, softmax and masks
+are those of `nsa.triton_backend.tile`, where each value says how it lies in registers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import jit
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from nsa.triton_backend.tile import LENGTHS, LN2
+
+GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+def kernel(function):
+    """`gluon.jit`, compiled once for all lengths; see `nsa.triton_backend.tile.kernel`."""
+    return jit(function, do_not_specialize=LENGTHS)
+
+
+def descriptor(x: Tensor, tokens: int) -> TensorDescriptor:
+    """How TMA reads tiles [1, tokens, 1, D] of x [B, T, H, D]; what lies outside is 0."""
+    block = [1, tokens, 1, x.shape[3]]
+    # where there is only one, its step means nothing and may be one that TMA does not take
+    steps = [x.stride(i) if x.shape[i] > 1 else x.shape[3] for i in range(3)]
+    layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[x.dtype])
+    return TensorDescriptor(x, list(x.shape), [*steps, 1], block, layout)
+
+
+@jit
+def ring(source, STAGES: gl.constexpr):
+    """(slots, barriers) for tiles of a descriptor."""
+    block: gl.constexpr = source.block_type.shape
+    slots = gl.allocate_shared_memory(source.dtype, [STAGES] + block, source.layout)  # noqa: RUF005 - no * in kernels
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+    return slots, full
+
+
+@jit
+def fetch(source, b, token, head, slots, full, number, STAGES: gl.constexpr, wanted):
+    """Begin to bring the tile at [b, token, head], the `number`-th of the ring, if it is `wanted`."""
+    slot = number % STAGES
+    mbarrier.expect(full.index(slot), source.block_type.nbytes, wanted)
+    tma.async_copy_global_to_shared(source, [b, token, head, 0], full.index(slot), slots.index(slot), wanted)
+
+
+@jit
+def start(source, b, first, head, slots, full, STAGES: gl.constexpr, tiles, STEP: gl.constexpr):
+    """Begin to bring the first STAGES of `tiles` tiles, which follow each other from the token `first` on."""
+    for number in gl.static_range(STAGES):
+        fetch(source, b, first + number * STEP, head, slots, full, number, STAGES, number < tiles)
+
+
+@jit
+def wait(full, number, STAGES: gl.constexpr, wanted=True):
+    """Wait for the `number`-th tile."""
+    mbarrier.wait(full.index(number % STAGES), (number // STAGES) & 1, wanted)
+
+
+@jit
+def tile(slots, number, STAGES: gl.constexpr):
+    """[tokens, channels] of the `number`-th tile [1, tokens, 1, channels]."""
+    slot = slots.index(number % STAGES)
+    return slot.reshape([slot.shape[1], slot.shape[3]])
+
+
+@jit
+def shared(x):
+    """x [rows, channels] as an operand in shared memory; a product needs `fence_async_shared` between."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(x.shape, x.dtype)
+    return gl.allocate_shared_memory(x.dtype, x.shape, layout, x)
+
+
+@jit
+def softmax(s, m, l, to_base_2):
+    """(p, alpha, m, l): the probabilities of s [rows, keys] before normalisation, the factor of the sums so far, and
+    the running row max and row sum; `tile.online_softmax` without its product."""
+    m_new = gl.maximum(m, gl.max(s, 1))
+    safe = gl.where(m_new == float("-inf"), 0.0, m_new) * to_base_2
+    p = gl.exp2(s * to_base_2 - gl.expand_dims(safe, 1))
+    alpha = gl.exp2(m * to_base_2 - safe)
+    return p, alpha, m_new, l * alpha + gl.sum(p, 1)
+
+
+@jit
+def finish(m, l, to_base_2, nonfinite_rows):
+    """(factor of the sums, lse base e) of each row, as `tile.finish`."""
+    safe_l = gl.where(l == 0.0, 1.0, l)
+    lse = gl.where(l == 0.0, float("-inf"), (m * to_base_2 + gl.log2(safe_l)) * LN2)
+    return gl.where(nonfinite_rows, float("nan"), 1.0 / safe_l), gl.where(nonfinite_rows, float("nan"), lse)
+
+
+@jit
+def nonfinite(x):
+    """For each row, whether anything in it is not finite."""
+    return gl.max((~(gl.abs(x.to(gl.float32)) < float("inf"))).to(gl.int32), 1) > 0
+
+
+@jit
+def rows_of(first, S, G, BT: gl.constexpr, GP: gl.constexpr, layout: gl.constexpr):
+    """(token, head in its group, whether there is one) of each row of a tile of BT tokens × GP heads."""
+    row = gl.arange(0, BT * GP, layout)
+    token, head = (first + row // GP).to(gl.int64), row % GP
+    return token, head, (token < S) & (head < G)
+
+
+@jit
+def load_rows(base, offsets, inside, D: gl.constexpr, layout: gl.constexpr):
+    """[rows, D] at base + offsets, 0 where not `inside`."""
+    channel = gl.arange(0, D, gl.SliceLayout(0, layout))
+    pointers = base + (gl.expand_dims(offsets, 1) + gl.expand_dims(channel, 0))
+    return gl.load(pointers, mask=gl.expand_dims(inside, 1), other=0.0)
+
+
+@jit
+def store_rows(base, offsets, inside, x, D: gl.constexpr, layout: gl.constexpr):
+    """Write [rows, D] where `inside`, side by side."""
+    x = gl.convert_layout(x.to(base.dtype.element_ty), layout)
+    channel = gl.arange(0, D, gl.SliceLayout(0, layout))
+    pointers = base + (gl.expand_dims(offsets, 1) + gl.expand_dims(channel, 0))
+    gl.store(pointers, x, mask=gl.expand_dims(inside, 1))
+
+
+@jit
+def stretches(first, end, all_from, all_to, STEP: gl.constexpr):
+    """(tiles, the first that all rows see the whole of, the first after those) of `first` … `end`."""
+    tiles = gl.cdiv(gl.maximum(end - first, 0), STEP)
+    some = gl.minimum(gl.cdiv(gl.maximum(all_from - first, 0), STEP), tiles)
+    return tiles, some, some + gl.maximum(gl.minimum(all_to, end) - first - some * STEP, 0) // STEP
+
+
+@jit
+def finite_keys(finite_base, HKV, at, T, BN: gl.constexpr, layout: gl.constexpr):
+    """Whether each key at <= key < at + BN is finite; behind the last there are zeros, which are."""
+    key = at + gl.arange(0, BN, layout)
+    return gl.load(finite_base + key.to(gl.int64) * HKV, mask=key < T, other=1) != 0
+
+
+@jit
+def visible_keys(at, lo, hi, BN: gl.constexpr, layout: gl.constexpr):
+    """[rows, keys]: which of the keys at <= key < at + BN each row sees."""
+    key = gl.expand_dims(at + gl.arange(0, BN, gl.SliceLayout(0, layout)), 0)
+    return (key >= gl.expand_dims(lo, 1)) & (key < gl.expand_dims(hi, 1))
+
+
+@jit
+def any_nonfinite(finite):
+    """Whether any key (or row) is not finite; that is rare."""
+    return gl.min(finite.to(gl.int32), 0) == 0
+
+
+@jit
+def zero_rows(slots, full, number, STAGES: gl.constexpr, finite, layout: gl.constexpr):
+    """Wait for a tile and make its rows 0 that are not `finite`: 0 · NaN would reach queries that do not see them."""
+    wait(full, number, STAGES)
+    there = tile(slots, number, STAGES)
+    x = there.load(layout)
+    there.store(gl.where(gl.expand_dims(finite, 1), x, 0.0).to(x.dtype))
+    fence_async_shared()

@@ -1,0 +1,179 @@
+"""The kernels as operators with shapes and gradients of their own, each one node of a torch.compile graph.
+
+They run the kernels that `autograd.py` runs, on the same saved tensors. Calling an operator costs the host 10 to 30 us
+more than calling an autograd function (schema, dispatcher), so only a graph holds them. An operator takes tensors and
+numbers alone: a layout crosses as the tensors that the kernels read of it, which a graph computes once for all layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from nsa.config import NSAConfig
+from nsa.geometry import Layout
+from nsa.triton_backend import compressed_window, gated_sum, scores, selected
+from nsa.triton_backend.autograd import CompressedWindowAttention
+
+FIELDS = [field.name for field in dataclasses.fields(NSAConfig) if field.name != "phi"]
+"""The numbers of a configuration; phi is applied before any kernel."""
+PLACES = (
+    "Tensor block_indices, Tensor starts, Tensor blocks_before, Tensor block_from, Tensor block_to,"
+    " Tensor? cu_seqlens, int[] numbers, float scale"
+)
+
+
+def _numbers(config: NSAConfig) -> list[int]:
+    return [getattr(config, name) for name in FIELDS]
+
+
+def _layout(q: Tensor, num_keys: int, cu_seqlens: Tensor | None, numbers: list[int], **computed: Any) -> Layout:
+    config = NSAConfig.from_mapping(dict(zip(FIELDS, numbers, strict=True)))
+    return Layout(q.shape[1], num_keys, config, q.device, cu_seqlens).knowing(**computed)
+
+
+def _gradients_of(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Empty gradients: contiguous, whatever they are the gradients of."""
+    return tuple(x.new_empty(x.shape) for x in tensors)
+
+
+def _attended(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty (o, lse, keys read)."""
+    o = q.new_empty(*q.shape[:3], v.shape[3])
+    return o, q.new_empty(q.shape[:3], dtype=torch.float32), q.new_empty(*q.shape[:2], v.shape[2], dtype=torch.int32)
+
+
+compressed_window_attention = custom_op(
+    "nsa::compressed_window_attention",
+    compressed_window.forward,
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor lo, Tensor hi, SymInt first_key, int max_splits, float scale)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
+compressed_window_attention_backward = custom_op(
+    "nsa::compressed_window_attention_backward",
+    compressed_window.backward,
+    mutates_args=(),
+    schema="(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor finite, Tensor o, Tensor lse, Tensor lo,"
+    " Tensor hi, int max_splits, float scale) -> (Tensor, Tensor, Tensor)",
+)
+
+
+def _compressed_window_gradients(
+    ctx: Any, do: Tensor | None, dlse: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
+    return *compressed_window_attention_backward(do, dlse, *ctx.saved_tensors, *ctx.numbers), *5 * (None,)
+
+
+compressed_window_attention.register_fake(
+    lambda q, k, v, *_: (*_attended(q, v), v.new_empty(v.shape[:3], dtype=torch.bool))
+)
+compressed_window_attention_backward.register_fake(lambda do, dlse, q, k, v, *_: _gradients_of(q, k, v))
+compressed_window_attention.register_autograd(
+    _compressed_window_gradients, setup_context=CompressedWindowAttention.save
+)
+
+
+@custom_op(
+    "nsa::select_blocks",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k_cmp, Tensor? lse, Tensor lo, Tensor hi, Tensor positions, SymInt num_keys,"
+    " Tensor? cu_seqlens, int[] numbers, float scale) -> Tensor",
+)
+def _select(
+    q: Tensor, k_cmp: Tensor, lse: Tensor | None, lo: Tensor, hi: Tensor, positions: Tensor, num_keys: int,
+    cu_seqlens: Tensor | None, numbers: list[int], scale: float,
+) -> Tensor:  # fmt: skip
+    layout = _layout(q, num_keys, cu_seqlens, numbers, compressed_interval=(lo, hi), positions=positions)
+    return scores.select_blocks(q, k_cmp, layout, scale, lse)
+
+
+@_select.register_fake
+def _(q: Tensor, k_cmp: Tensor, *more: Any) -> Tensor:
+    n = more[6][FIELDS.index("n_sel")]
+    return q.new_empty(*q.shape[:2], k_cmp.shape[2], n, dtype=torch.int32)
+
+
+def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: Tensor | None) -> Tensor:
+    """`scores.select_blocks`."""
+    seen = (*layout.compressed_interval, layout.positions)
+    return _select(q, k_cmp, lse, *seen, layout.num_keys, layout.cu_seqlens, _numbers(layout.config), scale)
+
+
+@custom_op(
+    "nsa::selected_attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {PLACES}) -> (Tensor, Tensor, Tensor)",
+)
+def _selected(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, starts: Tensor, blocks_before: Tensor,
+    block_from: Tensor, block_to: Tensor, cu_seqlens: Tensor | None, numbers: list[int], scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    computed = {"starts": starts, "blocks_before": blocks_before, "block_tokens": (block_from, block_to)}
+    layout = _layout(q, k.shape[1], cu_seqlens, numbers, **computed)
+    return selected.forward(q, k, v, block_indices, layout, scale)
+
+
+@custom_op(
+    "nsa::selected_attention_backward",
+    mutates_args=(),
+    schema="(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,"
+    f" {PLACES}) -> (Tensor, Tensor, Tensor)",
+)
+def _selected_backward(
+    do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    block_indices: Tensor, starts: Tensor, blocks_before: Tensor, block_from: Tensor, block_to: Tensor,
+    cu_seqlens: Tensor | None, numbers: list[int], scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    computed = {"starts": starts, "blocks_before": blocks_before, "block_tokens": (block_from, block_to)}
+    layout = _layout(q, k.shape[1], cu_seqlens, numbers, **computed)
+    return selected.backward(do, dlse, q, k, v, o, lse, block_indices, layout, scale)
+
+
+def _save_selected(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    (q, k, v, *places, numbers, scale), (o, lse, read) = inputs, output
+    ctx.save_for_backward(q, k, v, o, lse, *places)
+    ctx.numbers, ctx.scale = numbers, scale
+    ctx.mark_non_differentiable(read)
+    ctx.set_materialize_grads(False)
+
+
+def _selected_gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    return *_selected_backward(do, dlse, *ctx.saved_tensors, ctx.numbers, ctx.scale), *8 * (None,)
+
+
+_selected.register_fake(lambda q, k, v, *_: _attended(q, v))
+_selected_backward.register_fake(lambda do, dlse, q, k, v, *_: _gradients_of(q, k, v))
+_selected.register_autograd(_selected_gradients, setup_context=_save_selected)
+
+
+def selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, layout: Layout, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`selected.forward`."""
+    places = (layout.starts, layout.blocks_before, *layout.block_tokens, layout.cu_seqlens)
+    return _selected(q, k, v, block_indices, *places, _numbers(layout.config), scale)
+
+
+combine = custom_op(
+    "nsa::gated_sum",
+    gated_sum.forward,
+    mutates_args=(),
+    schema="(Tensor o_cmp, Tensor o_sel, Tensor o_win, Tensor gates) -> Tensor",
+)
+combine_backward = custom_op(
+    "nsa::gated_sum_backward",
+    gated_sum.backward,
+    mutates_args=(),
+    schema="(Tensor do, Tensor o_cmp, Tensor o_sel, Tensor o_win, Tensor gates) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+combine.register_fake(lambda o_cmp, *_: o_cmp.new_empty(o_cmp.shape))
+combine_backward.register_fake(lambda do, *given: _gradients_of(*given))
+combine.register_autograd(
+    lambda ctx, do: combine_backward(do, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)

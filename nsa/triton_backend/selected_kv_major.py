@@ -1,0 +1,292 @@
+"""The selected branch with the loop over blocks of keys (KV-stationary): which queries chose this block?
+
+`selected.py` gives each query a program, which reads each block of its choice once more: at 16 heads per group that is
+32 KiB for every 4 KiB of queries, and the GPU's L2 cache sets the pace. Here a program keeps one block and takes the
+queries that chose it (`index.py`), so that queries and partial outputs travel instead.
+
+Forward: a second kernel merges the n partial outputs of each query. Queries are taken chunk by chunk, which bounds the
+buffer of partial outputs. Backward: a program takes up to BACKWARD_PAIRS queries that chose one block and writes a
+partial sum of its dk and dv; a second kernel adds a block's partial sums in order. Where it serves dq as well, it
+writes the block's share of each query's dq, since a program per query would read 16 KiB of keys and values for every
+4 KiB of queries, gradients and shares; another kernel adds the n shares. No atomics, so that it repeats bit for bit.
+Which calls come here: `dispatch.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.geometry import Layout
+from nsa.triton_backend import index, tuning
+from nsa.triton_backend.launch import LOG2E, finite_keys, on_device, strides
+from nsa.triton_backend.tile import LN2, dot, kernel, load_rows, nonfinite, product, store_rows
+
+CHUNK = 32768  # queries whose partial outputs exist at a time (fewer leave tiles half empty), or fewer where they pass
+FORWARD_SCRATCH = 2**29  # elements of partial outputs that exist at a time
+BACKWARD_SCRATCH = 2**29  # elements of shares of dq that exist at a time
+INDEXED = 65536  # queries whose choice is turned around at a time
+FORWARD_PAIRS = 128  # queries per program
+BACKWARD_PAIRS = 512  # queries per partial sum
+LAST = tl.constexpr(2**31 - 2**30)  # above any query
+
+
+@kernel
+def _forward(
+    Q, K, V, FINITE, QUERY_SLOT, BEGIN, END, CELL, FIRST_TILE, BLOCK_FROM, BLOCK_TO, O_PART, LSE_PART, READ_PART,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, first_cell, cells, first_query, count, ahead, T, HKV, G, max_blocks,
+    to_base_2, N: tl.constexpr, SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr,
+    DVP: tl.constexpr, BT: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries that chose one block: O_PART [B, Hkv, count, n, G, Dv], LSE_PART (base 2) and READ_PART."""
+    tile = tl.load(FIRST_TILE + first_cell) + tl.program_id(0)
+    if tile >= tl.load(FIRST_TILE + first_cell + cells):
+        return
+    begin, end, number = tl.load(BEGIN + tile), tl.load(END + tile), tl.load(CELL + tile) - first_cell
+    kv_row, block = number // max_blocks, number % max_blocks
+    b, h = kv_row // HKV, kv_row % HKV
+    place = tl.arange(0, BN)
+    block_from, block_to = tl.load(BLOCK_FROM + block), tl.load(BLOCK_TO + block)
+    key = block_from + place
+    inside = key < block_to
+    k = load_rows(K + b * k_b + h * k_h, key * k_s, inside, DK, DKP)
+    finite = tl.load(FINITE + (b * T + key) * HKV + h, mask=inside, other=0) != 0
+    v = load_rows(V + b * v_b + h * v_h, key * v_s, finite, DV, DVP)
+    # queries ascend: only the first of them may stand inside the block and not see the whole of it
+    query = tl.load(QUERY_SLOT + begin + place, mask=begin + place < end, other=0) // N
+    partly = tl.sum(((begin + place < end) & (query + ahead < tl.max(key, axis=0))).to(tl.int32), axis=0)
+    whole = begin + tl.cdiv(partly, BT) * BT if BN == SIZE else end
+
+    for stretch in tl.static_range(2):
+        for at in range(begin if stretch == 0 else whole, tl.minimum(whole, end) if stretch == 0 else end, BT):
+            pair = at + tl.arange(0, BT * GP) // GP
+            g = tl.arange(0, BT * GP) % GP
+            real = (pair < end) & (g < G)
+            query_slot = tl.load(QUERY_SLOT + pair, mask=real, other=0)
+            i = (query_slot // N).to(tl.int64)
+            q = load_rows(Q + b * q_b, i * q_s + (h * G + g) * q_h, real, DK, DKP)
+            s = tl.where(finite[None, :], product(q, k), float("nan"))
+            read = tl.minimum(i + ahead + 1, block_to) - block_from
+            if stretch == 0:
+                visible = inside[None, :] & (key[None, :] <= (i + ahead)[:, None])
+                s = tl.where(visible, s, float("-inf"))
+            m = tl.max(s, axis=1) * to_base_2
+            p = tl.exp2(s * to_base_2 - m[:, None])
+            l = tl.sum(p, axis=1)
+            o = dot(p.to(v.dtype), v, tl.zeros([BT * GP, DVP], tl.float32)) * (1.0 / l)[:, None]
+            row = (kv_row * count + i - first_query) * N + query_slot % N
+            store_rows(O_PART, (row * G + g) * DV, real, o, DV, DVP)
+            # a query that is not finite has no finite score, and its l is NaN
+            tl.store(LSE_PART + row * G + g, m + tl.log2(l), mask=real)
+            tl.store(READ_PART + row, read, mask=real & (g == 0))
+
+
+@kernel
+def _merge_blocks(
+    O_PART, LSE_PART, READ_PART, BLOCKS, O, LSE, READ, first_query, count, S, HQ, HKV, G,
+    N: tl.constexpr, NP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, GP: tl.constexpr,
+):  # fmt: skip
+    """The partial outputs of one query's blocks become its output."""
+    local, h, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    i = first_query + local
+    slot, g = tl.arange(0, NP), tl.arange(0, GP)
+    real = g < G
+    chosen = (b * S + i) * HKV + h
+    taken = tl.load(BLOCKS + chosen * N + slot, mask=slot < N, other=-1) >= 0
+    row = ((b * HKV + h) * count + local) * N
+    lse = tl.load(LSE_PART + (row + slot[:, None]) * G + g[None, :], mask=taken[:, None] & real[None, :],
+                  other=float("-inf"))  # fmt: skip
+    m = tl.max(lse, axis=0)
+    m = tl.where(m == float("-inf"), 0.0, m)
+    l = tl.sum(tl.exp2(lse - m[None, :]), axis=0)
+    acc = tl.zeros([GP, DVP], tl.float32)
+    for s in tl.static_range(N):
+        there = real & (tl.load(BLOCKS + chosen * N + s) >= 0)
+        weight = tl.exp2(tl.load(LSE_PART + (row + s) * G + g, mask=there, other=float("-inf")) - m)
+        acc += weight[:, None] * load_rows(O_PART, ((row + s) * G + g) * DV, there, DV, DVP).to(tl.float32)
+    safe_l = tl.where(l == 0.0, 1.0, l)
+    out = (b * S + i) * HQ + h * G + g
+    store_rows(O, out * DV, real, acc * (1.0 / safe_l)[:, None], DV, DVP)
+    tl.store(LSE + out, tl.where(l == 0.0, float("-inf"), (m + tl.log2(safe_l)) * LN2), mask=real)
+    read = tl.sum(tl.load(READ_PART + row + slot, mask=taken, other=0), axis=0)
+    tl.store(READ + chosen, read)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, layout: Layout, scale: float,
+    o: Tensor, lse: Tensor, read: Tensor,
+) -> None:  # fmt: skip
+    """Write o [B, S, Hq, Dv], lse [B, S, Hq] and keys read [B, S, Hkv] of the selected branch."""
+    (batch, length, heads, dk), (num_keys, num_kv_heads, dv) = q.shape, v.shape[1:]
+    group, size, n, max_blocks = heads // num_kv_heads, layout.config.l_sel, block_indices.shape[-1], layout.max_blocks
+    cells = batch * num_kv_heads * max_blocks  # (sequence, group, block), once more for every chunk of queries
+    chunk = min(CHUNK, max(FORWARD_SCRATCH // (batch * heads * n * dv), 1), length)
+    rows = batch * num_kv_heads * chunk * n
+    o_part = q.new_empty(rows, group, dv)
+    lse_part = q.new_empty(rows, group, dtype=torch.float32)
+    read_part = q.new_empty(rows, dtype=torch.int32)
+    finite = finite_keys(k, v)
+    shape = tuning.shape("selected_kv_major", q, v)
+    for start in range(0, length, INDEXED):
+        end = min(start + INDEXED, length)
+        tiles = index.build(block_indices, layout, start, end, chunk=chunk, size=FORWARD_PAIRS, with_slots=True)
+        for first in range(start, end, chunk):
+            count = min(chunk, end - first)
+            pairs = batch * num_kv_heads * count * n
+            with on_device(q):
+                _forward[pairs // FORWARD_PAIRS + min(cells, pairs),](
+                    q, k, v, finite, tiles.query, tiles.begin, tiles.end, tiles.cell, tiles.first_tile,
+                    *layout.block_tokens, o_part, lse_part, read_part, *strides(q), *strides(k), *strides(v),
+                    (first - start) // chunk * cells, cells, first, count, num_keys - length, num_keys, num_kv_heads,
+                    group, max_blocks, scale * LOG2E,
+                    n, size, dk, dv, shape.dk, shape.dv, shape.tokens, shape.group, tuning.padded(size), **shape.launch,
+                )  # fmt: skip
+                _merge_blocks[count, num_kv_heads, batch](
+                    o_part, lse_part, read_part, block_indices, o, lse, read, first, count, length, heads, num_kv_heads,
+                    group, n, triton.next_power_of_2(n), dv, shape.dv, triton.next_power_of_2(group), num_warps=2,
+                )  # fmt: skip
+
+
+@kernel
+def _backward(
+    Q, K, V, DO, QUERIES, SHARES, BEGIN, END, BLOCK, BLOCK_FROM, BLOCK_TO, LSE, DELTA, DK_PART, DV_PART, DQ_PART,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, S, ahead, HQ, HKV, G, max_blocks, scale, to_base_2,
+    SIZE: tl.constexpr, SIZEP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DKP: tl.constexpr, DVP: tl.constexpr, BT: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """DK_PART and DV_PART float32 [tiles, SIZE, D]; DQ_PART [shares, G, Dk], or None where dq is not wanted."""
+    tile = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BN + tl.arange(0, BN)
+    begin, end, number = tl.load(BEGIN + tile), tl.load(END + tile), tl.load(BLOCK + tile)
+    if begin == end:
+        return
+    kv_row = number // max_blocks
+    b, h = kv_row // HKV, kv_row % HKV
+    key = tl.load(BLOCK_FROM + number % max_blocks) + place
+    inside = (place < SIZE) & (key < tl.load(BLOCK_TO + number % max_blocks))
+    k = load_rows(K + b * k_b + h * k_h, key * k_s, inside, DK, DKP)
+    v = load_rows(V + b * v_b + h * v_h, key * v_s, inside, DV, DVP)
+    if DQ_PART is not None:  # a query that does not see a key must not meet what is not finite in it
+        finite_k = tl.where(nonfinite(k)[:, None], 0.0, k)
+
+    # queries ascend: only the first of them may stand inside the block, at most one per token of it
+    first = begin + tl.arange(0, SIZEP)
+    query = tl.load(QUERIES + first, mask=first < end, other=LAST)
+    partly = tl.sum((query + ahead < tl.max(key, axis=0)).to(tl.int32), axis=0)
+    whole = tl.minimum(begin + tl.cdiv(partly, BT) * BT, end)
+
+    dk, dv = tl.zeros([BN, DKP], tl.float32), tl.zeros([BN, DVP], tl.float32)
+    for stretch in tl.static_range(2):
+        for at in range(begin if stretch == 0 else whole, whole if stretch == 0 else end, BT):
+            pair = at + tl.arange(0, BT * GP) // GP
+            g = tl.arange(0, BT * GP) % GP
+            real = (pair < end) & (g < G)
+            i = tl.load(QUERIES + pair, mask=real, other=0).to(tl.int64)
+            row = (b * S + i) * HQ + h * G + g
+            lse, delta = tl.load(LSE + row, mask=real, other=0.0), tl.load(DELTA + row, mask=real, other=0.0)
+            loaded = real & (lse == lse) if stretch == 0 else real
+            q = load_rows(Q + b * q_b, i * q_s + (h * G + g) * q_h, loaded, DK, DKP)
+            do = load_rows(DO, row * DV, loaded, DV, DVP)
+            p = tl.exp2(product(k, q) * to_base_2 - lse[None, :])  # [keys, rows]
+            ds = p * (product(v, do) - delta[None, :])
+            if stretch == 0:
+                visible = inside[:, None] & (key[:, None] <= (i + ahead)[None, :])
+                p, ds = tl.where(visible, p, 0.0), tl.where(visible, ds, 0.0)
+            elif SIZE < BN:  # beyond the block p may overflow, and dq adds up over all places
+                ds = tl.where(inside[:, None], ds, 0.0)
+            dv = dot(p.to(do.dtype), do, dv)
+            dk = dot(ds.to(q.dtype), q, dk)
+            if DQ_PART is not None:
+                dq = dot(tl.trans(ds.to(k.dtype)), finite_k, tl.zeros([BT * GP, DKP], tl.float32))
+                share = tl.load(SHARES + pair, mask=real, other=0).to(tl.int64)
+                store_rows(DQ_PART, (share * G + g) * DK, real, dq, DK, DKP)
+    out = tile * SIZE + place
+    store_rows(DK_PART, out * DK, place < SIZE, dk * scale, DK, DKP)
+    store_rows(DV_PART, out * DV, place < SIZE, dv, DV, DVP)
+
+
+@kernel
+def _sum_dkdv(
+    PART, FIRST_TILE, BLOCK_FROM, BLOCK_TO, OUT, T, HKV, max_blocks,
+    SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, MORE: tl.constexpr,
+):  # fmt: skip
+    """OUT [B, T, Hkv, D] = the sum of each block's parts, tile after tile; `MORE` adds it to what OUT holds."""
+    number, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BN + tl.arange(0, BN)
+    kv_row = number // max_blocks
+    key = tl.load(BLOCK_FROM + number % max_blocks) + place
+    inside = (place < SIZE) & (key < tl.load(BLOCK_TO + number % max_blocks))
+    out = (kv_row // HKV * T + key) * HKV + kv_row % HKV
+    acc = tl.zeros([BN, DP], tl.float32)
+    if MORE:
+        acc += load_rows(OUT, out * D, inside, D, DP)
+    for tile in range(tl.load(FIRST_TILE + number), tl.load(FIRST_TILE + number + 1)):
+        acc += load_rows(PART, (tile * SIZE + place) * D, inside, D, DP)
+    store_rows(OUT, out * D, inside, acc, D, DP)
+
+
+@kernel
+def _sum_dq(
+    PART, BLOCKS, OUT, first_query, count, S, HQ, HKV, G, scale,
+    N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GP: tl.constexpr,
+):  # fmt: skip
+    """OUT [B, S, Hq, D] = scale times the sum of the shares [B, Hkv, count, N, G, D] of the blocks of each query."""
+    local, h, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    i, g = first_query + local, tl.arange(0, GP)
+    row = ((b * HKV + h) * count + local) * N
+    acc = tl.zeros([GP, DP], tl.float32)
+    for slot in tl.static_range(N):
+        there = (g < G) & (tl.load(BLOCKS + ((b * S + i) * HKV + h) * N + slot) >= 0)
+        acc += load_rows(PART, ((row + slot) * G + g) * D, there, D, DP).to(tl.float32)
+    store_rows(OUT, ((b * S + i) * HQ + h * G + g) * D, g < G, acc * scale, D, DP)
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor,
+    block_indices: Tensor, layout: Layout, scale: float, dq: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(dk, dv), from partial sums over tiles of queries that chose the same block; dq [B, S, Hq, Dk] is written to."""
+    (batch, length, heads, dk), num_kv_heads = q.shape, k.shape[2]
+    n, group = block_indices.shape[-1], heads // num_kv_heads
+    at_a_time = length if dq is None else max(min(BACKWARD_SCRATCH // (batch * heads * n * dk), length), 1)
+    in_one_go = at_a_time == length
+    sums = [x.new_zeros(x.shape, dtype=x.dtype if in_one_go else torch.float32) for x in (k, v)]
+    for first in range(0, length, at_a_time):
+        count = min(at_a_time, length - first)
+        shares = None if dq is None else q.new_empty(batch * num_kv_heads * count * n, group, dk)
+        _backward_chunk(q, k, v, do, lse, delta, block_indices, first, count, layout, scale, sums, shares)
+        if dq is not None:
+            with on_device(q):
+                _sum_dq[count, num_kv_heads, batch](
+                    shares, block_indices, dq, first, count, length, heads, num_kv_heads, group, scale,
+                    n, dk, tuning.padded(dk), triton.next_power_of_2(group), num_warps=2,
+                )  # fmt: skip
+    return sums[0].to(k.dtype), sums[1].to(v.dtype)
+
+
+def _backward_chunk(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, block_indices: Tensor, first: int,
+    count: int, layout: Layout, scale: float, sums: list[Tensor], shares: Tensor | None,
+) -> None:  # fmt: skip
+    """Write, or add to those of earlier queries, what these give to dk and dv, and their shares of dq."""
+    (batch, length, heads, dk), (num_keys, num_kv_heads, dv) = q.shape, v.shape[1:]
+    size, max_blocks = layout.config.l_sel, layout.max_blocks
+    tiles = index.build(block_indices, layout, first, first + count, chunk=count, size=BACKWARD_PAIRS, with_slots=False)
+    block_from, block_to = layout.block_tokens
+
+    shape = tuning.shape("selected_backward_kv", q, v)
+    keys = min(tuning.padded(size), shape.keys)
+    parts = [q.new_empty(tiles.begin.numel(), size, d, dtype=torch.float32) for d in (dk, dv)]
+    with on_device(q):
+        _backward[tiles.begin.numel(), triton.cdiv(size, keys)](
+            q, k, v, do, tiles.query, None if shares is None else tiles.pair, tiles.begin, tiles.end, tiles.cell,
+            block_from, block_to, lse, delta, *parts, shares, *strides(q), *strides(k), *strides(v),
+            length, num_keys - length, heads, num_kv_heads, heads // num_kv_heads, max_blocks, scale, scale * LOG2E,
+            size, tuning.padded(size), dk, dv, shape.dk, shape.dv, shape.tokens, shape.group, keys, **shape.launch,
+        )  # fmt: skip
+        for part, out in zip(parts, sums, strict=True):
+            _sum_dkdv[batch * num_kv_heads * max_blocks, triton.cdiv(size, keys)](
+                part, tiles.first_tile, block_from, block_to, out, num_keys, num_kv_heads, max_blocks,
+                size, out.shape[3], tuning.padded(out.shape[3]), keys, first > 0,
+            )  # fmt: skip

@@ -1,0 +1,80 @@
+"""The n best selection blocks of each query and group (Eq. 9, 11 and 12), forced ones first, ties to the lower index.
+
+A row of scores stays in registers. Scores are not negative, so that as integers their bits stand in the same order:
+31 counts find the n-th best score bit by bit, and what is above it, or equal and early enough, is taken.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa import geometry
+from nsa.geometry import Layout
+from nsa.triton_backend.tile import kernel
+
+ELEMENTS = 4096  # scores per program
+ELEMENTS_PER_WARP = 1024
+BITS_OF_INF = tl.constexpr(0x7F800000)  # above any score; a forced block gets it
+
+
+@triton.jit
+def best(score, block, current, INIT: tl.constexpr, LOCAL: tl.constexpr, N: tl.constexpr):
+    """[rows, blocks]: which blocks are taken by rows with these scores, each of which stands in its block `current`."""
+    forced = (block[None, :] < INIT) | (block[None, :] > current[:, None] - LOCAL)
+    ranking = tl.where(forced, BITS_OF_INF, score.to(tl.int32, bitcast=True))
+    ranking = tl.where(block[None, :] <= current[:, None], ranking, -1)
+
+    nth = tl.zeros([score.shape[0]], tl.int32)
+    for bit in range(31):
+        higher = nth | (1 << (30 - bit))
+        nth = tl.where(tl.sum((ranking >= higher[:, None]).to(tl.int32), axis=1) >= N, higher, nth)
+    better, equal = ranking > nth[:, None], ranking == nth[:, None]
+    left = N - tl.sum(better.to(tl.int32), axis=1)
+    return better | (equal & (tl.cumsum(equal.to(tl.int32), axis=1) <= left[:, None]))
+
+
+@kernel
+def _topk(
+    P, LO, HI, POSITIONS, OUT, first_query, count, S, SLOTS, HKV,
+    STEP: tl.constexpr, FIRST_OFFSET: tl.constexpr, WEIGHTS: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
+    SIZE: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BR: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    b, row = tl.program_id(1).to(tl.int64), tl.program_id(0) * BR + tl.arange(0, BR)
+    here = row < count * HKV
+    query = first_query + row // HKV
+    lo, hi = tl.load(LO + query, mask=here, other=0), tl.load(HI + query, mask=here, other=0)
+    current = (tl.load(POSITIONS + query, mask=here, other=-1) // SIZE).to(tl.int32)  # the block that holds the query
+    block = tl.arange(0, BLOCKS)
+
+    from_row = P + ((b * count * HKV + row) * SLOTS + lo)[:, None]
+    score = tl.zeros([BR, BLOCKS], tl.float32)
+    for i in tl.static_range(len(WEIGHTS)):
+        c = block * STEP + (FIRST_OFFSET + i)
+        visible = (c >= 0)[None, :] & (c[None, :] < (hi - lo)[:, None])
+        score += WEIGHTS[i] * tl.load(from_row + c[None, :], mask=visible, other=0.0)
+    score = tl.where(score == score, score, 0.0)
+    taken = best(score, block, current, INIT, LOCAL, N)
+
+    out = OUT + ((b * S * HKV + first_query * HKV + row) * N)[:, None]
+    place = tl.cumsum(taken.to(tl.int32), axis=1) - 1
+    tl.store(out + place, tl.broadcast_to(block[None, :], [BR, BLOCKS]), mask=taken & here[:, None])
+    column, found = tl.arange(0, NP)[None, :], tl.sum(taken.to(tl.int32), axis=1)
+    none = (column >= found[:, None]) & (column < N)
+    tl.store(out + column, tl.full([BR, NP], -1, tl.int32), mask=none & here[:, None])
+
+
+def choose(p: Tensor, layout: Layout, first: int, count: int, out: Tensor) -> None:
+    """Write out[:, first : first + count], int32 [B, S, Hkv, n], from p, the probabilities of these queries."""
+    config, (batch, length, num_kv_heads, n) = layout.config, out.shape
+    seen = layout.num_keys - length + first + count  # no position in these queries is as large
+    places = triton.next_power_of_2(n)
+    blocks = max(triton.next_power_of_2(geometry.num_selection_blocks(seen, config)), places)
+    rows = max(ELEMENTS // blocks, 1)
+    _topk[triton.cdiv(count * num_kv_heads, rows), batch](
+        p, *layout.compressed_interval, layout.positions, out, first, count, length, p.shape[3], num_kv_heads,
+        config.l_sel // config.d, geometry.overlap_offsets(config).start, tuple(geometry.overlap_weights(config)),
+        config.init_blocks, config.local_blocks, config.l_sel, n, places, rows, blocks,
+        num_warps=min(max(rows * blocks // ELEMENTS_PER_WARP, 2), 16),
+    )  # fmt: skip

@@ -1,0 +1,102 @@
+"""Which kernel serves which call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nsa.triton_backend import dispatch, hopper, tuning
+from nsa.triton_backend.dispatch import TABLE, Call, Variant, hopper_serves, variant
+
+
+@pytest.mark.parametrize("computation", TABLE)
+def test_the_last_kernel_of_a_computation_serves_every_call(computation: str) -> None:
+    q, k = torch.zeros(1, 3, 34, 20), torch.zeros(1, 5, 2, 20)
+    *_, last = TABLE[computation]
+    assert last.serves(Call(computation, q, k, k, 17))
+    assert all(rule.why for rule in TABLE[computation])
+
+
+@pytest.mark.parametrize(
+    ("queries", "heads", "block_size", "forward", "backward"),
+    [
+        (2048, 8, 64, Variant.KV_MAJOR, Variant.KV_MAJOR),
+        (2047, 8, 64, Variant.PLAIN, Variant.KV_MAJOR),
+        (2048, 9, 64, Variant.PLAIN, Variant.PLAIN),
+        (2048, 8, 512, Variant.PLAIN, Variant.PLAIN),
+    ],
+)
+def test_many_queries_in_small_groups_go_by_block(
+    queries: int, heads: int, block_size: int, forward: Variant, backward: Variant
+) -> None:
+    q, k = torch.zeros(1, queries, heads, 16), torch.zeros(1, queries, 1, 16)
+    assert variant("selected_forward", q, k, k, block_size) is forward
+    assert variant("selected_backward_q", q, k, k, block_size) is backward
+
+
+@pytest.fixture
+def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "architecture", lambda _: 90)
+    monkeypatch.setattr(hopper, "AVAILABLE", True)
+    monkeypatch.setattr(dispatch, "interpreted", lambda: False)
+
+
+@pytest.mark.usefixtures("as_on_hopper")
+class TestWhatIsServed:
+    keys = torch.zeros(2, 30, 4, 128, dtype=torch.bfloat16)
+
+    def test_keys_of_their_type_and_size(self) -> None:
+        for x in (self.keys, self.keys.half(), self.keys[:, 1::2], self.keys[:1], self.keys[:, :, 1:2]):
+            assert hopper_serves("compressed_window_forward", 16, x, x)
+
+    @pytest.mark.parametrize(
+        "x",
+        [
+            pytest.param(keys.float(), id="float32"),
+            pytest.param(keys[..., :64], id="64 channels"),
+            pytest.param(torch.zeros(2, 30, 4, 136, dtype=torch.bfloat16)[..., 1:129], id="address"),
+            pytest.param(torch.zeros(2, 30, 4, 129, dtype=torch.bfloat16)[..., :128], id="steps"),
+            pytest.param(torch.zeros(2, 30, 4, 256, dtype=torch.bfloat16)[..., ::2], id="channels apart"),
+            pytest.param(keys[:, :1].expand(2, 30, 4, 128), id="one key many times"),
+            pytest.param(keys[:, :0], id="no key"),
+        ],
+    )
+    def test_other_keys_are_not(self, x: torch.Tensor) -> None:
+        assert not hopper_serves("compressed_window_forward", 16, self.keys, x)
+
+    def test_neither_are_groups_that_fill_no_tile_and_other_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert hopper_serves("compressed_window_forward", 64, self.keys)
+        assert not hopper_serves("compressed_window_forward", 65, self.keys)
+        assert not hopper_serves("selected_forward", 17, self.keys)
+        monkeypatch.setattr(tuning, "architecture", lambda _: 80)
+        assert not hopper_serves("compressed_window_forward", 16, self.keys)
+
+    def test_the_interpreter_runs_none_of_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(dispatch, "interpreted", lambda: True)
+        assert not hopper_serves("compressed_window_forward", 16, self.keys)
+
+    @pytest.mark.parametrize(("l_sel", "served"), [(64, True), (128, True), (96, False), (32, False)])
+    def test_blocks_are_whole_tiles(self, l_sel: int, served: bool) -> None:
+        q = self.keys.repeat(1, 1, 4, 1)
+        found = variant("selected_forward", q, self.keys, self.keys, l_sel)
+        assert (found is Variant.HOPPER) == served
+
+    def test_the_selected_branch_has_sixteen_rows_whatever_the_table_says(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        table = tuning.table(90)
+        more = {"hopper.selected_forward": replace(table.narrow["hopper.selected_forward"], rows=32)}
+        monkeypatch.setattr(tuning, "table", lambda _: replace(table, narrow={**table.narrow, **more}))
+        for group, served in ((16, True), (17, False)):
+            q = self.keys.repeat(1, 1, group, 1)
+            found = variant("selected_forward", q, self.keys, self.keys, 64)
+            assert (found is Variant.HOPPER) == served
+
+    def test_nothing_is_under_a_version_of_triton_that_was_not_tried(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert hopper_serves("scores", 16, self.keys)
+        monkeypatch.setattr(hopper, "AVAILABLE", False)
+        assert not hopper_serves("compressed_window_forward", 16, self.keys)

@@ -1,0 +1,100 @@
+"""Each operator keeps what it promises a compiler: its schema, the shapes it announces, its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing._internal import optests
+
+import nsa
+from nsa.geometry import Layout
+
+pytest.importorskip("triton")
+
+from nsa.triton_backend import autograd, gated_sum, ops
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch itself
+CONFIG = nsa.NSAConfig(l=8, d=4, l_sel=16, n_sel=4, w=13)
+LENGTH = 20
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def draw(device: torch.device, *shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(device).requires_grad_() for shape in shapes]
+
+
+def attended(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Layout]:
+    """q, k, v that are no contiguous tensors, and their layout."""
+    q, k, v = draw(device, (1, 4, LENGTH, 16), (1, 2, LENGTH, 16), (1, 2, LENGTH, 8))
+    q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v))
+    return q, k, v, Layout(LENGTH, LENGTH, CONFIG, device)
+
+
+def calls(device: torch.device) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """Every operator, with arguments."""
+    q, k, v, layout = attended(device)
+    window = (*layout.window_interval, 0, 1, 0.25)
+    seen = (*layout.compressed_interval, layout.positions, LENGTH, None, ops._numbers(CONFIG), 0.25)
+    chosen = torch.tensor([0, -1, -1, -1], dtype=torch.int32, device=device).expand(1, LENGTH, 2, 4)
+    places = (chosen, layout.starts, layout.blocks_before, *layout.block_tokens, None, seen[5], 0.25)
+    branches = draw(device, *3 * ((1, LENGTH, 4, 8),), (1, LENGTH, 4, 3))
+    return {
+        "compressed_window_attention": (ops.compressed_window_attention, (q, k, v, *window)),
+        "select_blocks": (ops._select, (q.detach(), k[:, :4].detach(), None, *seen)),
+        "selected_attention": (ops._selected, (q, k, v, *places)),
+        "gated_sum": (ops.combine, tuple(branches)),
+    }
+
+
+@pytest.mark.parametrize("name", ["compressed_window_attention", "select_blocks", "selected_attention", "gated_sum"])
+def test_an_operator_is_what_it_says(device: torch.device, name: str) -> None:
+    operator, arguments = calls(device)[name]
+    torch.library.opcheck(operator, arguments, test_utils=CHECKS)
+
+
+def test_an_operator_that_announces_another_shape_is_found_out(device: torch.device) -> None:
+    schema = "(Tensor o_cmp, Tensor o_sel, Tensor o_win, Tensor gates) -> Tensor"
+    wrong = torch.library.custom_op("nsa_tests::gated_sum", gated_sum.forward, mutates_args=(), schema=schema)
+    wrong.register_fake(lambda o_cmp, *_: o_cmp.new_empty(o_cmp.shape[:3]))
+    with pytest.raises(optests.OpCheckError, match="test_faketensor"):
+        torch.library.opcheck(wrong, calls(device)["gated_sum"][1], test_utils=CHECKS)
+
+
+def eager(name: str, device: torch.device) -> Callable[..., Any]:
+    layout = attended(device)[3]
+    return {
+        "compressed_window_attention": autograd.CompressedWindowAttention.apply,
+        "selected_attention": lambda q, k, v, chosen, *_: autograd.SelectedAttention.apply(
+            q, k, v, chosen, layout, 0.25
+        ),
+        "gated_sum": autograd.GatedSum.apply,
+    }[name]
+
+
+@pytest.mark.parametrize("name", ["compressed_window_attention", "selected_attention", "gated_sum"])
+def test_an_operator_and_its_eager_function_give_the_same_gradients(device: torch.device, name: str) -> None:
+    operator, arguments = calls(device)[name]
+    wanting = [x for x in arguments if isinstance(x, Tensor) and x.requires_grad]
+    found = []
+    for call in (operator, eager(name, device)):
+        output = call(*arguments)
+        output = output if isinstance(output, tuple) else (output,)
+        assert [x.requires_grad for x in output] == [x.is_floating_point() for x in output]
+        found.append([*output, *torch.autograd.grad(sum(x.sum() for x in output if x.requires_grad), wanting)])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["compressed_window_attention", "selected_attention", "gated_sum"])
+def test_an_operator_refuses_a_second_gradient(device: torch.device, name: str) -> None:
+    operator, arguments = calls(device)[name]
+    output = operator(*arguments)
+    first = output[0] if isinstance(output, tuple) else output
+    (gradient,) = torch.autograd.grad(first.square().sum(), arguments[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        gradient.sum().backward()

@@ -1,0 +1,76 @@
+"""The choice of the n best blocks, against a sort of the same scores."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import nsa
+from nsa.geometry import Layout
+
+pytest.importorskip("triton")
+
+from nsa.triton_backend import topk
+
+
+def wanted(scores: torch.Tensor, current: int, config: nsa.NSAConfig) -> list[int]:
+    """n best of the blocks 0 ... current by (forced, score, lower index), ascending, padded with -1."""
+
+    def forced(block: int) -> bool:
+        return block < config.init_blocks or block > current - config.local_blocks
+
+    order = sorted(range(current + 1), key=lambda j: (not forced(j), -float(scores[j].nan_to_num(0.0)), j))
+    chosen = sorted(order[: config.n_sel])
+    return chosen + [-1] * (config.n_sel - len(chosen))
+
+
+@pytest.mark.parametrize("n", [1, 3, 5, 16])
+@pytest.mark.parametrize("kind", ["random", "equal", "few values", "zeros", "nan", "tiny and huge"])
+def test_choice_is_that_of_a_sort(device: torch.device, n: int, kind: str) -> None:
+    config = nsa.NSAConfig(
+        l=8, d=8, l_sel=8, n_sel=n, init_blocks=1 if n > 2 else 0, local_blocks=2 if n > 2 else 1, w=8
+    )
+    length = 8 * 21 + 3
+    generator = torch.Generator().manual_seed(n)
+    p = torch.rand(1, length, 2, 21, generator=generator)  # l = d = l': a block's score is one probability
+    if kind == "equal":
+        p[:] = 0.25
+    elif kind == "few values":
+        p = (p * 3).round() / 3
+    elif kind == "zeros":
+        p[:] = 0.0
+    elif kind == "nan":
+        p[..., 5] = float("nan")
+    elif kind == "tiny and huge":
+        p = torch.exp(200 * (p - 0.5)).clamp(1e-44, 1e38)
+    layout = Layout(length, length, config, device)
+    out = torch.empty(1, length, 2, n, dtype=torch.int32, device=device)
+    topk.choose(p.to(device), layout, 0, length, out)
+    found = out.cpu()
+    for t in range(0, length, 7):
+        visible = (t + 1) // 8  # blocks that have ended; the current one scores 0
+        for h in range(2):
+            scores = torch.cat([p[0, t, h, :visible], torch.zeros(22 - visible)])
+            assert found[0, t, h].tolist() == wanted(scores, t // 8, config), (t, h)
+
+
+@pytest.mark.parametrize("documents", [None, (30, 1, 0, 39)])
+def test_queries_choose_alike_piece_by_piece(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, documents: tuple[int, ...] | None
+) -> None:
+    """Scores of 24 queries at a time, which is no multiple of a tile's, for 70 queries."""
+    config = nsa.NSAConfig(l=4, d=2, l_sel=8, n_sel=4, w=13)
+    generator = torch.Generator().manual_seed(7)
+    q, k = (torch.randn(1, 70, heads, 16, generator=generator).to(device) for heads in (4, 2))
+    cu_seqlens = None
+    if documents is not None:
+        cu_seqlens = torch.tensor([0, *itertools.accumulate(documents)], dtype=torch.int32, device=device)
+    k_cmp = nsa.compress(k, config, cu_seqlens=cu_seqlens)
+    monkeypatch.setattr("nsa.triton_backend.scores.CHUNK", 24)
+
+    def chosen(backend: str) -> torch.Tensor:
+        return nsa.select_blocks(q, k_cmp, config, num_keys=70, cu_seqlens=cu_seqlens, backend=backend)
+
+    assert torch.equal(chosen("triton"), chosen("reference"))
