@@ -29,7 +29,7 @@ class DamagedCheckpointError(ValueError):
 
 
 @dataclass(frozen=True)
-class Found:
+class LoadedCheckpoint:
     """The newest checkpoint that is whole."""
 
     path: Path
@@ -81,7 +81,7 @@ def load(path: Path) -> dict[str, Any]:
     return state
 
 
-def newest_whole(folder: Path) -> Found | None:
+def newest_intact(folder: Path) -> LoadedCheckpoint | None:
     """The newest checkpoint that can be read, with the names of newer ones that cannot; None without any.
 
     Raises DamagedCheckpointError naming them all where every one is damaged: a run must not begin anew in silence.
@@ -89,7 +89,7 @@ def newest_whole(folder: Path) -> Found | None:
     refused: list[str] = []
     for path in sorted(_numbered(folder), key=_step_of, reverse=True):
         try:
-            return Found(path, load(path), tuple(refused))
+            return LoadedCheckpoint(path, load(path), tuple(refused))
         except (DamagedCheckpointError, OSError) as error:
             refused.append(str(error))
     if refused:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nsa.model import ModelConfig
-from nsa.train.preflight import PRECISIONS
 
+PRECISIONS = ("fp32", "bf16", "fp16")
 DEVICES = ("auto", "cuda", "cpu")
 SCHEDULES = ("cosine", "constant")
 PARALLEL = ("ddp", "fsdp2")

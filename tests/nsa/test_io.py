@@ -12,12 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.jsonl import DiskFullError
 
-from benchmarks import jsonl, lines, run_file
-from benchmarks.fingerprint import ROOT
-from benchmarks.records import Gate
-from tests.benchmarks.synthetic import FINGERPRINT, GREEN, key, passed
+from nsa.io import DiskFullError, append_line, atomic_write, read_json_lines, read_lines, to_json
+from tests.nsa.train.runs import ROOT
 
 _WRITER = """
 import json, sys

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from nsa.io import read_json_lines
 from nsa.model import SHOWCASE, DecoderLM
-from nsa.train import checkpoint, distributed, files
+from nsa.train import checkpoint, distributed
 from nsa.train.distributed import LostRankError, Ranks
-from nsa.train.files import Table
 from nsa.train.objective import Objective
+from nsa.train.run_folder import Table
 from tests.nsa.train import runs
 from tests.nsa.train.runs import settings, train
 
@@ -44,7 +45,7 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     one, two = runs.losses(alone / "run"), runs.losses(both / "run")
     assert sorted(two) == list(range(1, 9))
     assert [two[step] for step in sorted(two)] == pytest.approx([one[step] for step in sorted(one)], rel=2e-5)
-    states = [checkpoint.newest_whole(folder / "run" / "checkpoints") for folder in (alone, both)]
+    states = [checkpoint.newest_intact(folder / "run" / "checkpoints") for folder in (alone, both)]
     assert states[0] is not None
     assert states[1] is not None
     for name, weight in states[0].state["model"].items():
@@ -54,7 +55,7 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     assert periodic["tokens_seen"] == 6 * 2 * 92  # figures arrive a step later, but a checkpoint has them all
     validations = [float(row["loss"]) for folder in (alone, both) for row in Table.rows(folder / "run" / "val.csv")]
     assert validations[1] == pytest.approx(validations[0], rel=2e-5)
-    other_rank = list(files.json_lines(both / "run" / "heartbeat_rank1.jsonl"))
+    other_rank = list(read_json_lines(both / "run" / "heartbeat_rank1.jsonl"))
     assert {record["step"] for record in other_rank if "loss" in record} == set(range(1, 9))
     logged = [record for record in runs.records(both / "run") if "rank_imbalance" in record]
     assert logged
@@ -140,8 +141,8 @@ def test_what_each_rank_alone_knows_comes_back() -> None:
 
 
 def test_ranks_share_a_batch_evenly(tmp_path: Path) -> None:
-    from nsa.train.batches import Share
+    from nsa.train.loader import Shard
 
-    assert [list(Share(rank, 2).rows(4)) for rank in range(2)] == [[0, 1], [2, 3]]
+    assert [list(Shard(rank, 2).rows(4)) for rank in range(2)] == [[0, 1], [2, 3]]
     with pytest.raises(ValueError, match=r"train\.batch_size must be a multiple of the 2 ranks; got 3"):
-        Share(0, 2).rows(3)
+        Shard(0, 2).rows(3)

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.train import documents, feed
-from nsa.train.batches import Share
-from nsa.train.feed import Feed
-from nsa.train.packing import Batch
+from nsa.train import data, loader
+from nsa.train.data import Batch
+from nsa.train.loader import Loader, Shard
 from nsa.train.settings import Settings
 from tests.nsa.train.runs import needs_datasets, settings
 
@@ -22,7 +21,7 @@ NUMBER_OF_DOCUMENTS = 60
 def _on_text(folder: Path, monkeypatch: pytest.MonkeyPatch, **overrides: Any) -> Settings:
     """Documents of which each says its own number and nothing else; one in five is held out."""
     needs_datasets()
-    monkeypatch.setattr(documents, "HELD_OUT", 5)
+    monkeypatch.setattr(data, "HELD_OUT", 5)
     path = folder / "text.jsonl"
     path.write_text("".join(json.dumps({"text": f"<{i}>"}) + "\n" for i in range(NUMBER_OF_DOCUMENTS)))
     return settings(folder, data__dataset="files", data__path=str(path), **overrides)
@@ -38,8 +37,8 @@ def _rows(batches: list[Batch]) -> set[tuple[int, ...]]:
     return {tuple(row) for batch in batches for row in batch.tokens.view(-1, 48).tolist()}
 
 
-def _trained_on(chosen: Settings, share: Share, count: int) -> list[Batch]:
-    opened = Feed(chosen, share)
+def _trained_on(chosen: Settings, share: Shard, count: int) -> list[Batch]:
+    opened = Loader(chosen, share)
     found = [next(opened) for _ in range(count)]
     opened.close()
     return found
@@ -47,8 +46,8 @@ def _trained_on(chosen: Settings, share: Share, count: int) -> list[Batch]:
 
 def test_no_document_is_trained_on_and_validated_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = _on_text(tmp_path, monkeypatch)
-    trained = _documents(_trained_on(chosen, Share(), 12))
-    held_out = _documents(feed.held_out(chosen, Share(), "files"))
+    trained = _documents(_trained_on(chosen, Shard(), 12))
+    held_out = _documents(loader.held_out_batches(chosen, Shard(), "files"))
     assert len(trained) > NUMBER_OF_DOCUMENTS / 2
     assert len(held_out) > 3
     assert not trained & held_out
@@ -56,18 +55,18 @@ def test_no_document_is_trained_on_and_validated_on(tmp_path: Path, monkeypatch:
 
 def test_no_random_row_is_trained_on_and_validated_on(tmp_path: Path) -> None:
     chosen = settings(tmp_path)
-    held_out = _rows(feed.held_out(chosen, Share(), "synthetic"))
+    held_out = _rows(loader.held_out_batches(chosen, Shard(), "synthetic"))
     assert len(held_out) == chosen.train.val_batches * chosen.train.batch_size
-    assert not _rows(_trained_on(chosen, Share(), 12)) & held_out
+    assert not _rows(_trained_on(chosen, Shard(), 12)) & held_out
 
 
 @pytest.mark.parametrize("validating", [False, True])
 def test_each_rank_has_documents_of_its_own(validating: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the doors of a run: `Feed`, and the batches of its validations."""
     chosen = _on_text(tmp_path, monkeypatch, train__val_batches=2)
-    shares = [Share(rank, 2) for rank in range(2)]
+    shares = [Shard(rank, 2) for rank in range(2)]
     first, second = (
-        _documents(feed.held_out(chosen, share, "files") if validating else _trained_on(chosen, share, 6))
+        _documents(loader.held_out_batches(chosen, share, "files") if validating else _trained_on(chosen, share, 6))
         for share in shares
     )
     assert first
@@ -78,8 +77,8 @@ def test_each_rank_has_documents_of_its_own(validating: bool, tmp_path: Path, mo
 def test_each_rank_has_random_rows_of_its_own(tmp_path: Path) -> None:
     chosen = settings(tmp_path)
     for batches in (
-        [_trained_on(chosen, Share(rank, 2), 4) for rank in range(2)],
-        [feed.held_out(chosen, Share(rank, 2), "synthetic") for rank in range(2)],
+        [_trained_on(chosen, Shard(rank, 2), 4) for rank in range(2)],
+        [loader.held_out_batches(chosen, Shard(rank, 2), "synthetic") for rank in range(2)],
     ):
         first, second = map(_rows, batches)
         assert first
@@ -87,7 +86,7 @@ def test_each_rank_has_random_rows_of_its_own(tmp_path: Path) -> None:
 
 
 def test_no_random_row_comes_twice_or_with_another_seed(tmp_path: Path) -> None:
-    first, second = (_rows(_trained_on(settings(tmp_path, train__seed=seed), Share(), 12)) for seed in (1, 2))
+    first, second = (_rows(_trained_on(settings(tmp_path, train__seed=seed), Shard(), 12)) for seed in (1, 2))
     assert len(first) == len(second) == 24
     assert not first & second
 
@@ -96,11 +95,11 @@ def test_no_random_row_comes_twice_or_with_another_seed(tmp_path: Path) -> None:
 def test_the_batches_come_in_the_order_of_the_source(packed: bool, tmp_path: Path) -> None:
     """Each batch with the position from which the next one follows, however far the thread is ahead."""
     chosen = settings(tmp_path, data__packing=packed)
-    whole = _trained_on(chosen, Share(), 6)
-    opened = Feed(chosen, Share())
+    whole = _trained_on(chosen, Shard(), 6)
+    opened = Loader(chosen, Shard())
     for _ in range(3):
         next(opened)
-    resumed = Feed(chosen, Share(), position=opened.position)
+    resumed = Loader(chosen, Shard(), position=opened.position)
     for expected in whole[3:]:
         assert torch.equal(next(resumed).tokens, expected.tokens)
     opened.close()

@@ -9,29 +9,30 @@ from pathlib import Path
 
 import pytest
 
-from nsa.train import files
-from nsa.train.files import InUseError, Table
+from nsa.io import append_line, atomic_write, read_json_lines, to_json
+from nsa.train import run_folder
+from nsa.train.run_folder import InUseError, Table
 
 
 def test_a_torn_line_is_closed_and_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    files.append_line(path, '{"a": 1}')
+    append_line(path, '{"a": 1}')
     with path.open("a") as file:
         file.write('{"a": 2')
-    files.append_line(path, '{"a": 3}')
-    assert [record["a"] for record in files.json_lines(path)] == [1, 3]
-    assert list(files.json_lines(tmp_path / "none")) == []
+    append_line(path, '{"a": 3}')
+    assert [record["a"] for record in read_json_lines(path)] == [1, 3]
+    assert list(read_json_lines(tmp_path / "none")) == []
 
 
 def test_json_has_no_bare_nan() -> None:
-    assert json.loads(files.as_json({"a": math.nan, "b": [math.inf], "c": (None, True)})) == {
+    assert json.loads(to_json({"a": math.nan, "b": [math.inf], "c": (None, True)})) == {
         "a": "nan", "b": ["inf"], "c": [None, True],
     }  # fmt: skip
 
 
 def test_dying_in_a_replace_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.json"
-    files.replace(path, "old")
+    atomic_write(path, "old")
     assert path.stat().st_mode & 0o777 == 0o644
 
     def dies(*_: object) -> None:
@@ -39,7 +40,7 @@ def test_dying_in_a_replace_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(os, "fsync", dies)
     with pytest.raises(KeyboardInterrupt):
-        files.replace(path, "new")
+        atomic_write(path, "new")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.json"]
 
@@ -58,10 +59,10 @@ def test_a_table_forgets_what_will_be_written_again(tmp_path: Path) -> None:
 
 def test_a_folder_has_one_writer(tmp_path: Path) -> None:
     with (
-        files.locked(tmp_path),
+        run_folder.folder_lock(tmp_path),
         pytest.raises(InUseError, match=r"train\.out_dir must not be in use"),
-        files.locked(tmp_path),
+        run_folder.folder_lock(tmp_path),
     ):
         pass
-    with files.locked(tmp_path):
+    with run_folder.folder_lock(tmp_path):
         pass

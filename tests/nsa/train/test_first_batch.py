@@ -7,15 +7,15 @@ import time
 
 import pytest
 
-from nsa.train.first_batch import Loader, NoFirstBatchError, first_batch
+from nsa.train.loader import BatchFetcher, NoFirstBatchError, first_batch
 
-SYNTHETIC = Loader("synthetic", lambda: 0)
+SYNTHETIC = BatchFetcher("synthetic", lambda: 0)
 
 
 @pytest.fixture
-def silent() -> Loader[int]:
+def silent() -> BatchFetcher[int]:
     """Waits for something that nobody gives."""
-    return Loader("fineweb", lambda: int(threading.Event().wait(600)))
+    return BatchFetcher("fineweb", lambda: int(threading.Event().wait(600)))
 
 
 def broken() -> int:
@@ -23,19 +23,19 @@ def broken() -> int:
 
 
 def test_answers() -> None:
-    got = first_batch(Loader("disk", lambda: 7), 5.0, SYNTHETIC)
+    got = first_batch(BatchFetcher("disk", lambda: 7), 5.0, SYNTHETIC)
     assert (got.batch, got.source) == (7, "disk")
     assert got.waited_s < 5
 
 
-def test_silence_has_a_deadline_and_a_name(silent: Loader[int]) -> None:
+def test_silence_has_a_deadline_and_a_name(silent: BatchFetcher[int]) -> None:
     begin = time.monotonic()
     with pytest.raises(NoFirstBatchError, match=r"fineweb gave no batch within 0\.2 s"):
         first_batch(silent, 0.2)
     assert time.monotonic() - begin < 5
 
 
-def test_fallback_is_recorded(silent: Loader[int]) -> None:
+def test_fallback_is_recorded(silent: BatchFetcher[int]) -> None:
     got = first_batch(silent, 0.2, SYNTHETIC)
     assert (got.batch, got.source) == (0, "synthetic")
     assert got.waited_s >= 0.2
@@ -44,7 +44,7 @@ def test_fallback_is_recorded(silent: Loader[int]) -> None:
 def test_an_error_is_no_silence() -> None:
     """The fallback does not hide it."""
     with pytest.raises(ConnectionRefusedError, match="no route"):
-        first_batch(Loader("fineweb", broken), 5.0, SYNTHETIC)
+        first_batch(BatchFetcher("fineweb", broken), 5.0, SYNTHETIC)
 
 
 @pytest.mark.parametrize("deadline_s", [0.0, -1.0, float("nan")])

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from nsa.model import DecoderLM
-from nsa.train import packing
+from nsa.train import data
 from nsa.train.__main__ import ALARMED, main
-from nsa.train.health import LAWFUL_SKIPS, Figures, Health, StoppedError
+from nsa.train.health import LAWFUL_SKIPS, Health, StepMetrics, StoppedError
 from nsa.train.objective import Objective
 from nsa.train.trainer import Trainer
 from tests.nsa.train import runs
@@ -85,13 +85,13 @@ def test_an_alarm_has_its_own_exit_code(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_loss_below_the_entropy_of_random_tokens_is_too_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Targets that are the inputs: no label shift."""
-    healthy = packing.batch
+    healthy = data.pack
 
-    def unshifted(*given: Any, **named: Any) -> packing.Batch:
+    def unshifted(*given: Any, **named: Any) -> data.Batch:
         made = healthy(*given, **named)
         return dataclasses.replace(made, targets=made.tokens.clone())
 
-    monkeypatch.setattr(packing, "batch", unshifted)
+    monkeypatch.setattr(data, "pack", unshifted)
     with pytest.raises(StoppedError, match="too_good"):
         train(settings(tmp_path, train__steps=60, train__lr=1e-2, train__log_every=5))
 
@@ -123,7 +123,7 @@ def test_throughput_and_memory_are_written_down(tmp_path: Path) -> None:
     said = []
     for step in range(1, 261):
         speed, memory = (100.0 if step < 100 else 50.0) + step % 3, 100.0 + step
-        assert health.step(Figures(step, 1.0, 1.0, 10, speed, memory)) == []
+        assert health.step(StepMetrics(step, 1.0, 1.0, 10, speed, memory)) == []
         if step % 10 == 0:
             said += [(step, alarm.sentinel) for alarm in health.logged(None, step)]
     assert sorted(name for _, name in said) == ["memory_slope", "throughput_drift"]  # each said once
@@ -135,15 +135,15 @@ def test_a_busy_machine_comes_and_goes(tmp_path: Path) -> None:
     health = Health(random_vocab_size=None, fp16=False, warmup_steps=0, fused_backend="torch")
     for step in range(1, 301):
         speed, memory = (100.0 if step % 100 < 75 else 40.0) + step % 3, 560.0 + 20 * math.sin(step / 30)
-        health.step(Figures(step, 1.0, 1.0, 10, speed, memory))
+        health.step(StepMetrics(step, 1.0, 1.0, 10, speed, memory))
         if step % 10 == 0:
             assert health.logged(None, step) == []
 
 
 def test_fp16_may_skip_while_its_scale_comes_down() -> None:
     health = Health(random_vocab_size=None, fp16=True, warmup_steps=0, fused_backend="torch")
-    alarms = [health.step(Figures(step, 1.0, math.inf, 10, None, None)) for step in range(LAWFUL_SKIPS + 2)]
+    alarms = [health.step(StepMetrics(step, 1.0, math.inf, 10, None, None)) for step in range(LAWFUL_SKIPS + 2)]
     assert [bool(found) for found in alarms] == [False] * LAWFUL_SKIPS + [True, False]
     assert health.skipped == LAWFUL_SKIPS + 2
     fresh = Health(random_vocab_size=None, fp16=True, warmup_steps=0, fused_backend="torch")
-    assert fresh.step(Figures(1, math.nan, math.inf, 10, None, None))
+    assert fresh.step(StepMetrics(1, math.nan, math.inf, 10, None, None))

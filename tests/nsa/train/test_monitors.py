@@ -10,9 +10,9 @@ import pytest
 
 from nsa.layer import NativeSparseAttention
 from nsa.model import DecoderLM
-from nsa.train import health, sentinels
-from nsa.train.health import Figures, Health, StoppedError
-from nsa.train.observe import Observed
+from nsa.train import health, monitors
+from nsa.train.attention_stats import AttentionStats
+from nsa.train.health import Health, StepMetrics, StoppedError
 from nsa.train.trainer import Trainer
 from tests.nsa.train import runs
 from tests.nsa.train.runs import settings, train
@@ -21,8 +21,8 @@ ROWS = {"data__packing": False, "model__n_layers": 1}
 VOCAB_SIZE = 256
 
 
-def _healthy(step: int, loss: float) -> Figures:
-    return Figures(step, loss, 1.0, 1000, None, None)
+def _healthy(step: int, loss: float) -> StepMetrics:
+    return StepMetrics(step, loss, 1.0, 1000, None, None)
 
 
 @pytest.mark.parametrize(("before", "after"), [(500, 10), (10, 10)])
@@ -43,7 +43,7 @@ def test_a_leak_too_small_for_one_window_is_seen_in_the_whole_run() -> None:
     watch = Health(random_vocab_size=VOCAB_SIZE, fp16=False, warmup_steps=0, fused_backend="torch")
     said = []
     for step in range(1, 101):
-        watch.step(Figures(step, math.log(VOCAB_SIZE) - 0.05, 1.0, 10, None, None))
+        watch.step(StepMetrics(step, math.log(VOCAB_SIZE) - 0.05, 1.0, 10, None, None))
         if step % 10 == 0:  # 100 targets allow 0.14 nats, 1000 allow 0.014
             said += [(step, alarm.sentinel) for alarm in watch.logged(None, step)]
     assert [name for _, name in said] == ["too_good"]
@@ -76,21 +76,21 @@ def test_a_selection_that_goes_wrong_late_stops_the_run(
     sentinel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Statistics are asked at every logged step, and what they say of keys and blocks ends the run."""
-    from nsa.train.observe import Observation
+    from nsa.train.attention_stats import AttentionObserver
 
-    healthy, calls = Observation.read, 0
+    healthy, calls = AttentionObserver.read, 0
     spoilt: dict[str, dict[str, Any]] = {
         "keys_read": {"keys_read": {"compressed": 1, "selected": 1, "window": 1}},
         "selection_at_maximum": {"at_maximum": 0.1, "at_maximum_expected": 0.9},
     }
 
-    def read(self: Observation, figures: Any) -> Observed:
+    def read(self: AttentionObserver, figures: Any) -> AttentionStats:
         nonlocal calls
         calls += 1
         found = healthy(self, figures)
-        return found if calls < 3 else Observed(**{**vars(found), **spoilt[sentinel]})
+        return found if calls < 3 else AttentionStats(**{**vars(found), **spoilt[sentinel]})
 
-    monkeypatch.setattr(Observation, "read", read)
+    monkeypatch.setattr(AttentionObserver, "read", read)
     with pytest.raises(StoppedError, match=f"step 4: {sentinel}"):
         train(settings(tmp_path, **ROWS))
 
@@ -109,7 +109,7 @@ def test_every_alarm_is_written_with_its_step_and_in_the_summary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that stops nothing, too."""
-    alarm = sentinels.Alarm("throughput_drift", "fell by half")
+    alarm = monitors.Alarm("throughput_drift", "fell by half")
     monkeypatch.setattr(health, "throughput", lambda series: alarm)
     monkeypatch.setattr(health, "IN_A_ROW", 2)
     assert train(settings(tmp_path, **ROWS)).reason == "done"

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.train import plan, preflight, profile
-from nsa.train.plan import MIB
-from nsa.train.preflight import Plan
+from nsa.train import preflight, profile
+from nsa.train.preflight import MIB, Plan
 from tests.nsa.train.runs import settings
 
 SOUND = Plan(steps=50_000, precision="bf16", gradient_checkpointing=True, save_every=5000)
@@ -41,8 +40,8 @@ def test_room_enough_or_unknown_is_no_refusal(changes: dict[str, Any]) -> None:
 def test_a_device_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"runtime\.device must be one that is here; got cuda"):
-        plan.device_of(settings(tmp_path, runtime__device="cuda"))
-    assert plan.device_of(settings(tmp_path, runtime__device="auto")).type == "cpu"
+        preflight.device_of(settings(tmp_path, runtime__device="cuda"))
+    assert preflight.device_of(settings(tmp_path, runtime__device="auto")).type == "cpu"
 
 
 def test_a_run_on_the_cpu_leaves_the_gpu_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,22 +52,22 @@ def test_a_run_on_the_cpu_leaves_the_gpu_alone(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", asked)
-    assert plan.of(settings(tmp_path, runtime__device="cpu")).device_mem_mib is None
+    assert preflight.plan_before_start(settings(tmp_path, runtime__device="cpu")).device_mem_mib is None
 
 
 def test_the_state_is_sixteen_bytes_a_parameter() -> None:
     chosen = profile.load("m7c_125m_1xa100_prod_v1")
-    weights = 16 * plan.num_parameters(chosen) / MIB
-    assert weights < plan.peak_mem_mib(chosen) < 4 * weights
+    weights = 16 * preflight.num_parameters(chosen) / MIB
+    assert weights < preflight.peak_mem_mib(chosen) < 4 * weights
 
 
 def test_shards_are_smaller_than_the_whole_by_more_than_what_is_gathered() -> None:
     """125M parameters in two groups of 39 million, 149 MiB each; half of 16 bytes, and of 2 for casts, for each."""
     alone = profile.load("m7c_125m_2xa100_production")
     sharded = dataclasses.replace(alone, runtime=dataclasses.replace(alone.runtime, parallel="fsdp2"))
-    saved = plan.peak_mem_mib(alone, ranks=2) - plan.peak_mem_mib(sharded, ranks=2)
-    assert saved == pytest.approx(9 * plan.num_parameters(alone) / MIB - 4 * 149.2, abs=1.0)
-    assert plan.peak_mem_mib(sharded, ranks=1) == plan.peak_mem_mib(alone, ranks=1)
+    saved = preflight.peak_mem_mib(alone, ranks=2) - preflight.peak_mem_mib(sharded, ranks=2)
+    assert saved == pytest.approx(9 * preflight.num_parameters(alone) / MIB - 4 * 149.2, abs=1.0)
+    assert preflight.peak_mem_mib(sharded, ranks=1) == preflight.peak_mem_mib(alone, ranks=1)
 
 
 @pytest.mark.parametrize("how", [True, "selective"])
@@ -77,11 +76,11 @@ def test_recomputation_shows_in_the_estimate(how: bool | str, tmp_path: Path) ->
         settings(tmp_path, model__n_layers=8),
         settings(tmp_path, model__n_layers=8, runtime__gradient_checkpointing=how),
     )
-    assert plan.peak_mem_mib(less) < plan.peak_mem_mib(plain)
+    assert preflight.peak_mem_mib(less) < preflight.peak_mem_mib(plain)
 
 
 def test_activations_grow_with_the_tokens(tmp_path: Path) -> None:
-    sizes = [plan.peak_mem_mib(settings(tmp_path, train__seq_len=n)) for n in (1000, 2000, 3000)]
+    sizes = [preflight.peak_mem_mib(settings(tmp_path, train__seq_len=n)) for n in (1000, 2000, 3000)]
     assert sizes[2] - sizes[1] == pytest.approx(sizes[1] - sizes[0])
 
 
@@ -91,4 +90,4 @@ def test_a_checkpoint_is_as_large_as_was_said(tmp_path: Path) -> None:
     chosen = settings(tmp_path, train__steps=1)
     train(chosen)
     size = (tmp_path / "run" / "checkpoints" / "step-00000001.ckpt").stat().st_size / MIB
-    assert size == pytest.approx(plan.checkpoint_mib(chosen), rel=0.3)  # headers weigh in so small a file
+    assert size == pytest.approx(preflight.checkpoint_mib(chosen), rel=0.3)  # headers weigh in so small a file
