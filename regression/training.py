@@ -102,7 +102,7 @@ def run(chosen: Settings, beat: Beat, *, resume: bool = False) -> Ended:
         try:
             product_run.run(chosen, profile.read_environment({}), Options(resume=resume), {})
         except StoppedError as error:
-            stopped = error.alarm.sentinel
+            stopped = error.alarm.monitor
     events = [record for record in heartbeat(chosen) if record.get("event") == "alarm"]
     return Ended(chosen, tuple(steps), {event["sentinel"]: event["why"] for event in events}, stopped)
 

@@ -1,9 +1,7 @@
-"""The sentinels of the regression suite, live in a run: what stops it, and what is written on its page.
+"""The monitors at work in a run: which alarms stop it, and which are written down.
 
-Does the model see what comes later? Asked of the model itself, on the run's own text.
-
-On real text no loss is known to be too good, so the cause is looked for: later tokens are changed, and no row before
-them may move.
+`future_leak` checks the model itself, on the run's own text. On real text no loss is known to be too good, so the cause
+is tested: later tokens are changed, and no row before them may move.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ class StoppedError(RuntimeError):
 
     def __init__(self, alarm: Alarm, step: int) -> None:
         self.alarm, self.step = alarm, step
-        super().__init__(f"stopped at step {step}: {alarm.sentinel}: {alarm.why}")
+        super().__init__(f"stopped at step {step}: {alarm.monitor}: {alarm.why}")
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ class Health:
         self._memory_mib: deque[float] = deque(maxlen=SERIES)
         self._memory_name = "rss_mib"
         self.alarms: dict[str, Alarm] = {}
-        """The first of each sentinel."""
+        """The first of each monitor."""
         self.non_finite_steps = 0
 
     def step(self, figures: StepMetrics) -> list[Alarm]:
@@ -162,13 +160,13 @@ class Health:
 
     def _lasting(self, found: Sequence[Alarm | None]) -> list[Alarm | None]:
         """Those that were also found at the logged steps before."""
-        names = {alarm.sentinel for alarm in found if alarm is not None}
+        names = {alarm.monitor for alarm in found if alarm is not None}
         self._in_a_row = Counter({name: self._in_a_row[name] + 1 for name in names})
-        return [alarm for alarm in found if alarm is not None and self._in_a_row[alarm.sentinel] >= IN_A_ROW]
+        return [alarm for alarm in found if alarm is not None and self._in_a_row[alarm.monitor] >= IN_A_ROW]
 
     def _new(self, found: Sequence[Alarm | None]) -> list[Alarm]:
-        new = [alarm for alarm in found if alarm is not None and alarm.sentinel not in self.alarms]
-        self.alarms.update({alarm.sentinel: alarm for alarm in new})
+        new = [alarm for alarm in found if alarm is not None and alarm.monitor not in self.alarms]
+        self.alarms.update({alarm.monitor: alarm for alarm in new})
         return new
 
 

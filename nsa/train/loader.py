@@ -274,7 +274,7 @@ class BatchFetcher(Generic[T]):
     """Gives the next batch; may block."""
 
 
-def first_batch(loader: BatchFetcher[T], deadline_s: float, fallback: BatchFetcher[T] | None = None) -> FirstBatch[T]:
+def first_batch(fetcher: BatchFetcher[T], deadline_s: float, fallback: BatchFetcher[T] | None = None) -> FirstBatch[T]:
     """The first batch within the deadline; with a fallback, which is asked for on purpose, that one's instead.
 
     An error of the loader is raised as it is: a fallback is for silence alone. The thread that waits for a silent
@@ -284,20 +284,20 @@ def first_batch(loader: BatchFetcher[T], deadline_s: float, fallback: BatchFetch
         raise ValueError(f"deadline_s must be above 0; got {deadline_s}")
     begin = time.monotonic()
     answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
-    threading.Thread(target=_fetch, args=(loader, answers), name=f"first batch of {loader.name}", daemon=True).start()
+    threading.Thread(target=_fetch, args=(fetcher, answers), name=f"first batch of {fetcher.name}", daemon=True).start()
     try:
         batch, error = answers.get(timeout=deadline_s)
     except queue.Empty:
         if fallback is None:
-            raise NoFirstBatchError(f"{loader.name} gave no batch within {deadline_s:g} s") from None
+            raise NoFirstBatchError(f"{fetcher.name} gave no batch within {deadline_s:g} s") from None
         return FirstBatch(fallback.fetch(), fallback.name, time.monotonic() - begin)
     if error is not None:
         raise error
-    return FirstBatch(batch, loader.name, time.monotonic() - begin)  # type: ignore[arg-type]
+    return FirstBatch(batch, fetcher.name, time.monotonic() - begin)  # type: ignore[arg-type]
 
 
-def _fetch(loader: BatchFetcher[T], answers: queue.SimpleQueue[tuple[T | None, BaseException | None]]) -> None:
+def _fetch(fetcher: BatchFetcher[T], answers: queue.SimpleQueue[tuple[T | None, BaseException | None]]) -> None:
     try:
-        answers.put((loader.fetch(), None))
+        answers.put((fetcher.fetch(), None))
     except BaseException as error:
         answers.put((None, error))

@@ -7,7 +7,6 @@ away from the device either, the oldest step is waited for when DEPTH are pendin
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import statistics
 import sys
@@ -186,10 +185,10 @@ class MetricsLogger:
     def judge(self, alarms: list[Alarm], step: int) -> None:
         """Write alarms down; StoppedError for one that stops the run."""
         for alarm in alarms:
-            self._files.beat({"event": "alarm", "step": step, **dataclasses.asdict(alarm)})
-            self._say(f"alarm at step {step}: {alarm.sentinel}: {alarm.why}")
+            self._files.beat({"event": "alarm", "step": step, "sentinel": alarm.monitor, "why": alarm.why})
+            self._say(f"alarm at step {step}: {alarm.monitor}: {alarm.why}")
         for alarm in alarms:
-            if alarm.sentinel in STOPS:
+            if alarm.monitor in STOPS:
                 raise StoppedError(alarm, step)
 
     def validated(self, loss: float) -> None:

@@ -1,9 +1,8 @@
-"""What is watched in any training run: pure functions of figures, each silent (None) or an Alarm that says why.
+"""Monitors of a training run: pure functions of its metrics, each returning None or an Alarm that says why.
 
-They ask for no tensor and wait for no GPU; whoever trains hands them what is logged anyway.
-
-
-Is a series of figures still the same at its end? Rank statistics: they ask nothing of the noise's shape."""
+They take plain numbers, those that are logged anyway, and wait for no GPU. The second half answers whether a series of
+numbers is still the same at its end, by rank statistics, which assume nothing about the distribution of the noise.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +13,15 @@ from dataclasses import dataclass
 
 BRANCHES = 3
 FALSE_ALARM = 1e-6
-"""How often at most a test of chance may cry over a healthy run."""
+"""How often at most a statistical test may raise an alarm in a healthy run."""
 
 
 @dataclass(frozen=True)
 class Alarm:
     """Something that no healthy run shows."""
 
-    sentinel: str
-    """Which one: "too_good", "non_finite", ..."""
+    monitor: str
+    """Its name: "too_good", "non_finite", ..."""
     why: str
     """The figure, what was allowed, and what it usually means."""
 

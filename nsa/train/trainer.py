@@ -134,7 +134,7 @@ class Trainer:
         return loss / max(targets, 1.0)
 
     def leak(self, batch: Batch) -> float:
-        """`probe.leak` on a batch; waits for the device."""
+        """`health.future_leak` on a batch; waits for the device."""
         on_device = batch.to(self.device)
         with self._computing():
             return float(health.future_leak(self.lm, on_device.tokens, on_device.cu_seqlens))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from nsa.loss import IGNORED
 from nsa.model import next_token_loss
 from nsa.train import data, loader
 from nsa.train.data import ByteTokenizer, Documents, NoTextError, Packer, Row, text_files, tokenizer
-from nsa.train.loader import Loader, NoFirstBatchError, Prefetch, Shard, SyntheticBatches
+from nsa.train.loader import Shard
 from nsa.train.settings import Data
 from tests.nsa.train.runs import needs_datasets, settings
 
@@ -112,17 +111,6 @@ def test_goes_on_from_the_last_document_of_an_epoch(tmp_path: Path) -> None:
     again.restore(at_the_end)
     assert next(iter(again)) == first
     assert again.epoch == 1
-
-
-def test_synthetic_rows_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
-    chosen = settings(tmp_path, train__batch_size=4)
-    whole, halves = SyntheticBatches(chosen, Shard()), [SyntheticBatches(chosen, Shard(rank, 2)) for rank in range(2)]
-    for _ in range(3):
-        assert torch.equal(whole.next().tokens, torch.cat([half.next().tokens for half in halves], 1))
-    again = SyntheticBatches(chosen, Shard())
-    again.restore(whole.next().position)
-    assert torch.equal(again.next().tokens, whole.next().tokens)
-    assert not torch.equal(SyntheticBatches(chosen, Shard(), held_out=True).next().tokens, whole.next().tokens)
 
 
 def test_rows_hold_every_token_once() -> None:
@@ -235,59 +223,3 @@ def test_reports_how_far_it_is(tmp_path: Path) -> None:
     for _ in range(230):
         next(opened)
     assert [line.split(": ")[1] for line in said] == ["100 documents read, epoch 0", "200 documents read, epoch 0"]
-
-
-class _Failing:
-    name = "failing"
-
-    def __init__(self) -> None:
-        self._left = 3
-
-    def next(self) -> data.Batch:
-        self._left -= 1
-        if not self._left:
-            raise OSError("the disk is gone")
-        return data.pack([Row(torch.zeros(4, dtype=torch.int64), (4,))], packing=False, position={})
-
-    def restore(self, position: dict[str, Any]) -> None: ...
-
-
-def test_an_error_of_the_source_comes_where_its_batch_is_asked_for() -> None:
-    prefetch = Prefetch(_Failing, 4, pin=False)
-    prefetch.next()
-    prefetch.next()
-    for _ in range(2):
-        with pytest.raises(OSError, match="the disk is gone"):
-            prefetch.next()
-
-
-def test_batches_are_ready_before_they_are_asked_for(tmp_path: Path) -> None:
-    feed = Loader(settings(tmp_path), Shard())
-    time.sleep(0.3)
-    for _ in range(4):
-        next(feed)
-        assert feed.waited_s < 0.05
-    feed.close()
-
-
-def test_a_position_of_another_source_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"data\.dataset must be that of the checkpoint, python; got synthetic"):
-        Loader(settings(tmp_path), Shard(), position={"source": "python", "at": {}})
-
-
-def test_silence_is_an_error_or_the_fallback_that_was_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loader, "open_source", lambda *_, **__: time.sleep(5))
-    silent = {"data__dataset": "python", "data__loader_timeout_s": 0.2}
-    with pytest.raises(NoFirstBatchError, match=r"python gave no batch within 0\.2 s"):
-        Loader(settings(tmp_path, **silent), Shard())
-    feed = Loader(settings(tmp_path, **silent, data__synthetic_on_fail=True), Shard())
-    assert feed.source == "synthetic"
-    first = next(feed)
-    assert feed.position == {"source": "synthetic", "at": {"batches": 1}}
-    resumed = Loader(settings(tmp_path, **silent), Shard(), position=feed.position)
-    assert resumed.source == "synthetic"
-    assert not torch.equal(next(resumed).tokens, first.tokens)
-    feed.close()
-    resumed.close()

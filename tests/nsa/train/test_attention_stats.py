@@ -74,7 +74,7 @@ def _losing(original: object) -> object:
 def test_lost_blocks_are_seen(tmp_path: Path) -> None:
     with mock.patch.object(torch_backend, "select_blocks", _losing(torch_backend.select_blocks)):
         found = _observed(_trainer(tmp_path, train__seq_len=101))
-    alarms = {alarm.sentinel for alarm in _health().logged(found, 100)}
+    alarms = {alarm.monitor for alarm in _health().logged(found, 100)}
     assert {"selection_at_maximum", "keys_read"} <= alarms
 
 
@@ -86,7 +86,7 @@ def test_gates_are_seen(bias: list[float], sentinel: str, tmp_path: Path) -> Non
         torch.nn.init.zeros_(linear.weight)
         linear.bias.data.copy_(torch.tensor(bias).repeat(4))
     found = _observed(trainer)
-    assert [alarm.sentinel for alarm in _health().logged(found, 100)] == [sentinel]
+    assert [alarm.monitor for alarm in _health().logged(found, 100)] == [sentinel]
     assert _health().logged(found, 0) == []  # nothing has been trained yet
     if sentinel == "gates_uniform":
         assert found.gate_entropy_nats[0] == pytest.approx(math.log(monitors.BRANCHES))
@@ -96,5 +96,5 @@ def test_a_fallback_is_counted(tmp_path: Path) -> None:
     found = _observed(_trainer(tmp_path))
     health = Health(random_vocab_size=None, fp16=False, warmup_steps=0, fused_backend="triton")
     assert health.fallbacks(found) == 2
-    assert [alarm.sentinel for alarm in health.logged(found, 100)] == ["fallbacks"]
+    assert [alarm.monitor for alarm in health.logged(found, 100)] == ["fallbacks"]
     assert health.fallbacks(None) is None
