@@ -128,7 +128,10 @@ def _rank(chosen: Settings, rank: int, port: int, fault: bool) -> list[float]:
     own = {"RANK": rank, "WORLD_SIZE": _RANKS, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in own.items()})
     distributed.TIMEOUT = _RANK_DEADLINE
-    with inject() if fault else nullcontext(), distributed.joined(os.environ, chosen.runtime.device == "cuda") as ranks:
+    with (
+        inject() if fault else nullcontext(),
+        distributed.process_group(os.environ, chosen.runtime.device == "cuda") as ranks,
+    ):
         return _flat(_gradients(chosen, ranks)).tolist()
 
 

@@ -49,7 +49,7 @@ def _silent_server() -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def _served_by(open_source: Callable[[Settings], Source]) -> Iterator[None]:
-    """The network in the place of `nsa.train.batches.source`."""
+    """The network in the place of `nsa.train.loader.open_source`."""
     with mock.patch.object(loader, "open_source", lambda settings, *share, **options: open_source(settings)):
         yield
 

@@ -61,9 +61,9 @@ class Loop:
         try:
             self._probe()
             while not self._over():
-                with distributed.noticing_lost_ranks(self._own, self._trainer.done + 1):
+                with distributed.detect_lost_ranks(self._own, self._trainer.done + 1):
                     self._one_step()
-            with distributed.noticing_lost_ranks(self._own, self._trainer.done):
+            with distributed.detect_lost_ranks(self._own, self._trainer.done):
                 self._read(wait=True)
                 self._save()
             outcome = Outcome(self._trainer.done, self._signal())

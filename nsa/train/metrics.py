@@ -75,7 +75,8 @@ class AsyncMetrics(Generic[Context]):
 
     def submit(self, context: Context, values: Mapping[str, Tensor], forward: ForwardTime) -> None:
         """Start one copy of all values, floats on one device; they may change after this."""
-        together = torch.cat([x.detach().reshape(-1) for x in values.values()])  # a copy; float32 and 64 become float64
+        flat = [x.detach().reshape(-1) for x in values.values()]
+        together = torch.cat(flat) if flat else torch.empty(0)  # a copy; float64 if one of them is
         done: float | torch.cuda.Event
         if together.device.type == "cuda":
             together = torch.empty_like(together, device="cpu", pin_memory=True).copy_(together, non_blocking=True)
@@ -260,7 +261,7 @@ class MetricsLogger:
         if not own.several:
             return {}
         mine = torch.tensor(statistics.median(self._work_ms), device=self._trainer.device)
-        every = distributed.gathered(mine, own).tolist()
+        every = distributed.all_gather(mine, own).tolist()
         return {"rank_work_ms": every, "rank_imbalance": 1 - min(every) / max(every)}
 
 

@@ -293,7 +293,7 @@ def peak_mem_mib(settings: Settings, ranks: int = 1) -> float:
 def _gathered_bytes(settings: Settings) -> int:
     """What FSDP2 holds of whole groups: the weights of one and of the next, and gradients before and after reducing."""
     with torch.device("meta"):
-        groups = distributed.gathered_together(list(DecoderLM(settings.model).blocks))
+        groups = distributed.group_blocks(list(DecoderLM(settings.model).blocks))
     return 4 * 4 * max(sum(x.numel() for block in group for x in block.parameters()) for group in groups)
 
 

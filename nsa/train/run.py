@@ -58,8 +58,8 @@ def run(settings: Settings, environment: Environment, options: Options, variable
     device = preflight.device_of(settings)
     folder = Path(settings.out_dir)
     with ExitStack() as stack:
-        own = stack.enter_context(distributed.joined(variables, device.type == "cuda"))
-        stack.enter_context(distributed.noticing_lost_ranks(own, 0))
+        own = stack.enter_context(distributed.process_group(variables, device.type == "cuda"))
+        stack.enter_context(distributed.detect_lost_ranks(own, 0))
         device = torch.device("cuda", own.local_rank) if device.type == "cuda" else device
         say = _speaker(own)
         if own.first:

@@ -72,7 +72,7 @@ class Trainer:
             for block in lm.blocks:
                 block.compile()
         self.lm = lm
-        self.model = distributed.wrapped(Objective(lm), own, runtime.parallel, device)
+        self.model = distributed.wrap(Objective(lm), own, runtime.parallel, device)
         self.optimizer = objective.adamw(self.model, settings.train)
         self.scaler = torch.amp.GradScaler(device.type, enabled=runtime.precision == "fp16")
         self._graphed = GraphedPass(self._loss, lm.parameters()) if runtime.cuda_graph else None
@@ -89,7 +89,9 @@ class Trainer:
             group["lr"] = lr
         observe = observe and bool(self.observer)
         local = [float(sum(batch.num_targets for batch in batches)), float(stop)]
-        targets, stop_requests = distributed.added(torch.tensor(local).to(self.device, non_blocking=True), self.own)
+        targets, stop_requests = distributed.all_reduce(
+            torch.tensor(local).to(self.device, non_blocking=True), self.own
+        )
         # DDP and FSDP2 divide by the ranks; what is wanted is the mean over all targets of all of them
         weight = self.own.ranks / targets.clamp(min=1)
         total = torch.zeros((), device=self.device)
@@ -101,7 +103,7 @@ class Trainer:
                 continue
             if watched:
                 self.observer.start()
-            with distributed.synchronising(self.model, number == len(batches)):
+            with distributed.gradient_sync(self.model, number == len(batches)):
                 loss, end = self._pass(batch, weight)
             total += loss
             if number == 1:
@@ -111,7 +113,7 @@ class Trainer:
         grad_norm = self._update()
         self.done += 1
         return StepResult(
-            distributed.added(total, self.own) / targets,
+            distributed.all_reduce(total, self.own) / targets,
             grad_norm.float(),
             targets,
             stop_requests,
@@ -130,7 +132,7 @@ class Trainer:
             on_device = batch.to(self.device)
             total += torch.stack([self._loss(on_device), torch.tensor(float(batch.num_targets), device=self.device)])
         self.model.train()
-        loss, targets = distributed.added(total, self.own).tolist()
+        loss, targets = distributed.all_reduce(total, self.own).tolist()
         return loss / max(targets, 1.0)
 
     def leak(self, batch: Batch) -> float:
@@ -145,7 +147,7 @@ class Trainer:
 
     def state(self, data: dict[str, Any]) -> dict[str, Any]:
         """Everything that the next step depends on; `data` is the position of the last batch. A collective."""
-        model, optimizer = distributed.whole_state(self.model, self.optimizer)
+        model, optimizer = distributed.full_state(self.model, self.optimizer)
         alone = {"data": data, "torch_rng": torch.get_rng_state()}
         if self.device.type == "cuda":
             alone["cuda_rng"] = torch.cuda.get_rng_state(self.device)
@@ -156,7 +158,7 @@ class Trainer:
             "optimizer": optimizer,
             "scaler": self.scaler.state_dict(),
             "model_config": dataclasses.asdict(self.settings.model),
-            "ranks": distributed.every_ranks(alone, self.own, self.device),
+            "ranks": distributed.gather_states(alone, self.own, self.device),
         }
 
     def restore(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -167,7 +169,7 @@ class Trainer:
         if state["model_config"] != dataclasses.asdict(self.settings.model):
             differing = _differing(state["model_config"], dataclasses.asdict(self.settings.model))
             raise ValueError(f"the checkpoint is of another model: {differing}")
-        alone = distributed.own_part(state["ranks"], self.own)
+        alone = distributed.own_state(state["ranks"], self.own)
         distributed.restore_state(self.model, self.optimizer, state["model"], state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         torch.set_rng_state(alone["torch_rng"])

@@ -1,4 +1,4 @@
-"""The incidents judge by the sentinels that a training run uses: one that is silent is not caught."""
+"""The incidents judge by the monitors that a training run uses: one that is silent is not caught."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sentinels in a live run: each stops it, or is written down, on its fault, and a sound run hears nothing."""
+"""The monitors in a live run: each stops it, or is written down, on its fault, and a sound run hears nothing."""
 
 from __future__ import annotations
 

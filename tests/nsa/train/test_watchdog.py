@@ -107,9 +107,9 @@ def test_sigusr1_dumps_the_stacks(tmp_path: Path) -> None:
 
 
 def test_a_second_signal_ends_at_once() -> None:
-    with StopRequest() as asked:
+    with StopRequest() as request:
         os.kill(os.getpid(), signal.SIGTERM)
-        assert asked.asked is signal.SIGTERM
+        assert request.signal is signal.SIGTERM
         with pytest.raises(SystemExit) as ended:
             signal.raise_signal(signal.SIGTERM)
     assert ended.value.code == 143
