@@ -69,7 +69,7 @@ class AttentionStats:
 
 
 class AttentionObserver:
-    """Watches the attention layers of a model for one forward pass: set, call, `stop`, and `read` later."""
+    """Watches the attention layers of a model during one forward pass: `start`, the pass, `stop`, and `read` later."""
 
     def __init__(self, lm: DecoderLM, *, compiled: bool = False) -> None:
         self._layers = [m for m in lm.modules() if isinstance(m, NativeSparseAttention)]

@@ -1,4 +1,4 @@
-"""Runs side by side at equal steps: loss, throughput, memory; the first one named is what the others are held to."""
+"""Runs side by side at equal steps: loss, throughput, memory; the first one named is the baseline."""
 
 from __future__ import annotations
 

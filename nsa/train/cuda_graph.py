@@ -1,7 +1,7 @@
 """Forward, loss and backward of a batch as one CUDA graph: thousands of launches from Python become one.
 
-A graph reads and writes where it did when it was captured. So a batch is copied into tensors that stay, its documents
-are filled up with empty ones to a number that stays, and gradients are set to zero, never to None.
+A graph reads and writes the addresses with which it was captured. So a batch is copied into static tensors, its
+documents are padded with empty ones to a fixed number, and gradients are set to zero, never to None.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from nsa.graphed_step import stream_aside
 from nsa.train import data
 from nsa.train.data import Batch
 
-REHEARSALS = 3
+WARM_UP_PASSES = 3
 """Passes before a capture, as in PyTorch's documentation: they compile kernels and warm up libraries."""
 
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """A graph, where it reads and where it writes; beside this it adds to the gradients."""
+    """A graph, the batch that it reads, and the loss that it writes; it also adds to the gradients."""
 
     graph: torch.cuda.CUDAGraph
     batch: Batch
@@ -34,7 +34,7 @@ class CapturedGraph:
 class GraphedPass:
     """The loss of a batch, whose gradients are added to those that the parameters have.
 
-    CapturedGraph at the first batch, and anew for another shape or for more documents than there is room for.
+    Captured at the first batch, and again for another shape or for more documents than there is room for.
     """
 
     def __init__(self, loss: Callable[[Batch], Tensor], parameters: Iterable[nn.Parameter]) -> None:
@@ -57,7 +57,7 @@ class GraphedPass:
         return captured.loss.clone()
 
     def _capture(self, batch: Batch) -> CapturedGraph:
-        """Rehearsed with a weight of 0, which adds nothing to the gradients.
+        """Warmed up with a weight of 0, which adds nothing to the gradients.
 
         A node that adds to a gradient stays on the stream on which it was made. So it is made anew on the stream of the
         capture: no pass on another one may be left, not even as garbage.
@@ -69,7 +69,7 @@ class GraphedPass:
         graph, aside = torch.cuda.CUDAGraph(), stream_aside(batch.tokens.device)
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
-            for _ in range(REHEARSALS):
+            for _ in range(WARM_UP_PASSES):
                 self._pass(batch)
         torch.cuda.current_stream().wait_stream(aside)
         # thread_local: the thread that makes batches pins their memory meanwhile

@@ -1,6 +1,6 @@
-"""Several GPUs through PyTorch's own engine: who am I, wrap the model, add up, keep and restore a sharded state.
+"""Several ranks through torch.distributed: the process group, DDP and FSDP2, collectives, checkpoints of shards.
 
-Under torchrun every rank runs the same program; alone everything here costs nothing.
+Under torchrun every rank runs the same program; with one rank everything here costs nothing.
 """
 
 from __future__ import annotations

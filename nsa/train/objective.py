@@ -1,10 +1,8 @@
-"""The loss as one module: what DDP, FSDP2 and the compiler wrap.
+"""The loss as one module, which DDP, FSDP2 and the compiler wrap; AdamW, and the learning rate's schedule.
 
 Logits are made, and their cross-entropy computed in float32, a piece of the tokens at a time, and again in the
 backward pass: at no time does memory hold tokens × vocabulary.
-
-
-AdamW and the learning rate's schedule."""
+"""
 
 from __future__ import annotations
 
