@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
     training = commands.add_parser("run", help="train", allow_abbrev=False)
     _setting_options(training)
-    training.add_argument("--resume", action="store_true", help="go on from the newest checkpoint that is whole")
+    training.add_argument("--resume", action="store_true", help="go on from the newest intact checkpoint")
     training.set_defaults(command=_run)
     checking = commands.add_parser("preflight", help="say what a run would be refused for", allow_abbrev=False)
     checking.add_argument("profile", metavar="PROFILE")

@@ -1,4 +1,4 @@
-"""The loop: what happens in which order, and every reason to stop."""
+"""The training loop: the order of steps, metrics, checkpoints and validations, and every reason to stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run from start to end: preflight, data, resume, the loop, and every way in which it may stop."""
+"""One run from start to end: preflight, resume, data, files, watchdog, and the loop over its steps."""
 
 from __future__ import annotations
 

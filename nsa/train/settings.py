@@ -1,4 +1,4 @@
-"""What a training run is: typed, frozen, checked once. The names are those of a profile's YAML (`train.lr`)."""
+"""The settings of a training run: typed, frozen, checked once, under the names of a profile's YAML (`train.lr`)."""
 
 from __future__ import annotations
 

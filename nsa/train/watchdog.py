@@ -1,4 +1,4 @@
-"""Silence that is no pause: judged by the run's own pace, written down as stacks, then the end of the process."""
+"""Ends a run that hangs: a deadline from its own pace, the stacks of all threads, then the process; and its signals."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def dump_on_signal(path: Path) -> Callable[[], None]:
 
 
 class StopRequest:
-    """SIGTERM and SIGINT as a question that the loop asks between two steps; a second one ends the process at once."""
+    """SIGTERM and SIGINT as a flag that the loop reads between two steps; a second signal ends the process at once."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
