@@ -7,9 +7,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import schema, whole
+from benchmarks import schema
 from benchmarks.fingerprint import Fingerprint
 from benchmarks.judgements import Rules
+from nsa.io import atomic_write
 
 
 @dataclass(frozen=True)
@@ -75,5 +76,5 @@ def save(results: Path, calibration: Calibration) -> Path:
     """Replace the machine's calibration in one step, on the disk when this returns."""
     file = path(results, calibration.fingerprint.machine)
     text = json.dumps(dataclasses.asdict(calibration), allow_nan=False, indent=1) + "\n"
-    whole.replace(file, text.encode())
+    atomic_write(file, text)
     return file

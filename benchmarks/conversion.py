@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import jsonl, old_records, raw_samples, run_file, whole
+from benchmarks import old_records, raw_samples, run_file
 from benchmarks.records import Record
 from benchmarks.run_file import Damaged
+from nsa.io import atomic_write, read_lines
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Conversion:
 
 def is_old(path: Path) -> bool:
     """Whether the file has records of version 1 or 2 and no run line before them. OSError where it cannot be read."""
-    for _, line in jsonl.lines(path):
+    for _, line in read_lines(path):
         if line.startswith(run_file.RUN_PREFIX):
             return False
         if _old(line) is not None:
@@ -48,7 +49,7 @@ def convert(path: Path) -> Conversion:
     samples: list[bytes] = []
     unread: list[bytes] = []
     current: list[bytes] = []
-    for _, line in jsonl.lines(path):
+    for _, line in read_lines(path):
         if current or line.startswith(run_file.RUN_PREFIX):
             current.append(line)
         elif (found := _old(line)) is not None:
@@ -57,7 +58,7 @@ def convert(path: Path) -> Conversion:
         else:
             unread.append(line)
     if any(samples):
-        whole.replace(raw_samples.path(path), b"".join(samples))
+        atomic_write(raw_samples.path(path), b"".join(samples))
     lines = [*(line.encode() for line in run_file.lines_of(records)), *unread, *current]
-    whole.replace(path, b"".join(line + b"\n" for line in lines))
+    atomic_write(path, b"".join(line + b"\n" for line in lines))
     return Conversion(len(records), [found for found in run_file.entries(path) if isinstance(found, Damaged)])

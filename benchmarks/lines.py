@@ -1,4 +1,4 @@
-"""Dataclasses as the lines of `benchmarks.jsonl` files."""
+"""Dataclasses as the lines of `nsa.io`'s JSON lines."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import json
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks import jsonl, schema
+from benchmarks import schema
+from nsa.io import append_line, read_lines
 
 T = TypeVar("T")
 
 
 def append(path: Path, value: Any) -> None:
-    """Add one dataclass as one line, in a folder that is made where it is missing. Raises jsonl.DiskFullError."""
+    """Add one dataclass as one line, in a folder that is made where it is missing. Raises DiskFullError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    jsonl.append(path, json.dumps(dataclasses.asdict(value), allow_nan=False, separators=(",", ":")))
+    append_line(path, json.dumps(dataclasses.asdict(value), allow_nan=False, separators=(",", ":")))
 
 
 def read(path: Path, kind: type[T]) -> tuple[list[T], list[str]]:
@@ -24,7 +25,7 @@ def read(path: Path, kind: type[T]) -> tuple[list[T], list[str]]:
     damaged: list[str] = []
     if not path.exists():
         return found, damaged
-    for number, line in jsonl.lines(path):
+    for number, line in read_lines(path):
         try:
             found.append(schema.build(kind, json.loads(line.decode()), kind.__name__.lower()))
         except (ValueError, TypeError, RecursionError) as error:

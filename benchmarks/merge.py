@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import conversion, jsonl, mutants, run_file, schema, whole
+from benchmarks import conversion, mutants, run_file, schema
 from benchmarks.accepted import Acceptance
 from benchmarks.judgements import Judgement
 from benchmarks.records import Record
 from benchmarks.run_file import Damaged
+from nsa.io import append_line, atomic_write, read_lines
 
 RUNS = "runs/*/*.jsonl"
 LINES = ("regression/*/*.jsonl", "verdicts/*.jsonl", "baselines/accepted.jsonl", "mutants/*.jsonl")
@@ -101,15 +102,15 @@ def _merge_run(path: Path, target: Path, merged: Merged) -> None:
         for record in fresh:
             run_file.append(target, record)
     elif fresh:
-        whole.replace(target, "".join(f"{line}\n" for line in run_file.lines_of(fresh)).encode())
+        atomic_write(target, "".join(f"{line}\n" for line in run_file.lines_of(fresh)))
         merged.new_files += 1
     merged.new_lines += len(fresh)
 
 
 def _merge_lines(path: Path, target: Path, merged: Merged) -> None:
-    known = {line for _, line in jsonl.lines(target)} if target.exists() else set()
+    known = {line for _, line in read_lines(target)} if target.exists() else set()
     fresh = []
-    for number, raw in jsonl.lines(path):
+    for number, raw in read_lines(path):
         line = raw.rstrip(b"\r")  # a copy that went through another system
         if line in known:
             merged.known_lines += 1
@@ -122,9 +123,9 @@ def _merge_lines(path: Path, target: Path, merged: Merged) -> None:
         return
     if target.exists():
         for line in fresh:
-            jsonl.append(target, line.decode())
+            append_line(target, line.decode())
     else:
-        whole.replace(target, b"".join(line + b"\n" for line in fresh))
+        atomic_write(target, b"".join(line + b"\n" for line in fresh))
         merged.new_files += 1
     merged.new_lines += len(fresh)
 
@@ -172,7 +173,7 @@ _KINDS: dict[str, Callable[[dict[str, Any]], None]] = {
 def _merge_whole(path: Path, target: Path, merged: Merged) -> None:
     content = path.read_bytes()
     if not target.exists() or (path.suffix == ".json" and _made(content) > _made(target.read_bytes())):
-        whole.replace(target, content)
+        atomic_write(target, content)
         merged.new_files += 1
     elif path.suffix == ".json" and _made(content) < _made(target.read_bytes()):
         return

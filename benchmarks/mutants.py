@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from benchmarks import jsonl, schema, whole
+from benchmarks import schema
 from benchmarks.fingerprint import Fingerprint
+from nsa.io import append_line, atomic_write, read_lines
 
 FOLDER = "mutants"
 """Below results/."""
@@ -113,13 +114,13 @@ def create(results: Path, begin: Begin) -> Path:
     where = begin.fingerprint
     stem = f"{where.utc.replace('-', '').replace(':', '')}-{(where.commit or 'nocommit')[:10]}"
     path = results / FOLDER / f"{stem}.jsonl"
-    whole.replace(path, (_json(begin) + "\n").encode())
+    atomic_write(path, _json(begin) + "\n")
     return path
 
 
 def append(path: Path, line: Line) -> None:
     """Add one mutant, on the disk when this returns."""
-    jsonl.append(path, _json(line))
+    append_line(path, _json(line))
 
 
 def read(path: Path) -> tuple[Begin, list[Line]]:
@@ -127,7 +128,7 @@ def read(path: Path) -> tuple[Begin, list[Line]]:
 
     A mutant that stands there twice counts as the last line says; a last line that was torn is left out.
     """
-    first, *rest = [line for _, line in jsonl.lines(path)]
+    first, *rest = [line for _, line in read_lines(path)]
     begin = schema.build(Begin, json.loads(first), "begin")
     found: dict[str, Line] = {}
     for number, text in enumerate(rest, start=1):

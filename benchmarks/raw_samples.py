@@ -12,8 +12,9 @@ import json
 import zlib
 from pathlib import Path
 
-from benchmarks import jsonl, schema
+from benchmarks import schema
 from benchmarks.samples import RawSamples
+from nsa.io import append_bytes
 
 SUFFIX = ".raw.jsonl.gz"
 RETENTION_DAYS = 90
@@ -30,8 +31,8 @@ def path(run: Path) -> Path:
 
 
 def append(run: Path, raw: RawSamples) -> None:
-    """Add the samples of one record. Raises jsonl.DiskFullError, with the file as it was."""
-    jsonl.append_bytes(path(run), encode(raw))
+    """Add the samples of one record. Raises DiskFullError, with the file as it was."""
+    append_bytes(path(run), encode(raw))
 
 
 def encode(raw: RawSamples) -> bytes:

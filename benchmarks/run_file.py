@@ -16,11 +16,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import jsonl, old_records, record_line, schema
+from benchmarks import old_records, record_line, schema
 from benchmarks.fingerprint import Fingerprint
 from benchmarks.key import Key
 from benchmarks.record_line import Line
 from benchmarks.records import Record
+from nsa.io import append_line, append_lines, read_lines
 
 VERSION = 3
 RUN_PREFIX = b'{"schema_version":'
@@ -73,12 +74,12 @@ def create(results: Path, fingerprint: Fingerprint, command: str | None = None) 
             number += 1
             path = first.with_name(f"{first.stem}-{number}.jsonl")
         else:
-            jsonl.append(path, _run_line(Run(VERSION, fingerprint, command)))
+            append_line(path, _run_line(Run(VERSION, fingerprint, command)))
             return path
 
 
 def append(path: Path, record: Record) -> None:
-    """Add a record, on the disk when this returns: a killed run keeps what it finished. Raises jsonl.DiskFullError.
+    """Add a record, on the disk when this returns: a killed run keeps what it finished. Raises DiskFullError.
 
     A record of another run than the last one in this file gets a run line of its own, in the same step.
     """
@@ -90,7 +91,7 @@ def append(path: Path, record: Record) -> None:
         run = Run(VERSION, record.fingerprint)
         return [_run_line(run), _record_line(record, run)]
 
-    jsonl.append_chosen(path, lines)
+    append_lines(path, lines)
 
 
 def _last_run(lines: Iterable[bytes]) -> Run | None:
@@ -171,7 +172,7 @@ class Entry:
 def entries(path: Path) -> Iterator[Entry | Damaged]:
     """Every record of a file in order, and every line that is none, by name."""
     try:
-        lines = list(jsonl.lines(path))
+        lines = list(read_lines(path))
     except OSError as error:
         yield Damaged(path, 1, f"{type(error).__name__}: cannot be read: {error.strerror}")
         return

@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmarks import fingerprint, lines, tuner, whole
+from benchmarks import fingerprint, lines, tuner
 from benchmarks.fingerprint import Fingerprint
 from benchmarks.tuner import Trial
 from benchmarks.tuner_trials import Workload, fits
+from nsa.io import atomic_write
 from nsa.triton_backend import tuning
 from nsa.triton_backend.tuning import LaunchConfig
 
@@ -118,5 +119,5 @@ def _tried(
 def _write(architecture: int, text: str) -> Path:
     """Replace the table in one step, on the disk when this returns."""
     file = tuning.TABLES / f"sm{architecture}.json"
-    whole.replace(file, text.encode())
+    atomic_write(file, text)
     return file

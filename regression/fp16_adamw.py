@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nsa.train import checkpoint, optim, preflight
+from nsa.train import checkpoint, objective, settings
 from nsa.train.health import LAWFUL_SKIPS
 from nsa.train.preflight import RefusedError
 from nsa.train.run import CHECKPOINTS
@@ -47,14 +47,14 @@ def half_weights(trainer: Trainer, settings: Settings, *given: Any) -> None:
     runtime = dataclasses.replace(settings.runtime, fp32_master_weights=False)
     _healthy(trainer, dataclasses.replace(settings, runtime=runtime), *given)
     groups = [{**group, "fused": False} for group in trainer.optimizer.param_groups]
-    trainer.optimizer = torch.optim.AdamW(groups, betas=optim.BETAS)
+    trainer.optimizer = torch.optim.AdamW(groups, betas=objective.BETAS)
     trainer.scaler = torch.amp.GradScaler(trainer.device.type, enabled=False)
 
 
 def product(step: Step) -> Evidence:
     """A short run in every precision, judged by its own alarms and by the weights that it saved."""
     bad: list[str] = []
-    for precision in preflight.PRECISIONS:
+    for precision in settings.PRECISIONS:
         with tempfile.TemporaryDirectory() as folder:
             chosen = training.settings(Path(folder), step.device, precision=precision, steps=_STEPS)
             ended = training.run(chosen, lambda record: step(record["step"], loss=record["loss"]))
@@ -69,7 +69,7 @@ def product(step: Step) -> Evidence:
 
 def _spoilt_weights(chosen: Settings) -> list[str]:
     """Weights of the last checkpoint, if there is one, that are not finite."""
-    found = checkpoint.newest_whole(Path(chosen.out_dir) / CHECKPOINTS)
+    found = checkpoint.newest_intact(Path(chosen.out_dir) / CHECKPOINTS)
     weights = {} if found is None else found.state["model"]
     return [name for name, weight in weights.items() if not weight.isfinite().all()]
 

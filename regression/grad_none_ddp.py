@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from nsa.model import DecoderLM
-from nsa.train import distributed, sentinels
-from nsa.train.batches import Share
+from nsa.train import distributed, monitors
 from nsa.train.distributed import Ranks
-from nsa.train.feed import Feed
+from nsa.train.loader import Loader, Shard
 from nsa.train.settings import Settings
 from nsa.train.trainer import Trainer
 from regression import training
@@ -75,7 +74,7 @@ def compare_ranks(step: Step, device: str) -> Evidence:
         chosen = training.settings(Path(folder), device, model=_MODEL, **sizes)
     truth, own = (_gradients(chosen, Ranks(), dtype) for dtype in (torch.float64, torch.float32))
     step(1)
-    alarm = sentinels.missing_gradients({name: None if g is None else float(g.norm()) for name, g in own.items()})
+    alarm = monitors.missing_gradients({name: None if g is None else float(g.norm()) for name, g in own.items()})
     wrong = [] if alarm is None else [alarm.why]
     try:
         first, second = _two_ranks(chosen)
@@ -98,7 +97,7 @@ def _gradients(chosen: Settings, own: Ranks, dtype: torch.dtype = torch.float32)
     for module in trainer.lm.modules():
         if isinstance(module, torch.nn.RMSNorm):  # its default eps is the type's, so float64 would be another function
             module.eps = torch.finfo(torch.float32).eps
-    feed = Feed(chosen, Share(own.rank, own.ranks))
+    feed = Loader(chosen, Shard(own.rank, own.ranks))
     gradients: dict[str, Tensor | None] = {}
     for n in range(_STEPS):
         trainer.step([next(feed).to(device)])
@@ -129,7 +128,10 @@ def _rank(chosen: Settings, rank: int, port: int, fault: bool) -> list[float]:
     own = {"RANK": rank, "WORLD_SIZE": _RANKS, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in own.items()})
     distributed.TIMEOUT = _RANK_DEADLINE
-    with inject() if fault else nullcontext(), distributed.joined(os.environ, chosen.runtime.device == "cuda") as ranks:
+    with (
+        inject() if fault else nullcontext(),
+        distributed.process_group(os.environ, chosen.runtime.device == "cuda") as ranks,
+    ):
         return _flat(_gradients(chosen, ranks)).tolist()
 
 

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import jsonl, schema
+from benchmarks import schema
 from benchmarks.fingerprint import Fingerprint
+from nsa.io import append_line, read_lines
 from regression.evidence import Evidence
 from regression.runner import Finding, Pace
 from regression.soak import Soaked
@@ -108,7 +109,7 @@ def create(results: Path, fingerprint: Fingerprint) -> Path:
 
 def append(path: Path, record: Entry) -> None:
     """Add one record, on the disk when this returns."""
-    jsonl.append(path, record.to_json())
+    append_line(path, record.to_json())
 
 
 def read(paths: Iterable[Path]) -> tuple[list[Entry], list[str]]:
@@ -116,7 +117,7 @@ def read(paths: Iterable[Path]) -> tuple[list[Entry], list[str]]:
     entries: list[Entry] = []
     damaged: list[str] = []
     for path in paths:
-        for number, line in jsonl.lines(path):
+        for number, line in read_lines(path):
             try:
                 entries.append(from_json(line.decode()))
             except (ValueError, TypeError, RecursionError) as error:

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from nsa.train import batches, first_batch
-from nsa.train.batches import SYNTHETIC, Source, SyntheticBatches
-from nsa.train.first_batch import FirstBatch, Loader, NoFirstBatchError
+from nsa.train import loader
+from nsa.train.loader import SYNTHETIC, BatchFetcher, FirstBatch, NoFirstBatchError, Source, SyntheticBatches
 from nsa.train.settings import Data, Settings
 from regression import training
 from regression.evidence import Bound, Evidence
@@ -50,15 +49,15 @@ def _silent_server() -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def _served_by(open_source: Callable[[Settings], Source]) -> Iterator[None]:
-    """The network in the place of `nsa.train.batches.source`."""
-    with mock.patch.object(batches, "source", lambda settings, *share, **options: open_source(settings)):
+    """The network in the place of `nsa.train.loader.open_source`."""
+    with mock.patch.object(loader, "open_source", lambda settings, *share, **options: open_source(settings)):
         yield
 
 
-def _without_deadline(loader: Loader[Any], deadline_s: float, fallback: object = None) -> FirstBatch[Any]:
+def _without_deadline(fetcher: BatchFetcher[Any], deadline_s: float, fallback: object = None) -> FirstBatch[Any]:
     """The fault: the deadline is nowhere looked at."""
     begin = time.monotonic()
-    return FirstBatch(loader.fetch(), loader.name, time.monotonic() - begin)
+    return FirstBatch(fetcher.fetch(), fetcher.name, time.monotonic() - begin)
 
 
 def faulty(step: Step) -> Evidence:
@@ -89,7 +88,7 @@ def product(step: Step) -> Evidence:
         if sources != {SYNTHETIC}:
             wrong.append(f"steps on the fallback are recorded as ones on {', '.join(sources)}")
     step(2)
-    with _served_by(lambda settings: SyntheticBatches(settings, batches.Share())):
+    with _served_by(lambda settings: SyntheticBatches(settings, loader.Shard())):
         sources = _run(dataclasses.replace(_SHARDS, synthetic_on_fail=True))
     if sources != {"fineweb_edu/sample-10BT"}:
         wrong.append(f"a loader that answers was replaced by {', '.join(sources)}")
@@ -115,5 +114,5 @@ def _run(data: Data) -> set[str]:
 @contextmanager
 def inject() -> Iterator[None]:
     """Take the deadline out of the product."""
-    with injected(Fault(first_batch, "first_batch", _without_deadline)):
+    with injected(Fault(loader, "first_batch", _without_deadline)):
         yield

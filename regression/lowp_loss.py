@@ -17,10 +17,10 @@ from torch.nn.functional import cross_entropy
 
 from nsa import loss
 from nsa.model import next_token_loss
-from nsa.train import preflight
-from nsa.train.batches import Share, SyntheticBatches
+from nsa.train import settings
 from nsa.train.distributed import Ranks
-from nsa.train.health import Figures, Health
+from nsa.train.health import Health, StepMetrics
+from nsa.train.loader import Shard, SyntheticBatches
 from nsa.train.trainer import COMPUTE, Trainer
 from regression import training
 from regression.evidence import Bound, Evidence
@@ -53,10 +53,10 @@ def product(step: Step) -> Evidence:
     """One step of the trainer in each precision on large logits, and its validation against float64."""
     bad: list[str] = []
     worst = Bound(0.0, 1.0)
-    for n, precision in enumerate(preflight.PRECISIONS, start=1):
+    for n, precision in enumerate(settings.PRECISIONS, start=1):
         with tempfile.TemporaryDirectory() as folder:
             trainer = _diverging(Path(folder), step.device, precision)
-        batch = SyntheticBatches(trainer.settings, Share()).next().to(trainer.device)
+        batch = SyntheticBatches(trainer.settings, Shard()).next().to(trainer.device)
         logits = _logits(trainer, batch.tokens)
         truth = _plain(logits.double(), batch.tokens)
         own = abs(_plain(logits.float(), batch.tokens) - truth)
@@ -95,7 +95,7 @@ def _alarms(trainer: Trainer, loss_nats: float, grad_norm: float) -> list[str]:
     """What a run's own health says of the step."""
     precision = trainer.settings.runtime.precision
     health = Health(random_vocab_size=None, fp16=precision == "fp16", warmup_steps=0, fused_backend="auto")
-    found = health.step(Figures(1, loss_nats, grad_norm, _TOKENS, None, None))
+    found = health.step(StepMetrics(1, loss_nats, grad_norm, _TOKENS, None, None))
     return [f"{precision}: {alarm.why}" for alarm in found]
 
 

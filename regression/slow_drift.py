@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa.gates import Gates
-from nsa.train import sentinels
+from nsa.train import monitors
 from regression import training
 from regression.evidence import Bound, Evidence
 from regression.incident import Incident, Step
@@ -49,7 +49,7 @@ def product(step: Step) -> Evidence:
     return Evidence(slowdown=_alarms(drift), memory=_alarms(growth))
 
 
-def _train(step: Step, before: int) -> tuple[sentinels.Alarm | None, sentinels.Alarm | None]:
+def _train(step: Step, before: int) -> tuple[monitors.Alarm | None, monitors.Alarm | None]:
     """(throughput's alarm, memory's alarm) of a run at one size, after the warm-up; `before` steps were taken."""
     speeds, memory, last_s = list[float](), list[float](), clock_s(step.device)
 
@@ -65,12 +65,12 @@ def _train(step: Step, before: int) -> tuple[sentinels.Alarm | None, sentinels.A
         chosen = training.settings(Path(folder), step.device, steps=_STEPS, seq_len=64, log_every=_STEPS)
         training.run(chosen, stepped)
     return (
-        sentinels.throughput_drift(speeds[_WARM_UP:], tolerance=_FALL),
-        sentinels.memory_slope(memory[_WARM_UP:], limit_mib_per_step=_MIB_PER_STEP, grown_mib=_GROWN_MIB),
+        monitors.throughput_drift(speeds[_WARM_UP:], tolerance=_FALL),
+        monitors.memory_slope(memory[_WARM_UP:], limit_mib_per_step=_MIB_PER_STEP, grown_mib=_GROWN_MIB),
     )
 
 
-def _alarms(alarm: sentinels.Alarm | None) -> Bound:
+def _alarms(alarm: monitors.Alarm | None) -> Bound:
     """None is allowed."""
     return Bound(int(alarm is not None), 0, f"alarms: {alarm.why}" if alarm else "alarms")
 

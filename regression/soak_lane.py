@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from nsa import NSAConfig
-from nsa.train import sentinels, series
-from nsa.train.batches import Share, SyntheticBatches
+from nsa.train import monitors
 from nsa.train.distributed import Ranks
-from nsa.train.health import Figures, Health
+from nsa.train.health import Health, StepMetrics
+from nsa.train.loader import Shard, SyntheticBatches
 from nsa.train.trainer import COMPUTE, Trainer
 from regression import training
 from regression.evidence import Bound, Evidence
@@ -66,7 +66,7 @@ def run(step: Step, *, profile: str, precision: str, prefill: str, seconds: floa
 def _tokens(trainer: Trainer, batch_size: int, seq_len: int) -> SyntheticBatches:
     """Random tokens of another shape, which no step has seen before."""
     shape = dataclasses.replace(trainer.settings.train, batch_size=batch_size, seq_len=seq_len, seed=trainer.done)
-    return SyntheticBatches(dataclasses.replace(trainer.settings, train=shape), Share())
+    return SyntheticBatches(dataclasses.replace(trainer.settings, train=shape), Shard())
 
 
 def _round(trainer: Trainer, shapes: tuple[tuple[int, int], ...], seen: _Seen, step: Step) -> None:
@@ -78,7 +78,7 @@ def _round(trainer: Trainer, shapes: tuple[tuple[int, int], ...], seen: _Seen, s
         trainer.tokens_seen += targets
         seen.loss_sum += loss * targets
         tokens += batch_size * seq_len
-        for alarm in seen.health.step(Figures(trainer.done, loss, float(stepped.grad_norm), targets, None, None)):
+        for alarm in seen.health.step(StepMetrics(trainer.done, loss, float(stepped.grad_norm), targets, None, None)):
             seen.nonfinite.append(f"{alarm.why} at step {trainer.done} of {batch_size} × {seq_len}")
         step(trainer.done, loss=loss, optimizer_steps=trainer.done - seen.health.skipped)
     seen.tokens_per_s.append(tokens / (clock_s(device.type) - begin))
@@ -118,10 +118,10 @@ def _evidence(trainer: Trainer, seen: _Seen) -> Evidence:
     settings = trainer.settings
     precision = settings.runtime.precision
     held = [name for name, parameter in trainer.lm.named_parameters() if not parameter.isfinite().all()]
-    floor = sentinels.loss_floor_nats(settings.model.vocab_size, trainer.tokens_seen)
+    floor = monitors.loss_floor_nats(settings.model.vocab_size, trainer.tokens_seen)
     skips = f", {seen.health.skipped} skipped, scale {trainer.scaler.get_scale():g}"
     skipped = skips if precision == "fp16" else ""
-    slope, lost = series.steady_slope(seen.memory), series.fall(seen.tokens_per_s)
+    slope, lost = monitors.steady_slope(seen.memory), monitors.fall(seen.tokens_per_s)
     unknown = [name for name, figure in (("memory slope", slope), ("throughput", lost)) if figure is None]
     few = f"; unknown after so few rounds: {', '.join(unknown)}" if unknown else ""
     return Evidence(

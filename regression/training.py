@@ -15,13 +15,14 @@ from typing import Any
 from unittest import mock
 
 from nsa import NSAConfig
+from nsa.io import read_json_lines
 from nsa.model import ModelConfig
-from nsa.train import environment, files, sentinels, watchdog
+from nsa.train import monitors, profile, watchdog
 from nsa.train import run as product_run
 from nsa.train.health import StoppedError
 from nsa.train.run import Options
+from nsa.train.run_folder import RunWriter as Files
 from nsa.train.settings import Data, Runtime, Settings, Telemetry, Train
-from nsa.train.telemetry import Telemetry as Files
 from regression.evidence import Bound
 
 TINY = ModelConfig(
@@ -59,7 +60,7 @@ class Ended:
         earlier, last = self.steps[:-WINDOW], self.steps[-WINDOW:]
         targets = last[-1]["tokens_seen"] - (earlier[-1]["tokens_seen"] if earlier else 0)
         mean = statistics.fmean(record["loss"] for record in last)
-        return Bound(mean, sentinels.loss_floor_nats(self.settings.model.vocab_size, targets))
+        return Bound(mean, monitors.loss_floor_nats(self.settings.model.vocab_size, targets))
 
     def course(self) -> str:
         """For the notes: "2.772 -> 0.281 nats in 30 steps"."""
@@ -99,16 +100,16 @@ def run(chosen: Settings, beat: Beat, *, resume: bool = False) -> Ended:
     stopped = None
     with _overheard(heard):
         try:
-            product_run.run(chosen, environment.read({}), Options(resume=resume), {})
+            product_run.run(chosen, profile.read_environment({}), Options(resume=resume), {})
         except StoppedError as error:
-            stopped = error.alarm.sentinel
+            stopped = error.alarm.monitor
     events = [record for record in heartbeat(chosen) if record.get("event") == "alarm"]
     return Ended(chosen, tuple(steps), {event["sentinel"]: event["why"] for event in events}, stopped)
 
 
 def heartbeat(chosen: Settings) -> Iterator[dict[str, Any]]:
     """What the first rank has written, steps and events, life after life."""
-    return files.json_lines(Path(chosen.out_dir) / "heartbeat_rank0.jsonl")
+    return read_json_lines(Path(chosen.out_dir) / "heartbeat_rank0.jsonl")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa.gates import Gates
-from nsa.train import sentinels
+from nsa.train import monitors
 from regression import training
 from regression.evidence import Evidence
 from regression.incident import Incident, Step
@@ -34,13 +34,13 @@ _ALARMS = ("gates_uniform", "gates_collapsed")
 
 def untrained(gates: Gates, x: Tensor) -> Tensor:
     """A softmax over logits that begin at 0 and that next to no gradient reaches."""
-    return (gates.linear(x) * 1e-8).unflatten(-1, (-1, sentinels.BRANCHES)).softmax(-1)
+    return (gates.linear(x) * 1e-8).unflatten(-1, (-1, monitors.BRANCHES)).softmax(-1)
 
 
 def collapsed(gates: Gates, x: Tensor) -> Tensor:
     """A softmax that one branch has won."""
-    logits: Tensor = gates.linear(x).unflatten(-1, (-1, sentinels.BRANCHES))
-    return (logits + 20 * torch.eye(sentinels.BRANCHES, device=x.device)[2]).softmax(-1)
+    logits: Tensor = gates.linear(x).unflatten(-1, (-1, monitors.BRANCHES))
+    return (logits + 20 * torch.eye(monitors.BRANCHES, device=x.device)[2]).softmax(-1)
 
 
 def product(step: Step) -> Evidence:

@@ -24,8 +24,8 @@ from benchmarks.gate import IncorrectError, finite, green
 from benchmarks.records import Gate, Key
 from nsa import NSAConfig, backends, loss
 from nsa.model import BASE_125M, SHOWCASE, DecoderLM, ModelConfig, next_token_loss
+from nsa.train.data import Batch
 from nsa.train.distributed import Ranks
-from nsa.train.packing import Batch
 from nsa.train.settings import Data, Runtime, Settings, Train
 from nsa.train.trainer import Trainer
 

@@ -13,8 +13,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import conversion, evidence, jsonl, merge, whole
+from benchmarks import conversion, evidence, merge
 from benchmarks.commands import options
+from nsa.io import atomic_write, read_lines
 
 SUMMARY = "bring records of earlier versions into the current format"
 
@@ -57,7 +58,7 @@ def _summarized(path: Path, target: Path, summarize: Callable[[Path], str], refu
     if target.exists() and target.read_text(encoding="utf-8") != text:
         refused.append(f"{path}: {target.name} is there already, with other content; move one of them away")
         return False
-    whole.replace(target, text.encode())
+    atomic_write(target, text)
     path.unlink()
     return True
 
@@ -69,7 +70,7 @@ def _junit(path: Path) -> str:
 def _heartbeats(path: Path) -> str:
     """ValueError naming the first line that is damaged."""
     found = []
-    for number, line in jsonl.lines(path):
+    for number, line in read_lines(path):
         try:
             found.append(json.loads(line, parse_constant=_no_number))
             if not isinstance(found[-1], dict):

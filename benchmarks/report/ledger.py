@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import jsonl, schema
+from benchmarks import schema
 from benchmarks.report.table import BAD, CODE, GOOD, NAME, NBSP, Cell, Table, when
+from nsa.io import read_lines
 
 PASSED, SKIPPED = "PASSED", "SKIPPED"
 COLUMNS: Mapping[str, frozenset[str]] = {
@@ -71,7 +72,7 @@ def read(results: Path) -> tuple[list[Entry], list[str]]:
     entries: list[Entry] = []
     damaged: list[str] = []
     for path in sorted((results / "regression").glob("*/*.jsonl"), key=lambda path: path.name):
-        for number, line in jsonl.lines(path):
+        for number, line in read_lines(path):
             try:
                 entries.append(_entry(json.loads(line)))
             except (ValueError, TypeError, RecursionError) as error:

@@ -15,12 +15,11 @@ from typing import Any
 
 import yaml
 
-from nsa.train import environment, feed, plan, preflight, profile, run
-from nsa.train.batches import Share
+from nsa.train import loader, preflight, profile, run
 from nsa.train.checkpoint import DamagedCheckpointError
 from nsa.train.distributed import LostRankError
-from nsa.train.first_batch import NoFirstBatchError
 from nsa.train.health import StoppedError
+from nsa.train.loader import NoFirstBatchError, Shard
 from nsa.train.settings import DATASETS, PARALLEL, Settings
 
 REFUSED, ALARMED, LOST = 2, 3, 4
@@ -56,9 +55,9 @@ def _run(options: argparse.Namespace) -> int:
     settings, read = _settings(options)
     outcome = run.run(settings, read, run.Options(options.resume, options.allow_toy), os.environ)
     if os.environ.get("RANK", "0") == "0":
-        from nsa.train import status
+        from nsa.train import report
 
-        page = status.write_page(Path(settings.out_dir))
+        page = report.write_page(Path(settings.out_dir))
         print(f"{outcome.reason} after step {outcome.step}; {page}")
     return 0 if outcome.signal is None else 128 + outcome.signal
 
@@ -71,11 +70,11 @@ def _preflight(options: argparse.Namespace) -> int:
         print(f"note: {note}")
     trouble = None
     try:
-        feed.Feed(settings, Share()).close()
+        loader.Loader(settings, Shard()).close()
     except (ValueError, OSError, RuntimeError) as error:
         trouble = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    asked = plan.of(settings, data_trouble=trouble)
-    print(f"{plan.num_parameters(settings):,} parameters, {settings.tokens_per_step:,} tokens per step")
+    asked = preflight.plan_before_start(settings, data_trouble=trouble)
+    print(f"{preflight.num_parameters(settings):,} parameters, {settings.tokens_per_step:,} tokens per step")
     print(f"estimated peak {asked.peak_mem_mib:,.0f} MiB; checkpoints {asked.checkpoints_mib:,.0f} MiB")
     decision = preflight.check(asked, allow_toy=options.allow_toy)
     for refusal in decision.overridden:
@@ -85,10 +84,10 @@ def _preflight(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from nsa.train import status  # its pictures take a while to import
+    from nsa.train import report  # its pictures take a while to import
 
-    print(status.text(options.folder))
-    print(status.write_page(options.folder))
+    print(report.text(options.folder))
+    print(report.write_page(options.folder))
     return 0
 
 
@@ -99,8 +98,8 @@ def _compare(options: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(options: argparse.Namespace) -> tuple[Settings, environment.Environment]:
-    read = environment.read(os.environ)
+def _settings(options: argparse.Namespace) -> tuple[Settings, profile.Environment]:
+    read = profile.read_environment(os.environ)
     overrides: dict[str, Any] = {}
     for assignment in options.set:
         dotted, equals, value = assignment.partition("=")
@@ -122,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
     training = commands.add_parser("run", help="train", allow_abbrev=False)
     _setting_options(training)
-    training.add_argument("--resume", action="store_true", help="go on from the newest checkpoint that is whole")
+    training.add_argument("--resume", action="store_true", help="go on from the newest intact checkpoint")
     training.set_defaults(command=_run)
     checking = commands.add_parser("preflight", help="say what a run would be refused for", allow_abbrev=False)
     checking.add_argument("profile", metavar="PROFILE")

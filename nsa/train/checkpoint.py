@@ -18,6 +18,8 @@ from typing import IO, Any, cast
 
 import torch
 
+from nsa.io import sync_folder
+
 LATEST = "latest.ckpt"
 _DIGEST_BYTES = 64
 _NAME = re.compile(r"step-(\d{8,})\.ckpt")
@@ -29,8 +31,8 @@ class DamagedCheckpointError(ValueError):
 
 
 @dataclass(frozen=True)
-class Found:
-    """The newest checkpoint that is whole."""
+class LoadedCheckpoint:
+    """The newest intact checkpoint."""
 
     path: Path
     state: dict[str, Any]
@@ -53,14 +55,14 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int | None = None
     link = folder / f".link-{secrets.token_hex(8)}"
     link.symlink_to(path.name)
     os.replace(link, folder / LATEST)
-    _sync_names(folder)
+    sync_folder(folder)
     if keep is not None:
         _forget(folder, path, keep)
     return path
 
 
 def encode(state: dict[str, Any]) -> bytes:
-    """A whole file: hash and state."""
+    """The bytes of a checkpoint file: hash and state."""
     buffer = io.BytesIO()
     _write(buffer, state)
     return buffer.getvalue()
@@ -81,15 +83,15 @@ def load(path: Path) -> dict[str, Any]:
     return state
 
 
-def newest_whole(folder: Path) -> Found | None:
+def newest_intact(folder: Path) -> LoadedCheckpoint | None:
     """The newest checkpoint that can be read, with the names of newer ones that cannot; None without any.
 
-    Raises DamagedCheckpointError naming them all where every one is damaged: a run must not begin anew in silence.
+    Raises DamagedCheckpointError naming them all where every one is damaged: a run must not silently start over.
     """
     refused: list[str] = []
     for path in sorted(_numbered(folder), key=_step_of, reverse=True):
         try:
-            return Found(path, load(path), tuple(refused))
+            return LoadedCheckpoint(path, load(path), tuple(refused))
         except (DamagedCheckpointError, OSError) as error:
             refused.append(str(error))
     if refused:
@@ -137,12 +139,3 @@ def _forget(folder: Path, newest: Path, keep: int) -> None:
     up_to = sorted((path for path in _numbered(folder) if _step_of(path) <= _step_of(newest)), key=_step_of)
     for path in (*up_to[:-keep], *folder.glob(f"{_PARTIAL}*"), *folder.glob(".link-*")):
         path.unlink(missing_ok=True)
-
-
-def _sync_names(folder: Path) -> None:
-    """Make the renames of a folder last through a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Runs side by side at equal steps: loss, throughput, memory; the first one named is what the others are held to."""
+"""Runs side by side at equal steps: loss, throughput, memory; the first one named is the baseline."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nsa.train import files, history, series
+from nsa.io import atomic_write, to_json
+from nsa.train import monitors, run_folder
 from nsa.train.health import WARM_UP_STEPS
-from nsa.train.history import History
+from nsa.train.run_folder import RunHistory
 
 SETTINGS_THAT_MAY_DIFFER = (
     "model.", "train.out_dir", "telemetry.", "runtime.compile", "runtime.cuda_graph", "runtime.use_flash",
@@ -23,7 +24,7 @@ class NotComparableError(ValueError):
 
 
 @dataclass(frozen=True)
-class Compared:
+class Comparison:
     """One run against the first."""
 
     name: str
@@ -40,9 +41,9 @@ class Compared:
         return self.__dict__.copy()
 
 
-def compare(folders: Sequence[Path]) -> list[Compared]:
+def compare(folders: Sequence[Path]) -> list[Comparison]:
     """Raises NotComparableError, and NoRunError for a folder without a run."""
-    runs = [history.read(folder) for folder in folders]
+    runs = [run_folder.read_run(folder) for folder in folders]
     for run in runs[1:]:
         if differing := _differing(runs[0], run):
             raise NotComparableError(f"{run.folder} is not comparable with {runs[0].folder}: {differing}")
@@ -55,9 +56,9 @@ def draw(folders: Sequence[Path], path: Path) -> None:
 
     figure = Figure(figsize=(7.2, 3.4), layout="constrained")
     axes = figure.subplots()
-    for mark, run in zip(_MARKS, map(history.read, folders), strict=False):
+    for mark, run in zip(_MARKS, map(run_folder.read_run, folders), strict=False):
         curve = run.series("loss")
-        losses, stride = series.thin([loss for _, loss in curve])
+        losses, stride = monitors.thin([loss for _, loss in curve])
         steps = [curve[i * stride + stride // 2][0] for i in range(len(losses))]
         (line,) = axes.plot(steps, losses, mark, linewidth=0.9, alpha=0.6, label=f"{run.folder.name}, training")
         if run.validations:
@@ -76,16 +77,16 @@ def write(folders: Sequence[Path], out: Path) -> str:
     found = compare(folders)
     draw(folders, out.with_suffix(".svg"))
     record = {
-        "steps": history.read(folders[0]).metrics.get("steps"),
-        "device": history.read(folders[0]).environment.get("device"),
-        "data": history.read(folders[0]).environment.get("data_source"),
+        "steps": run_folder.read_run(folders[0]).metrics.get("steps"),
+        "device": run_folder.read_run(folders[0]).environment.get("device"),
+        "data": run_folder.read_run(folders[0]).environment.get("data_source"),
         "runs": [one.record() for one in found],
     }
-    files.replace(out.with_suffix(".json"), files.as_json(record, indent=2) + "\n")
+    atomic_write(out.with_suffix(".json"), to_json(record, indent=2) + "\n")
     return table(found)
 
 
-def table(found: Sequence[Compared]) -> str:
+def table(found: Sequence[Comparison]) -> str:
     rows = [("run", "held-out loss", "ratio", "tokens/s", "ratio", "peak MiB")]
     rows += [
         (
@@ -100,13 +101,13 @@ def table(found: Sequence[Compared]) -> str:
     )
 
 
-def _compared(run: History, base: History) -> Compared:
+def _compared(run: RunHistory, base: RunHistory) -> Comparison:
     both = sorted(dict(run.validations).keys() & dict(base.validations).keys())
     loss = dict(run.validations)[both[-1]] if both else None
     base_loss = dict(base.validations)[both[-1]] if both else None
     speed, base_speed = _speed(run), _speed(base)
     peak = [mib for name in ("peak_mib", "rss_mib") for _, mib in run.series(name)]
-    return Compared(
+    return Comparison(
         run.folder.name,
         loss,
         None if loss is None or base_loss is None else loss / base_loss,
@@ -116,12 +117,12 @@ def _compared(run: History, base: History) -> Compared:
     )
 
 
-def _speed(run: History) -> float | None:
+def _speed(run: RunHistory) -> float | None:
     speeds = [speed for _, speed in run.series("tokens_per_s")][WARM_UP_STEPS:]
     return statistics.median(speeds) if speeds else None
 
 
-def _differing(a: History, b: History) -> str:
+def _differing(a: RunHistory, b: RunHistory) -> str:
     """What must be the same and is not."""
     settings = [run.environment.get("settings", {}) for run in (a, b)]
     found = [

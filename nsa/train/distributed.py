@@ -1,6 +1,6 @@
-"""Several GPUs through PyTorch's own engine: who am I, wrap the model, add up, keep and restore a sharded state.
+"""Several ranks through torch.distributed: the process group, DDP and FSDP2, collectives, checkpoints of shards.
 
-Under torchrun every rank runs the same program; alone everything here costs nothing.
+Under torchrun every rank runs the same program; with one rank everything here costs nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Ranks:
 
 
 @contextmanager
-def joined(variables: Mapping[str, str], on_gpu: bool) -> Iterator[Ranks]:
+def process_group(variables: Mapping[str, str], on_gpu: bool) -> Iterator[Ranks]:
     """The ranks that torchrun's variables name, over NCCL on GPUs and Gloo on CPUs; a run alone has one."""
     if "WORLD_SIZE" not in variables or int(variables["WORLD_SIZE"]) == 1:
         yield Ranks()
@@ -71,7 +71,7 @@ def joined(variables: Mapping[str, str], on_gpu: bool) -> Iterator[Ranks]:
 
 
 @contextmanager
-def noticing_lost_ranks(own: Ranks, step: int) -> Iterator[None]:
+def detect_lost_ranks(own: Ranks, step: int) -> Iterator[None]:
     """Turn what a backend says when a peer is gone into LostRankError, with the rank and step that noticed."""
     try:
         yield
@@ -89,7 +89,7 @@ def noticing_lost_ranks(own: Ranks, step: int) -> Iterator[None]:
         ) from error
 
 
-def wrapped(objective: Objective, own: Ranks, parallel: str, device: torch.device) -> nn.Module:
+def wrap(objective: Objective, own: Ranks, parallel: str, device: torch.device) -> nn.Module:
     """The module that is called: DDP's, FSDP2's, or the objective itself."""
     if not own.several:
         return objective
@@ -98,12 +98,12 @@ def wrapped(objective: Objective, own: Ranks, parallel: str, device: torch.devic
     from torch.distributed.fsdp import fully_shard  # here and below: a run alone does not wait for their import
 
     mesh = init_device_mesh(device.type, (own.ranks,))  # by default FSDP2 moves a run on CPUs to the GPUs it sees
-    for blocks in gathered_together(list(objective.lm.blocks)):
+    for blocks in group_blocks(list(objective.lm.blocks)):
         fully_shard(blocks, mesh=mesh)
     return cast(nn.Module, fully_shard(objective, mesh=mesh))
 
 
-def gathered_together(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
+def group_blocks(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
     """Consecutive blocks in groups of at least ENOUGH_PARAMETERS, but for the last."""
     groups: list[list[nn.Module]] = []
     room = 0
@@ -117,7 +117,7 @@ def gathered_together(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
 
 
 @contextmanager
-def synchronising(model: nn.Module, now: bool) -> Iterator[None]:
+def gradient_sync(model: nn.Module, now: bool) -> Iterator[None]:
     """Whether this backward pass ends in a reduction: the last one of an accumulation does."""
     if not isinstance(model, (Objective, DistributedDataParallel)):
         cast(Any, model).set_requires_gradient_sync(now)  # FSDP2's
@@ -125,7 +125,7 @@ def synchronising(model: nn.Module, now: bool) -> Iterator[None]:
         yield
 
 
-def added(x: Tensor, own: Ranks) -> Tensor:
+def all_reduce(x: Tensor, own: Ranks) -> Tensor:
     """The sum over all ranks."""
     if own.several:
         x = x.clone()
@@ -133,7 +133,7 @@ def added(x: Tensor, own: Ranks) -> Tensor:
     return x
 
 
-def gathered(x: Tensor, own: Ranks) -> Tensor:
+def all_gather(x: Tensor, own: Ranks) -> Tensor:
     """x [...] -> [ranks, ...]."""
     if not own.several:
         return x[None]
@@ -144,7 +144,7 @@ def gathered(x: Tensor, own: Ranks) -> Tensor:
 
 def any_rank(yes: bool, own: Ranks, device: torch.device) -> bool:
     """Whether one of the ranks says yes; all of them get the same answer."""
-    return bool(added(torch.tensor(float(yes), device=device), own) > 0) if own.several else yes
+    return bool(all_reduce(torch.tensor(float(yes), device=device), own) > 0) if own.several else yes
 
 
 def barrier(own: Ranks) -> None:
@@ -152,7 +152,7 @@ def barrier(own: Ranks) -> None:
         dist.barrier()
 
 
-def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
     """(model, optimiser) as one process would hold them, on the CPU of rank 0; the others may get nothing."""
     if not dist.is_initialized():
         return model.state_dict(), optimizer.state_dict()
@@ -166,7 +166,7 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dic
 def restore_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, model_state: dict[str, Any], optimizer_state: dict[str, Any]
 ) -> None:
-    """The inverse of `whole_state`, on every rank."""
+    """The inverse of `full_state`, on every rank."""
     if not dist.is_initialized():
         model.load_state_dict(model_state)
         optimizer.load_state_dict(optimizer_state)
@@ -177,19 +177,19 @@ def restore_state(
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=whole)
 
 
-def every_ranks(state: dict[str, Any], own: Ranks, device: torch.device) -> list[Tensor]:
+def gather_states(state: dict[str, Any], own: Ranks, device: torch.device) -> list[Tensor]:
     """What each rank alone knows, as bytes (uint8 [n], written by `torch.save`), one for each rank, on all ranks."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     mine = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8).to(device)
-    sizes = gathered(torch.tensor(mine.numel(), device=device), own).tolist()
+    sizes = all_gather(torch.tensor(mine.numel(), device=device), own).tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     padded[: mine.numel()] = mine
-    return [x[:size].cpu().clone() for x, size in zip(gathered(padded, own), sizes, strict=True)]
+    return [x[:size].cpu().clone() for x, size in zip(all_gather(padded, own), sizes, strict=True)]
 
 
-def own_part(parts: list[Tensor], own: Ranks) -> dict[str, Any]:
-    """This rank's part of `every_ranks`. ValueError if the checkpoint was made by another number of ranks."""
+def own_state(parts: list[Tensor], own: Ranks) -> dict[str, Any]:
+    """This rank's part of `gather_states`. ValueError if the checkpoint was made by another number of ranks."""
     if len(parts) != own.ranks:
         raise ValueError(f"the checkpoint was made by {len(parts)} ranks, and has no data position for {own.ranks}")
     state: dict[str, Any] = torch.load(io.BytesIO(parts[own.rank].numpy().tobytes()), weights_only=True)

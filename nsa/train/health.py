@@ -1,4 +1,8 @@
-"""The sentinels of the regression suite, live in a run: what stops it, and what is written on its page."""
+"""The monitors at work in a run: which alarms stop it, and which are written down.
+
+`future_leak` checks the model itself, on the run's own text. On real text no loss is known to be too good, so the cause
+is tested: later tokens are changed, and no row before them may move.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,13 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nsa.train import sentinels
-from nsa.train.observe import Observed
-from nsa.train.sentinels import Alarm
+import torch
+from torch import Tensor
+
+from nsa.model import DecoderLM
+from nsa.train import monitors
+from nsa.train.attention_stats import AttentionStats
+from nsa.train.monitors import Alarm
 
 STOPS = frozenset({"non_finite", "too_good", "missing_gradients", "selection_at_maximum", "keys_read", "future_leak"})
 """Alarms after which every further step is wasted; the others are written down and make the run a no-go."""
@@ -34,11 +42,11 @@ class StoppedError(RuntimeError):
 
     def __init__(self, alarm: Alarm, step: int) -> None:
         self.alarm, self.step = alarm, step
-        super().__init__(f"stopped at step {step}: {alarm.sentinel}: {alarm.why}")
+        super().__init__(f"stopped at step {step}: {alarm.monitor}: {alarm.why}")
 
 
 @dataclass(frozen=True)
-class Figures:
+class StepMetrics:
     """What one step gave."""
 
     step: int
@@ -53,14 +61,14 @@ class Figures:
 
 def throughput(tokens_per_s: Sequence[float]) -> Alarm | None:
     """Has it fallen for good? Warm-up left out; None too where the series is short."""
-    return sentinels.throughput_drift(tokens_per_s) if len(tokens_per_s) >= LEAST_STEPS else None
+    return monitors.throughput_drift(tokens_per_s) if len(tokens_per_s) >= LEAST_STEPS else None
 
 
 def memory(memory_mib: Sequence[float], name: str) -> Alarm | None:
     """Does it grow from step to step? Warm-up left out; None too where the series is short."""
     if len(memory_mib) < LEAST_STEPS:
         return None
-    return sentinels.memory_slope(memory_mib, limit_mib_per_step=LIMIT_MIB_PER_STEP, grown_mib=GROWN_MIB[name])
+    return monitors.memory_slope(memory_mib, limit_mib_per_step=LIMIT_MIB_PER_STEP, grown_mib=GROWN_MIB[name])
 
 
 class Health:
@@ -78,12 +86,12 @@ class Health:
         self._memory_mib: deque[float] = deque(maxlen=SERIES)
         self._memory_name = "rss_mib"
         self.alarms: dict[str, Alarm] = {}
-        """The first of each sentinel."""
+        """The first of each monitor."""
         self.non_finite_steps = 0
 
-    def step(self, figures: Figures) -> list[Alarm]:
+    def step(self, figures: StepMetrics) -> list[Alarm]:
         self._steps += 1
-        finite = sentinels.non_finite({"loss": figures.loss, "grad_norm": figures.grad_norm}) is None
+        finite = monitors.non_finite({"loss": figures.loss, "grad_norm": figures.grad_norm}) is None
         self.non_finite_steps += not finite
         if figures.tokens_per_s is not None and self._steps > WARM_UP_STEPS:
             self._tokens_per_s.append(figures.tokens_per_s)
@@ -96,12 +104,12 @@ class Health:
         self._window_targets += figures.targets
         return self._new([self._non_finite(figures)])
 
-    def logged(self, observed: Observed | None, step: int) -> list[Alarm]:
+    def logged(self, observed: AttentionStats | None, step: int) -> list[Alarm]:
         found = self._lasting([throughput(list(self._tokens_per_s)), memory(list(self._memory_mib), self._memory_name)])
         if self._vocab_size is not None and self._targets:
-            found.append(sentinels.too_good(self._loss_sum / self._targets, self._vocab_size, self._targets))
+            found.append(monitors.too_good(self._loss_sum / self._targets, self._vocab_size, self._targets))
             found.append(
-                sentinels.too_good(self._window_loss / self._window_targets, self._vocab_size, self._window_targets)
+                monitors.too_good(self._window_loss / self._window_targets, self._vocab_size, self._window_targets)
             )
             self._window_loss, self._window_targets = 0.0, 0
         if observed is not None:
@@ -110,16 +118,16 @@ class Health:
 
     def gradients(self, norms: Mapping[str, float | None]) -> list[Alarm]:
         """After the first step whose gradients are finite."""
-        return self._new([sentinels.missing_gradients(norms)])
+        return self._new([monitors.missing_gradients(norms)])
 
     def leak(self, worst: float, allowed: float) -> list[Alarm]:
-        """What a change of later tokens did to rows before them (`probe.leak`)."""
+        """What a change of later tokens did to rows before them (`future_leak`)."""
         if worst <= allowed:
             return []
         why = f"rows before a change moved by {worst:.3g}, {allowed:.3g} is allowed: the model sees what comes later"
         return self._new([Alarm("future_leak", why)])
 
-    def fallbacks(self, observed: Observed | None) -> int | None:
+    def fallbacks(self, observed: AttentionStats | None) -> int | None:
         """Layers that another backend served than the run asked for; None where nothing was observed."""
         if observed is None:
             return None
@@ -130,39 +138,39 @@ class Health:
         """Steps that the fp16 scaler left out."""
         return self._skipped
 
-    def _non_finite(self, figures: Figures) -> Alarm | None:
-        alarm = sentinels.non_finite({"loss": figures.loss, "grad_norm": figures.grad_norm})
-        if alarm is None or not self._fp16 or sentinels.non_finite({"loss": figures.loss}):
+    def _non_finite(self, figures: StepMetrics) -> Alarm | None:
+        alarm = monitors.non_finite({"loss": figures.loss, "grad_norm": figures.grad_norm})
+        if alarm is None or not self._fp16 or monitors.non_finite({"loss": figures.loss}):
             return alarm
         self._skipped += 1
         return alarm if self._skipped > LAWFUL_SKIPS + self._steps // GROWTH_INTERVAL else None
 
-    def _attention(self, observed: Observed, step: int) -> list[Alarm | None]:
+    def _attention(self, observed: AttentionStats, step: int) -> list[Alarm | None]:
         found = [
-            sentinels.selection_at_maximum(observed.at_maximum, observed.at_maximum_expected),
+            monitors.selection_at_maximum(observed.at_maximum, observed.at_maximum_expected),
             _keys_read(observed),
         ]
         if step > max(self._warmup_steps, WARM_UP_STEPS):
             entropy = observed.gate_entropy_nats
-            found.append(sentinels.gates_collapsed(entropy, observed.gate_max_share))
-            found.append(sentinels.gates_uniform(sum(entropy) / len(entropy)))
+            found.append(monitors.gates_collapsed(entropy, observed.gate_max_share))
+            found.append(monitors.gates_uniform(sum(entropy) / len(entropy)))
         if self.fallbacks(observed):
             found.append(Alarm("fallbacks", f"layers by backend {dict(observed.backends)}, not {self._fused_backend}"))
         return found
 
     def _lasting(self, found: Sequence[Alarm | None]) -> list[Alarm | None]:
         """Those that were also found at the logged steps before."""
-        names = {alarm.sentinel for alarm in found if alarm is not None}
+        names = {alarm.monitor for alarm in found if alarm is not None}
         self._in_a_row = Counter({name: self._in_a_row[name] + 1 for name in names})
-        return [alarm for alarm in found if alarm is not None and self._in_a_row[alarm.sentinel] >= IN_A_ROW]
+        return [alarm for alarm in found if alarm is not None and self._in_a_row[alarm.monitor] >= IN_A_ROW]
 
     def _new(self, found: Sequence[Alarm | None]) -> list[Alarm]:
-        new = [alarm for alarm in found if alarm is not None and alarm.sentinel not in self.alarms]
-        self.alarms.update({alarm.sentinel: alarm for alarm in new})
+        new = [alarm for alarm in found if alarm is not None and alarm.monitor not in self.alarms]
+        self.alarms.update({alarm.monitor: alarm for alarm in new})
         return new
 
 
-def _keys_read(observed: Observed) -> Alarm | None:
+def _keys_read(observed: AttentionStats) -> Alarm | None:
     """The keys that were read against those that the lengths dictate."""
     wrong = [
         f"{branch} {observed.keys_read[branch]} where the lengths dictate {predicted}"
@@ -170,3 +178,26 @@ def _keys_read(observed: Observed) -> Alarm | None:
         if predicted is not None and observed.keys_read[branch] != predicted
     ]
     return Alarm("keys_read", f"keys read: {', '.join(wrong)}") if wrong else None
+
+
+LEAK_ALLOWED = 1e-2
+"""Relative, of hidden states: rounding that falls the other way; a leak is of order 1."""
+
+
+@torch.no_grad()
+def future_leak(lm: DecoderLM, tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """float32 []: the largest relative change of rows before a cut, where every token from it on is another.
+
+    tokens int64 [B, S]. Two cuts: in the middle, where much changes, and before the last token, which a leak of one
+    token reaches.
+    """
+    return torch.stack(
+        [_moved(lm, tokens, cu_seqlens, cut) for cut in (tokens.shape[1] // 2, tokens.shape[1] - 1)]
+    ).max()
+
+
+def _moved(lm: DecoderLM, tokens: Tensor, cu_seqlens: Tensor | None, cut: int) -> Tensor:
+    changed = tokens.clone()
+    changed[:, cut:] = (changed[:, cut:] + 1) % lm.config.vocab_size
+    was, now = (lm.hidden(x, cu_seqlens=cu_seqlens)[:, :cut].float() for x in (tokens, changed))
+    return (was - now).norm(dim=-1).max() / was.norm(dim=-1).mean()

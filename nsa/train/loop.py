@@ -1,20 +1,17 @@
-"""The loop: what happens in which order, and every reason to stop."""
+"""The training loop: the order of steps, metrics, checkpoints and validations, and every reason to stop."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from nsa.train import checkpoint, distributed, plan, preflight, probe
-from nsa.train.account import Account, Told
-from nsa.train.feed import Feed
-from nsa.train.figures import DEPTH, OnTheirWay
+from nsa.train import checkpoint, distributed, health, preflight
+from nsa.train.data import Batch
 from nsa.train.health import WARM_UP_STEPS
-from nsa.train.packing import Batch
-from nsa.train.trainer import Stepped, Trainer
-from nsa.train.watchdog import Terminated, Watchdog
+from nsa.train.loader import Loader
+from nsa.train.metrics import DEPTH, AsyncMetrics, MetricsLogger, StepContext
+from nsa.train.trainer import StepResult, Trainer
+from nsa.train.watchdog import StopRequest, Watchdog
 
 PREDICTED_AFTER = WARM_UP_STEPS + 5
 """Steps after which the length of the run is predicted, and preflight asked again."""
@@ -39,19 +36,20 @@ class Loop:
     def __init__(
         self,
         trainer: Trainer,
-        batches: Feed,
+        batches: Loader,
         held_out: list[Batch],
-        account: Account,
-        guard: Watchdog,
-        asked: Terminated,
+        metrics: MetricsLogger,
+        watchdog: Watchdog,
+        stop_request: StopRequest,
         checkpoints: Path,
         *,
         allow_toy: bool,
     ) -> None:
-        self._trainer, self._batches, self._held_out, self._account = trainer, batches, held_out, account
-        self._guard, self._asked, self._checkpoints, self._allow_toy = guard, asked, checkpoints, allow_toy
+        self._trainer, self._batches, self._held_out, self._metrics = trainer, batches, held_out, metrics
+        self._watchdog, self._stop_request = watchdog, stop_request
+        self._checkpoints, self._allow_toy = checkpoints, allow_toy
         self._settings, self._own = trainer.settings, trainer.own
-        self._coming: OnTheirWay[Told] = OnTheirWay(in_step=trainer.own.several)
+        self._pending: AsyncMetrics[StepContext] = AsyncMetrics(synchronous=trainer.own.several)
         self._first = trainer.done
         self._saved = trainer.done
         self._stop_after: int | None = None
@@ -63,20 +61,20 @@ class Loop:
         try:
             self._probe()
             while not self._over():
-                with distributed.noticing_lost_ranks(self._own, self._trainer.done + 1):
+                with distributed.detect_lost_ranks(self._own, self._trainer.done + 1):
                     self._one_step()
-            with distributed.noticing_lost_ranks(self._own, self._trainer.done):
-                self._read(all_of_them=True)
+            with distributed.detect_lost_ranks(self._own, self._trainer.done):
+                self._read(wait=True)
                 self._save()
             outcome = Outcome(self._trainer.done, self._signal())
             state = outcome.reason
             return outcome
         except BaseException as error:
             state = f"{type(error).__name__}: {error}"
-            self._account.stopped(state)
+            self._metrics.stopped(state)
             raise
         finally:
-            self._account.end(state)
+            self._metrics.end(state)
 
     def _over(self) -> bool:
         return self._trainer.done >= min(self._settings.train.steps, self._stop_after or self._settings.train.steps)
@@ -85,7 +83,7 @@ class Loop:
         """The signal that ended the run; that of another rank is taken for SIGTERM."""
         if self._trainer.done >= self._settings.train.steps:
             return None
-        return int(self._asked.asked or 15)
+        return int(self._stop_request.signal or 15)
 
     def _one_step(self) -> None:
         train, number = self._settings.train, self._trainer.done + 1
@@ -97,67 +95,73 @@ class Loop:
         # what is compiled with an observer around it stays in pieces without one
         compiles = self._settings.runtime.compile and number == self._first + 1
         observe = logged and self._settings.telemetry.statistics and not compiles
-        stepped = self._trainer.step(batches, observe=observe, stop=self._asked.asked is not None)
-        self._see_gradients(stepped)
-        self._ask(stepped, Told(number, stepped.lr, self._settings.tokens_per_step, waited_s, logged))
+        result = self._trainer.step(batches, observe=observe, stop=self._stop_request.signal is not None)
+        self._check_gradients(result)
+        observed = result.observed is not None
+        tokens = self._settings.tokens_per_step
+        self._submit(result, StepContext(number, result.lr, tokens, waited_s, logged, observed))
         self._read()
         if number == self._first + PREDICTED_AFTER:
             self._preflight_again()
         if train.save_every and number % train.save_every == 0 and number < train.steps:
-            self._read(all_of_them=True)
+            self._read(wait=True)
             self._save()
         if train.val_every and (number % train.val_every == 0 or number == train.steps):
-            self._read(all_of_them=True)
+            self._read(wait=True)
             self._validate()
 
-    def _see_gradients(self, stepped: Stepped) -> None:
+    def _check_gradients(self, result: StepResult) -> None:
         """Once, after the first step whose gradients are finite: clipping makes 0 of all others where one is not."""
-        if not self._saw_gradients and bool(stepped.grad_norm.isfinite()):
+        if not self._saw_gradients and bool(result.grad_norm.isfinite()):
             self._saw_gradients = True
-            self._account.judge(self._account.health.gradients(self._trainer.gradient_norms()), self._trainer.done)
+            self._metrics.judge(self._metrics.health.gradients(self._trainer.gradient_norms()), self._trainer.done)
 
-    def _ask(self, stepped: Stepped, told: Told) -> None:
-        values = {"figures": torch.stack([stepped.loss, stepped.grad_norm, stepped.targets, stepped.asked_to_stop])}
-        if stepped.observed is not None:
-            values["observed"] = stepped.observed
-        self._coming.ask(told, values, (stepped.forward_begin, stepped.forward_end))
+    def _submit(self, result: StepResult, context: StepContext) -> None:
+        values = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "targets": result.targets,
+            "stop_requests": result.stop_requests,
+            **(result.observed or {}),
+        }
+        self._pending.submit(context, values, (result.forward_begin, result.forward_end))
 
-    def _read(self, *, all_of_them: bool = False) -> None:
-        """Take in the figures that are here: beat, hear who was asked to stop, write and judge."""
-        for arrived in self._coming.arrived(all_of_them=all_of_them):
-            self._guard.beat(arrived.step_s)
-            if arrived.values["figures"][3] > 0 and self._stop_after is None:
-                self._stop_after = arrived.told.step + DEPTH  # by then every rank has read this, however late
-            self._account.step(arrived)
+    def _read(self, *, wait: bool = False) -> None:
+        """Take in the metrics that have arrived: beat, learn of requests to stop, write and judge."""
+        for host in self._pending.ready(wait=wait):
+            self._watchdog.beat(host.step_s)
+            if host.values["stop_requests"] > 0 and self._stop_after is None:
+                self._stop_after = host.context.step + DEPTH  # by then every rank has read this, however late
+            self._metrics.step(host)
 
     def _probe(self) -> None:
         """Before any step, and with each validation: does the model see what comes later?"""
         if self._held_out and not self._own.several:  # a shard of FSDP2 cannot be asked outside its own module
             moved = self._trainer.leak(self._held_out[0])
-            self._account.judge(self._account.health.leak(moved, probe.ALLOWED), self._trainer.done)
+            self._metrics.judge(self._metrics.health.leak(moved, health.LEAK_ALLOWED), self._trainer.done)
 
     def _validate(self) -> None:
-        with self._guard.patiently():
-            self._account.validated(self._trainer.validate(self._held_out))
+        with self._watchdog.patiently():
+            self._metrics.validated(self._trainer.validate(self._held_out))
             self._probe()
-        self._coming.begin_anew()
+        self._pending.restart_clock()
 
     def _save(self) -> None:
-        """Only what is known to be sound: all figures have been read."""
+        """Only what is known to be sound: all metrics have been read."""
         step = self._trainer.done
         if self._saved == step:
             return
-        with self._guard.patiently():
+        with self._watchdog.patiently():
             state = self._trainer.state(self._batches.position)
             if self._own.first:
                 path = checkpoint.save(self._checkpoints, step, state, keep=self._settings.train.keep_checkpoints)
-                self._account.saved(str(path))
+                self._metrics.saved(str(path))
         self._saved = step
-        self._coming.begin_anew()
+        self._pending.restart_clock()
 
     def _preflight_again(self) -> None:
         """The run's length is known now; a run that turns out to be long must be one that may be."""
-        self._read(all_of_them=True)
-        hours = self._account.predicted_hours()
+        self._read(wait=True)
+        hours = self._metrics.predicted_hours()
         if hours is not None:
-            preflight.check(plan.while_running(self._settings, hours), allow_toy=self._allow_toy)
+            preflight.check(preflight.plan_while_running(self._settings, hours), allow_toy=self._allow_toy)

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
+from nsa.io import atomic_write, to_json
 from nsa.layer import NativeSparseAttention
 from nsa.loss import IGNORED
 from nsa.model import DecoderLM, ModelConfig
-from nsa.train import files
+from nsa.train.attention_stats import BRANCHES
+from nsa.train.data import Batch
 from nsa.train.distributed import Ranks
-from nsa.train.observe import BRANCHES
-from nsa.train.packing import Batch
 from nsa.train.settings import Data, Runtime, Settings, Train
 from nsa.train.trainer import Trainer
 
@@ -184,8 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     _picture(lm, questions, found["trained without selected"], options.out / "needle.svg")
     record = {"steps": options.steps, "chance": CHANCE, "window": CONFIG.w, "right_answers": found}
-    files.replace(options.out / "needle.json", files.as_json(record, indent=2) + "\n")
-    print(files.as_json(record, indent=2))
+    atomic_write(options.out / "needle.json", to_json(record, indent=2) + "\n")
+    print(to_json(record, indent=2))
     return 0
 
 

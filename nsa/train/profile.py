@@ -2,6 +2,19 @@
 
 A later one wins: defaults, the YAML file, NSA_* variables, the command line. A key that is unknown is an error that
 names the nearest one; a key that the field's profiles had and that means nothing here is kept as a note.
+
+The NSA_* variables are read once, at the edge, into a frozen `Environment`. An unknown one is an error that suggests
+the nearest name.
+
+| variable | default | what it does |
+|---|---|---|
+| NSA_TB_DISABLE=1 | 0 | telemetry.tensorboard = false |
+| NSA_DISABLE_CSV_LOGS=1 | 0 | telemetry.csv = false |
+| NSA_DISABLE_AUX_STATS=1 | 0 | telemetry.statistics = false |
+| NSA_SDPA_NO_FLASH=1 | 0 | runtime.use_flash = false |
+| NSA_COMMIT, NSA_IMAGE | none | what env.json names as commit and container image |
+
+The variables of the suites and the images (CONTRIBUTING.md) have no meaning here and are no errors.
 """
 
 from __future__ import annotations
@@ -11,6 +24,7 @@ import difflib
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -29,7 +43,7 @@ SECTIONS: dict[str, type] = {
     "data": Data,
     "telemetry": Telemetry,
 }
-RETIRED = {
+RETIRED_KEYS = {
     "runtime.use_triton_sel": "model.backend chooses the kernels of all branches",
     "runtime.sel_triton_min_L": "model.backend chooses the kernels of all branches, at any length",
 }
@@ -63,8 +77,8 @@ def load(
     layers += [(dotted, value, f"environment, {variable}") for dotted, (value, variable) in (environment or {}).items()]
     layers += [(dotted, value, "command line") for dotted, value in (overrides or {}).items()]
     for dotted, value, origin in layers:
-        if dotted in RETIRED:
-            notes.append(f"{dotted} has no effect ({origin}): {RETIRED[dotted]}")
+        if dotted in RETIRED_KEYS:
+            notes.append(f"{dotted} has no effect ({origin}): {RETIRED_KEYS[dotted]}")
             continue
         values[dotted], origins[dotted] = _fitting(dotted, value, origin), origin
     return _settings(name, values, origins, tuple(notes))
@@ -185,3 +199,66 @@ def _nearest(key: object, known: Iterable[str]) -> str:
     known = list(known)
     near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+
+
+SWITCHES = {
+    "NSA_TB_DISABLE": "telemetry.tensorboard",
+    "NSA_DISABLE_CSV_LOGS": "telemetry.csv",
+    "NSA_DISABLE_AUX_STATS": "telemetry.statistics",
+    "NSA_SDPA_NO_FLASH": "runtime.use_flash",
+}
+"""Variables that turn something off, and what."""
+
+_KERNELS = "model.backend chooses the kernels; heartbeats count fallbacks"
+RETIRED_VARIABLES = {
+    "NSA_PREFILL_BATCHED": "training always takes all tokens in one call",
+    "NSA_USE_FA2": _KERNELS,
+    "NSA_USE_TRITON_SEL": _KERNELS,
+    "NSA_FORCE_SEL_MASK": _KERNELS,
+    "NSA_USE_SEL_MASK": _KERNELS,
+    "NSA_USE_SEL_PACK": _KERNELS,
+    "NSA_FORCE_PARITY": "nsa.reference is the specification, and the tests hold every backend to it",
+    "CONFIG": "--profile names the profile",
+}
+"""What the field set, and what replaced it."""
+
+_TOLD = ("NSA_COMMIT", "NSA_IMAGE")
+_OTHERS = (
+    "NSA_BASE_IMAGE", "NSA_DIRTY", "NSA_ENGINE", "NSA_EXPECT", "NSA_FAMILY", "NSA_RESULTS", "NSA_WHEELS",
+)  # fmt: skip
+"""What the suites and the images are told; training has no use for it."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the variables said."""
+
+    values: Mapping[str, tuple[Any, str]]
+    """(value, variable) by the dotted name of a setting."""
+    notes: tuple[str, ...] = ()
+    """Variables without an effect, and what replaced them."""
+    commit: str | None = None
+    image: str | None = None
+
+
+def read_environment(variables: Mapping[str, str]) -> Environment:
+    """Raises ValueError naming an unknown NSA_* variable, or a switch that is neither 0 nor 1."""
+    values: dict[str, tuple[Any, str]] = {}
+    notes = []
+    for name in sorted(variables):
+        if name in SWITCHES:
+            if variables[name] not in ("0", "1"):
+                raise ValueError(f"{name} must be 0 or 1; got {variables[name]!r}")
+            values[SWITCHES[name]] = (variables[name] == "0", f"{name}={variables[name]}")
+        elif name in RETIRED_VARIABLES:
+            notes.append(f"{name} has no effect (environment): {RETIRED_VARIABLES[name]}")
+        elif name.startswith("NSA_") and name not in (*_TOLD, *_OTHERS):
+            known = [
+                *SWITCHES,
+                *_TOLD,
+                *_OTHERS,
+                *(retired for retired in RETIRED_VARIABLES if retired.startswith("NSA_")),
+            ]
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            raise ValueError(f"unknown variable {name}; " + (f"did you mean {near[0]}?" if near else ", ".join(known)))
+    return Environment(values, tuple(notes), variables.get("NSA_COMMIT"), variables.get("NSA_IMAGE"))

@@ -1,4 +1,4 @@
-"""One run from start to end: preflight, data, resume, the loop, and every way in which it may stop."""
+"""One run from start to end: preflight, resume, data, files, watchdog, and the loop over its steps."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-from nsa.train import checkpoint, distributed, feed, files, plan, preflight, profile, watchdog
-from nsa.train.account import Account
-from nsa.train.batches import SYNTHETIC, Share
+from nsa.io import append_line, atomic_write, read_json_lines, to_json
+from nsa.train import checkpoint, distributed, loader, preflight, profile, run_folder, watchdog
+from nsa.train.data import Batch
 from nsa.train.distributed import Ranks
-from nsa.train.environment import Environment
-from nsa.train.feed import Feed
+from nsa.train.loader import SYNTHETIC, Loader, Shard
 from nsa.train.loop import Loop, Outcome
-from nsa.train.packing import Batch
+from nsa.train.metrics import MetricsLogger
+from nsa.train.profile import Environment
+from nsa.train.run_folder import RunWriter, environment_record, utc
 from nsa.train.settings import Settings
-from nsa.train.telemetry import Telemetry, environment_record, utc
 from nsa.train.trainer import Trainer
-from nsa.train.watchdog import Terminated, Watchdog
+from nsa.train.watchdog import StopRequest, Watchdog
 
 CHECKPOINTS = "checkpoints"
 
@@ -34,14 +34,14 @@ class Options:
     """What the command line says beside the settings."""
 
     resume: bool = False
-    """Go on from the newest checkpoint that is whole."""
+    """Go on from the newest intact checkpoint."""
     allow_toy: bool = False
     """Start a run that would only be wasted."""
 
 
 @dataclass(frozen=True)
-class _Begun:
-    """A trainer at the step from which this life goes on."""
+class _Start:
+    """A trainer at the step from which this attempt goes on."""
 
     trainer: Trainer
     position: dict[str, Any] | None
@@ -55,53 +55,55 @@ def run(settings: Settings, environment: Environment, options: Options, variable
 
     Raises RefusedError, NoFirstBatchError, InUseError, DamagedCheckpointError, StoppedError, LostRankError.
     """
-    device = plan.device_of(settings)
+    device = preflight.device_of(settings)
     folder = Path(settings.out_dir)
     with ExitStack() as stack:
-        own = stack.enter_context(distributed.joined(variables, device.type == "cuda"))
-        stack.enter_context(distributed.noticing_lost_ranks(own, 0))
+        own = stack.enter_context(distributed.process_group(variables, device.type == "cuda"))
+        stack.enter_context(distributed.detect_lost_ranks(own, 0))
         device = torch.device("cuda", own.local_rank) if device.type == "cuda" else device
         say = _speaker(own)
         if own.first:
-            stack.enter_context(files.locked(folder))
-        looked_at = options.resume or not own.first  # the first rank asks whose folder it is, before it writes there
-        decision = preflight.check(plan.of(settings, ranks=own.ranks, resume=looked_at), allow_toy=options.allow_toy)
+            stack.enter_context(run_folder.folder_lock(folder))
+        # a new run may not write into another's folder; the first rank asks that for all, before it writes
+        resume = options.resume or not own.first
+        plan = preflight.plan_before_start(settings, ranks=own.ranks, resume=resume)
+        decision = preflight.check(plan, allow_toy=options.allow_toy)
         distributed.barrier(own)  # the folder is there, and is ours
         _introduce(settings, environment, decision, say)
-        begun = _begin(settings, device, own, options, say)
-        batches = _data(settings, own, begun.position, device, say)
+        start = _start(settings, device, own, options, say)
+        batches = _data(settings, own, start.position, device, say)
         stack.callback(batches.close)
         held_out = _held_out(settings, own, batches)
-        life = _begin_life(folder, begun)
-        telemetry = Telemetry(folder, settings, rank=own.rank, life=life, done=begun.trainer.done)
-        stack.callback(telemetry.close)
-        facts = {"preflight": decision.record(), "life": life, "first_batch_s": batches.first_wait_s}
-        _write_environment(settings, environment, begun.trainer, batches.source, facts)
+        attempt = _count_attempt(folder, start)
+        files = RunWriter(folder, settings, rank=own.rank, attempt=attempt, done=start.trainer.done)
+        stack.callback(files.close)
+        facts = {"preflight": decision.record(), "life": attempt, "first_batch_s": batches.first_wait_s}
+        _write_environment(settings, environment, start.trainer, batches.source, facts)
         stacks = folder / f"stacks_rank{own.rank}.txt"
         stack.callback(watchdog.dump_on_signal(stacks))
-        guard = stack.enter_context(_guard(settings, stacks, telemetry, own))
-        asked = stack.enter_context(Terminated())
-        account = Account(begun.trainer, batches.source, telemetry, say)
+        guard = stack.enter_context(_watchdog(settings, stacks, files, own))
+        stop_request = stack.enter_context(StopRequest())
+        metrics = MetricsLogger(start.trainer, batches.source, files, say)
         checkpoints, toy = folder / CHECKPOINTS, options.allow_toy
-        return Loop(begun.trainer, batches, held_out, account, guard, asked, checkpoints, allow_toy=toy).run()
+        return Loop(start.trainer, batches, held_out, metrics, guard, stop_request, checkpoints, allow_toy=toy).run()
 
 
-def _begin(settings: Settings, device: torch.device, own: Ranks, options: Options, say: Say) -> _Begun:
-    """The model, from the newest checkpoint that is whole if a resume is asked for."""
-    found = checkpoint.newest_whole(Path(settings.out_dir) / CHECKPOINTS) if options.resume else None
+def _start(settings: Settings, device: torch.device, own: Ranks, options: Options, say: Say) -> _Start:
+    """The model, from the newest intact checkpoint if a resume is asked for."""
+    found = checkpoint.newest_intact(Path(settings.out_dir) / CHECKPOINTS) if options.resume else None
     trainer = Trainer(settings, device, own)
     if found is None:
-        return _Begun(trainer, None, ())
+        return _Start(trainer, None, ())
     for reason in found.refused:
         say(f"refused: {reason}")
     position = trainer.restore(found.state)
     say(f"resumed after step {trainer.done} from {found.path}")
-    return _Begun(trainer, position, found.refused)
+    return _Start(trainer, position, found.refused)
 
 
-def _data(settings: Settings, own: Ranks, position: dict[str, Any] | None, device: torch.device, say: Say) -> Feed:
+def _data(settings: Settings, own: Ranks, position: dict[str, Any] | None, device: torch.device, say: Say) -> Loader:
     """This rank's batches. ValueError if another rank trains on random tokens and this one does not."""
-    batches = Feed(settings, Share(own.rank, own.ranks), position=position, pin=device.type == "cuda", say=say)
+    batches = Loader(settings, Shard(own.rank, own.ranks), position=position, pin=device.type == "cuda", say=say)
     random = batches.source == SYNTHETIC
     if distributed.any_rank(random, own, device) and not random:
         raise ValueError(f"data.dataset must answer every rank or none; rank {own.rank} has {batches.source}")
@@ -109,10 +111,10 @@ def _data(settings: Settings, own: Ranks, position: dict[str, Any] | None, devic
     return batches
 
 
-def _held_out(settings: Settings, own: Ranks, batches: Feed) -> list[Batch]:
+def _held_out(settings: Settings, own: Ranks, batches: Loader) -> list[Batch]:
     if not settings.train.val_every:
         return []
-    return feed.held_out(settings, Share(own.rank, own.ranks), batches.source)
+    return loader.held_out_batches(settings, Shard(own.rank, own.ranks), batches.source)
 
 
 def _write_environment(
@@ -123,12 +125,12 @@ def _write_environment(
         return
     own = {"parameters": trainer.num_parameters, "ranks": trainer.own.ranks, "data_source": source}
     record = environment_record(settings, environment, trainer.device, **own, **facts)
-    files.replace(Path(settings.out_dir) / "env.json", files.as_json(record, indent=2) + "\n")
+    atomic_write(Path(settings.out_dir) / "env.json", to_json(record, indent=2) + "\n")
 
 
-def _guard(settings: Settings, stacks: Path, telemetry: Telemetry, own: Ranks) -> Watchdog:
+def _watchdog(settings: Settings, stacks: Path, files: RunWriter, own: Ranks) -> Watchdog:
     def stalled(why: str) -> None:
-        telemetry.beat({"event": "stalled", "why": why})
+        files.beat({"event": "stalled", "why": why})
         print(f"rank {own.rank} stalled: {why}; the stacks are in {stacks}", file=sys.stderr, flush=True)
 
     return Watchdog(
@@ -147,19 +149,19 @@ def _introduce(settings: Settings, environment: Environment, decision: preflight
     say(profile.table(settings))
     for note in (*settings.notes, *environment.notes):
         say(f"note: {note}")
-    size = f"{plan.num_parameters(settings):,} parameters, {settings.tokens_per_step:,} tokens per step"
+    size = f"{preflight.num_parameters(settings):,} parameters, {settings.tokens_per_step:,} tokens per step"
     say(f"{settings.profile}: {size} -> {settings.out_dir}")
     for refusal in decision.overridden:
         say(f"overridden by --allow-toy: {refusal}")
 
 
-def _begin_life(folder: Path, begun: _Begun) -> int:
-    """The number of this life of the run, counted from 1, the same on every rank."""
-    own, path = begun.trainer.own, folder / "lives.jsonl"
-    life = 1 + sum(1 for _ in files.json_lines(path))
+def _count_attempt(folder: Path, start: _Start) -> int:
+    """The number of this attempt at the run, counted from 1, the same on every rank."""
+    own, path = start.trainer.own, folder / "lives.jsonl"
+    attempt = 1 + sum(1 for _ in read_json_lines(path))
     distributed.barrier(own)
     if own.first:
-        record = {"life": life, "utc": utc(), "after_step": begun.trainer.done, "ranks": own.ranks}
-        files.append_line(path, files.as_json({**record, "refused": begun.refused}))
+        record = {"life": attempt, "utc": utc(), "after_step": start.trainer.done, "ranks": own.ranks}
+        append_line(path, to_json({**record, "refused": start.refused}))
     distributed.barrier(own)
-    return life
+    return attempt

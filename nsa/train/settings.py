@@ -1,4 +1,4 @@
-"""What a training run is: typed, frozen, checked once. The names are those of a profile's YAML (`train.lr`)."""
+"""The settings of a training run: typed, frozen, checked once, under the names of a profile's YAML (`train.lr`)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nsa.model import ModelConfig
-from nsa.train.preflight import PRECISIONS
 
+PRECISIONS = ("fp32", "bf16", "fp16")
 DEVICES = ("auto", "cuda", "cpu")
 SCHEDULES = ("cosine", "constant")
 PARALLEL = ("ddp", "fsdp2")

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa.model import DecoderLM, ModelConfig
-from nsa.train import distributed, objective, optim, probe
+from nsa.train import distributed, health, objective
+from nsa.train.attention_stats import AttentionObserver
+from nsa.train.cuda_graph import GraphedPass
+from nsa.train.data import Batch
 from nsa.train.distributed import Ranks
-from nsa.train.graphed import GraphedPass
 from nsa.train.objective import Objective
-from nsa.train.observe import Observation
-from nsa.train.packing import Batch
 from nsa.train.settings import Settings
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Stepped:
+class StepResult:
     """One optimiser step: tensors on the device that nobody has waited for."""
 
     loss: Tensor
@@ -35,15 +35,15 @@ class Stepped:
     """float32 []: of all gradients, unscaled, before clipping."""
     targets: Tensor
     """float32 []: of all ranks."""
-    asked_to_stop: Tensor
-    """float32 []: how many ranks were."""
+    stop_requests: Tensor
+    """float32 []: how many ranks were asked to stop."""
     lr: float
     forward_begin: float | torch.cuda.Event
     """Host seconds, or an event."""
     forward_end: float | torch.cuda.Event | None
     """None where the forward pass was replayed with its backward pass, and nobody saw it end."""
-    observed: Tensor | None
-    """For `Trainer.observation.read`; None unless it was asked for."""
+    observed: dict[str, Tensor] | None
+    """For `Trainer.observer.read`; None unless it was asked for."""
 
 
 class Trainer:
@@ -65,31 +65,33 @@ class Trainer:
         if not runtime.fp32_master_weights:
             lm.to(COMPUTE[runtime.precision])
         self.num_parameters = lm.num_parameters()
-        self.observation = Observation(lm, compiled=runtime.compile)
+        self.observer = AttentionObserver(lm, compiled=runtime.compile)
         objective.recompute(lm, runtime.gradient_checkpointing)
         if runtime.compile:
             torch._dynamo.config.optimize_ddp = False  # a block is a graph already; cutting it at buckets gains nothing
             for block in lm.blocks:
                 block.compile()
         self.lm = lm
-        self.model = distributed.wrapped(Objective(lm), own, runtime.parallel, device)
-        self.optimizer = optim.adamw(self.model, settings.train)
+        self.model = distributed.wrap(Objective(lm), own, runtime.parallel, device)
+        self.optimizer = objective.adamw(self.model, settings.train)
         self.scaler = torch.amp.GradScaler(device.type, enabled=runtime.precision == "fp16")
         self._graphed = GraphedPass(self._loss, lm.parameters()) if runtime.cuda_graph else None
 
-    def step(self, batches: Sequence[Batch], *, observe: bool = False, stop: bool = False) -> Stepped:
+    def step(self, batches: Sequence[Batch], *, observe: bool = False, stop: bool = False) -> StepResult:
         """One optimiser step over the batches of an accumulation; nothing waits for the device.
 
         `observe` watches gates and selection in the first batch, which is no CUDA graph then; `stop` tells the other
         ranks.
         """
         self.optimizer.zero_grad(set_to_none=self._graphed is None)
-        lr = optim.learning_rate(self.done, self.settings.train)
+        lr = objective.learning_rate(self.done, self.settings.train)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        observe = observe and bool(self.observation)
-        told = [float(sum(batch.num_targets for batch in batches)), float(stop)]
-        targets, asked = distributed.added(torch.tensor(told).to(self.device, non_blocking=True), self.own)
+        observe = observe and bool(self.observer)
+        local = [float(sum(batch.num_targets for batch in batches)), float(stop)]
+        targets, stop_requests = distributed.all_reduce(
+            torch.tensor(local).to(self.device, non_blocking=True), self.own
+        )
         # DDP and FSDP2 divide by the ranks; what is wanted is the mean over all targets of all of them
         weight = self.own.ranks / targets.clamp(min=1)
         total = torch.zeros((), device=self.device)
@@ -100,21 +102,21 @@ class Trainer:
                 total += self._graphed(batch, weight)
                 continue
             if watched:
-                self.observation.start()
-            with distributed.synchronising(self.model, number == len(batches)):
+                self.observer.start()
+            with distributed.gradient_sync(self.model, number == len(batches)):
                 loss, end = self._pass(batch, weight)
             total += loss
             if number == 1:
                 first_end = end
             if watched:
-                observed = self.observation.stop()
+                observed = self.observer.stop()
         grad_norm = self._update()
         self.done += 1
-        return Stepped(
-            distributed.added(total, self.own) / targets,
+        return StepResult(
+            distributed.all_reduce(total, self.own) / targets,
             grad_norm.float(),
             targets,
-            asked,
+            stop_requests,
             lr,
             begin,
             first_end,
@@ -130,14 +132,14 @@ class Trainer:
             on_device = batch.to(self.device)
             total += torch.stack([self._loss(on_device), torch.tensor(float(batch.num_targets), device=self.device)])
         self.model.train()
-        loss, targets = distributed.added(total, self.own).tolist()
+        loss, targets = distributed.all_reduce(total, self.own).tolist()
         return loss / max(targets, 1.0)
 
     def leak(self, batch: Batch) -> float:
-        """`probe.leak` on a batch; waits for the device."""
+        """`health.future_leak` on a batch; waits for the device."""
         on_device = batch.to(self.device)
         with self._computing():
-            return float(probe.leak(self.lm, on_device.tokens, on_device.cu_seqlens))
+            return float(health.future_leak(self.lm, on_device.tokens, on_device.cu_seqlens))
 
     def gradient_norms(self) -> dict[str, float | None]:
         """Of each parameter after a step, clipped, None where there is none; waits for the device."""
@@ -145,7 +147,7 @@ class Trainer:
 
     def state(self, data: dict[str, Any]) -> dict[str, Any]:
         """Everything that the next step depends on; `data` is the position of the last batch. A collective."""
-        model, optimizer = distributed.whole_state(self.model, self.optimizer)
+        model, optimizer = distributed.full_state(self.model, self.optimizer)
         alone = {"data": data, "torch_rng": torch.get_rng_state()}
         if self.device.type == "cuda":
             alone["cuda_rng"] = torch.cuda.get_rng_state(self.device)
@@ -156,7 +158,7 @@ class Trainer:
             "optimizer": optimizer,
             "scaler": self.scaler.state_dict(),
             "model_config": dataclasses.asdict(self.settings.model),
-            "ranks": distributed.every_ranks(alone, self.own, self.device),
+            "ranks": distributed.gather_states(alone, self.own, self.device),
         }
 
     def restore(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -167,7 +169,7 @@ class Trainer:
         if state["model_config"] != dataclasses.asdict(self.settings.model):
             differing = _differing(state["model_config"], dataclasses.asdict(self.settings.model))
             raise ValueError(f"the checkpoint is of another model: {differing}")
-        alone = distributed.own_part(state["ranks"], self.own)
+        alone = distributed.own_state(state["ranks"], self.own)
         distributed.restore_state(self.model, self.optimizer, state["model"], state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         torch.set_rng_state(alone["torch_rng"])

@@ -1,4 +1,4 @@
-"""Silence that is no pause: judged by the run's own pace, written down as stacks, then the end of the process."""
+"""Ends a run that hangs: a deadline from its own pace, the stacks of all threads, then the process; and its signals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nsa.train import sentinels
+from nsa.train import monitors
 
 EXIT_STALLED = 86
 """Exit code of a run that the watchdog ended, and of nothing else here."""
@@ -82,7 +82,7 @@ class Watchdog:
         while not self._closed.wait(min(pause_s, 1.0)):
             gap_s = time.monotonic() - self._last
             steps_s = [] if self._patient else list(self._steps_s)
-            alarm = sentinels.silence(gap_s, steps_s, floor_s=self._floor_s if steps_s else self._first_s)
+            alarm = monitors.silence(gap_s, steps_s, floor_s=self._floor_s if steps_s else self._first_s)
             if alarm is not None:
                 dump_stacks(self._stacks, alarm.why)
                 self._on_stall(alarm.why)
@@ -110,14 +110,14 @@ def dump_on_signal(path: Path) -> Callable[[], None]:
     return end
 
 
-class Terminated:
-    """SIGTERM and SIGINT as a question that the loop asks between two steps; a second one ends the process at once."""
+class StopRequest:
+    """SIGTERM and SIGINT as a flag that the loop reads between two steps; a second signal ends the process at once."""
 
     def __init__(self) -> None:
-        self.asked: signal.Signals | None = None
+        self.signal: signal.Signals | None = None
         self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
-    def __enter__(self) -> Terminated:
+    def __enter__(self) -> StopRequest:
         for number in self._before:
             signal.signal(number, self._note)
         return self
@@ -127,6 +127,6 @@ class Terminated:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: object) -> None:
-        if self.asked is not None:
+        if self.signal is not None:
             sys.exit(128 + number)
-        self.asked = signal.Signals(number)
+        self.signal = signal.Signals(number)

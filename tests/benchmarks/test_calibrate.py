@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import bank, calibrate, calibration, duel, fingerprint, lines, rounds, whole
+from benchmarks import bank, calibrate, calibration, duel, fingerprint, lines, rounds
 from benchmarks.__main__ import main
 from benchmarks.calibration import Calibration, Rate
 from benchmarks.commands import calibrate as command
@@ -233,7 +234,7 @@ def test_a_calibration_that_cannot_be_written_leaves_the_old_one(
     def full(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(whole.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="no space left"):
         calibration.save(tmp_path, dataclasses.replace(old, pairs=200))
     assert calibration.load(tmp_path, "cpu") == old

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks import jsonl, raw_samples, run_file, schema
+from benchmarks import lines, raw_samples, run_file, schema
 from benchmarks.__main__ import main
 from benchmarks.clocks import Clocks, ClockSummary
 from benchmarks.records import Check, Gate, Key, Outcome, Record
 from benchmarks.run_file import Damaged
 from benchmarks.samples import RawSamples, SampleSummary
+from nsa.io import DiskFullError, read_lines
 from tests.benchmarks.synthetic import FINGERPRINT, GREEN, failed, key, passed
 
 COMMAND = "python -m benchmarks run --cases"
@@ -92,7 +93,7 @@ def test_a_command_that_the_run_line_says_is_not_repeated(tmp_path: Path) -> Non
     shared = dataclasses.replace(passed(key()), command=run_file.case_command(COMMAND, key()))
     path = written(tmp_path, shared, own, command=COMMAND)
     assert run_file.read_all(tmp_path) == ([shared, own], [])
-    assert [b"command" in line for _, line in jsonl.lines(path)] == [True, False, True]
+    assert [b"command" in line for _, line in read_lines(path)] == [True, False, True]
 
 
 def test_a_record_of_another_run_gets_a_run_line_of_its_own(tmp_path: Path) -> None:
@@ -116,7 +117,7 @@ def test_a_record_of_a_quick_run_takes_six_hundred_bytes(tmp_path: Path) -> None
         unmet=None,
     )
     path = written(tmp_path, on_a_gpu, command=COMMAND)
-    (_, _), (_, line) = jsonl.lines(path)
+    (_, _), (_, line) = read_lines(path)
     assert len(line) < 650
 
 
@@ -330,7 +331,29 @@ def test_a_full_disk_keeps_the_samples_that_are_there(tmp_path: Path, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", almost_full)
-        with pytest.raises(jsonl.DiskFullError, match="make room"):
+        with pytest.raises(DiskFullError, match="make room"):
             raw_samples.append(path, raw(key(length=128)))
     raw_samples.append(path, raw(key(length=256)))
     assert raw_samples.read(path) == [raw(key()), raw(key(length=256))]
+
+
+def test_a_torn_line_swallows_nothing_that_comes_after_it(tmp_path: Path) -> None:
+    record = passed(key())
+    path = run_file.create(tmp_path, FINGERPRINT)
+    run_file.append(path, record)
+    with path.open("a") as file:
+        file.write(path.read_text().splitlines()[1][:100])  # killed in the middle of a line
+    run_file.append(path, record)
+    found, (damaged,) = run_file.split(run_file.read(path))
+    assert found == [record, record]
+    assert damaged.line == 3
+
+
+def test_dataclasses_are_appended_as_safely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, gate = tmp_path / "new" / "a.jsonl", GREEN
+    lines.append(path, gate)
+    whole = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda file, data: whole(file, data[:7]))  # as a disk that is nearly full may
+        lines.append(path, gate)
+    assert lines.read(path, Gate) == ([gate, gate], [])

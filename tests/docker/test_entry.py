@@ -13,7 +13,7 @@ from benchmarks import gpus
 from benchmarks.gpus import Found
 from docker import entry
 from docker.host import ROOT
-from nsa.train import environment
+from nsa.train import profile
 
 A100 = Found("NVIDIA A100-SXM4-80GB", (8, 0))
 
@@ -63,4 +63,4 @@ def test_training_knows_every_variable_that_a_container_or_a_workflow_has() -> N
     places += sorted((ROOT / "docker").glob("*.py"))
     named = {name for path in places for name in re.findall(r"\bNSA_[A-Z_]+\b", path.read_text())}
     assert {"NSA_DIRTY", "NSA_RESULTS", "NSA_ENGINE"} <= named
-    environment.read(dict.fromkeys(named - {"NSA_GPUS"}, "1"))  # GitHub's own variable
+    profile.read_environment(dict.fromkeys(named - {"NSA_GPUS"}, "1"))  # GitHub's own variable

@@ -24,7 +24,7 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.operators.operator import Operator
 from cosmic_ray.operators.provider import OperatorProvider
 
-from benchmarks import whole
+from nsa.io import atomic_write
 from tests.mutants.standing import DRAWN, FOLDER, product_files, read
 
 _ORDER = "(Eq|NotEq|Lt|LtE|Gt|GtE)"
@@ -181,7 +181,7 @@ def write(root: Path, count: int, seed: int) -> Path:
         raise ValueError(f"{path} is there; remove it to draw others")
     version = importlib.metadata.version("cosmic-ray")
     head = f"# Drawn with cosmic-ray {version}: python -m tests.mutants draw --count {count} --seed {seed}\n"
-    whole.replace(path, (head + "".join(map(_toml, drawn(root, count, seed)))).encode())
+    atomic_write(path, head + "".join(map(_toml, drawn(root, count, seed))))
     return path
 
 

@@ -1,4 +1,4 @@
-"""The incidents judge by the sentinels that a training run uses: one that is silent is not caught."""
+"""The incidents judge by the monitors that a training run uses: one that is silent is not caught."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from nsa.train import sentinels
+from nsa.train import monitors
 from regression import no_label_shift, slow_drift
 from regression.verdict import aspects
 from tests.regression.test_attention_incidents import Quiet
@@ -24,6 +24,6 @@ from tests.regression.test_attention_incidents import Quiet
 def test_a_silent_sentinel_is_not_caught(
     incident: ModuleType, sentinel: str, aspect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sentinels, sentinel, lambda *figures, **limits: None)
+    monkeypatch.setattr(monitors, sentinel, lambda *figures, **limits: None)
     judged = {found.name: found.verdict.value for found in aspects(incident.faulty(Quiet(("torch",), "cpu")))}
     assert judged.get(aspect, "PASSED") == "PASSED"

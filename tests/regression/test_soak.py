@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nsa import KVCache
 from nsa.layer import PerBranch
-from nsa.train.trainer import Stepped, Trainer
+from nsa.train.trainer import StepResult, Trainer
 from regression import soak_lane
 from regression.evidence import Evidence
 from regression.profiles import PROFILES, Profile
@@ -63,7 +63,7 @@ def test_a_prefill_leaves_the_window_and_the_selected_blocks(profile: Profile) -
 def _turned(change: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     healthy = Trainer.step
 
-    def turned(self: Trainer, *given: Any) -> Stepped:
+    def turned(self: Trainer, *given: Any) -> StepResult:
         stepped = healthy(self, *given)
         return replace(stepped, loss=change(stepped.loss))
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 import nsa
 from nsa import backends, torch_backend
-from nsa.train import first_batch, packing, preflight
+from nsa.train import data, loader, preflight
 from nsa.train import run as product_run
+from nsa.train.data import Row
 from nsa.train.distributed import Ranks
-from nsa.train.first_batch import FirstBatch, Loader
-from nsa.train.packing import Row
+from nsa.train.loader import BatchFetcher, FirstBatch
 from nsa.train.settings import Settings
 from regression import (
     blind_gate,
@@ -193,13 +193,15 @@ def test_index_types_that_are_taken_though_not_documented_are_seen(monkeypatch: 
 
 
 def test_a_silent_switch_to_other_data_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    healthy = first_batch.first_batch
+    healthy = loader.first_batch
 
-    def switched(loader: Loader[Any], deadline_s: float, fallback: Loader[Any] | None = None) -> FirstBatch[Any]:
-        answered = healthy(Loader("other", lambda: packing.batch([ROW], packing=False, position={})), deadline_s)
-        return FirstBatch(answered.batch, loader.name, 0.0)
+    def switched(
+        asked: BatchFetcher[Any], deadline_s: float, fallback: BatchFetcher[Any] | None = None
+    ) -> FirstBatch[Any]:
+        answered = healthy(BatchFetcher("other", lambda: data.pack([ROW], packing=False, position={})), deadline_s)
+        return FirstBatch(answered.batch, asked.name, 0.0)
 
-    monkeypatch.setattr(first_batch, "first_batch", switched)
+    monkeypatch.setattr(loader, "first_batch", switched)
     assert "a silent loader gave a batch" in found(loader_stall.product(QUIET))
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.train import environment, files, packing, profile, run
+from nsa.io import read_json_lines
+from nsa.train import data, profile, run
+from nsa.train.data import Batch, Row
 from nsa.train.loop import Outcome
-from nsa.train.packing import Batch, Row
 from nsa.train.run import Options
 from nsa.train.settings import Settings
 
@@ -40,7 +41,7 @@ def settings(folder: Path, **overrides: Any) -> Settings:
 def train(chosen: Settings, **options: Any) -> Outcome:
     """In this process."""
     torch.set_num_threads(1)
-    return run.run(chosen, environment.read({}), Options(**options), {})
+    return run.run(chosen, profile.read_environment({}), Options(**options), {})
 
 
 def needs_datasets() -> None:
@@ -51,17 +52,17 @@ def needs_datasets() -> None:
 def packed(*lengths: int, seed: int = 0) -> Batch:
     """Random documents of these lengths."""
     tokens = torch.randint(256, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
-    return packing.batch([Row(tokens, lengths)], packing=True, position={})
+    return data.pack([Row(tokens, lengths)], packing=True, position={})
 
 
 def losses(folder: Path) -> dict[int, float]:
     """By step, from the first rank's heartbeat; of a step that was taken twice the last."""
-    records = files.json_lines(folder / "heartbeat_rank0.jsonl")
+    records = read_json_lines(folder / "heartbeat_rank0.jsonl")
     return {record["step"]: record["loss"] for record in records if "loss" in record}
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    return list(files.json_lines(folder / "heartbeat_rank0.jsonl"))
+    return list(read_json_lines(folder / "heartbeat_rank0.jsonl"))
 
 
 def record(path: Path) -> dict[str, Any]:

@@ -79,17 +79,17 @@ def test_only_the_newest_stay(tmp_path: Path) -> None:
 
 
 def test_the_newest_whole_one_is_found_behind_damaged_ones(tmp_path: Path) -> None:
-    assert checkpoint.newest_whole(tmp_path) is None
+    assert checkpoint.newest_intact(tmp_path) is None
     paths = [checkpoint.save(tmp_path, step, {**STATE, "step": step}) for step in (3, 6, 9)]
     paths[2].write_bytes(paths[2].read_bytes()[:-1])
-    found = checkpoint.newest_whole(tmp_path)
+    found = checkpoint.newest_intact(tmp_path)
     assert found is not None
     assert (found.path, found.state["step"]) == (paths[1], 6)
     assert paths[2].name in found.refused[0]
     for path in paths:
         path.write_bytes(b"")
     with pytest.raises(DamagedCheckpointError, match=r"no checkpoint is whole: .*step-00000009.*step-00000003"):
-        checkpoint.newest_whole(tmp_path)
+        checkpoint.newest_intact(tmp_path)
 
 
 def test_what_was_given_up_does_not_push_out_what_is_used(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,10 @@ import torch
 
 from nsa.loss import IGNORED
 from nsa.model import next_token_loss
-from nsa.train import batches, documents, packing
-from nsa.train.batches import Prefetch, Share, SyntheticBatches
-from nsa.train.documents import Documents, NoTextError, files
-from nsa.train.feed import Feed
-from nsa.train.first_batch import NoFirstBatchError
-from nsa.train.packing import Packer, Row
+from nsa.train import data, loader
+from nsa.train.data import ByteTokenizer, Documents, NoTextError, Packer, Row, text_files, tokenizer
+from nsa.train.loader import Shard
 from nsa.train.settings import Data
-from nsa.train.tokens import ByteTokenizer, tokenizer
 from tests.nsa.train.runs import needs_datasets, settings
 
 TEXTS = [f"document {i}: " + "naïve café " * (i % 23) for i in range(240)]
@@ -75,10 +70,10 @@ def _epoch(data: Data, **share: Any) -> list[str]:
 def test_ranks_and_validation_share_every_document(
     write: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(documents, "HELD_OUT", 5)
-    data = _data(tmp_path / "text", write)
-    parts = [_epoch(data, rank=rank, ranks=2, held_out=held_out) for rank in range(2) for held_out in (False, True)]
-    assert sorted(text for part in parts for text in part) == sorted(TEXTS)
+    monkeypatch.setattr(data, "HELD_OUT", 5)
+    text = _data(tmp_path / "text", write)
+    parts = [_epoch(text, rank=rank, ranks=2, held_out=held_out) for rank in range(2) for held_out in (False, True)]
+    assert sorted(found for part in parts for found in part) == sorted(TEXTS)
     assert all(parts)
     assert not {*parts[0], *parts[2]} & {*parts[1], *parts[3]}
     assert len(parts[1]) + len(parts[3]) < len(TEXTS) / 3
@@ -90,11 +85,11 @@ def test_goes_on_where_it_stopped(write: Callable[[Path], None], packed: bool, t
     """Also in the next epoch, whose first batch is number 340 or so."""
     _data(tmp_path / "text", write)
     chosen = settings(tmp_path, data__dataset="files", data__path=str(tmp_path / "text"), data__packing=packed)
-    source = batches.source(chosen, Share(1, 2))
+    source = loader.open_source(chosen, Shard(1, 2))
     alone = [source.next() for _ in range(500)]
     assert alone[-1].position["documents"]["epoch"] == 1
     for stopped in (0, 7, 100, 380, 450):
-        again = batches.source(chosen, Share(1, 2))
+        again = loader.open_source(chosen, Shard(1, 2))
         again.restore(alone[stopped].position)
         for expected in alone[stopped + 1 : stopped + 4]:
             found = again.next()
@@ -118,17 +113,6 @@ def test_goes_on_from_the_last_document_of_an_epoch(tmp_path: Path) -> None:
     assert again.epoch == 1
 
 
-def test_synthetic_rows_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
-    chosen = settings(tmp_path, train__batch_size=4)
-    whole, halves = SyntheticBatches(chosen, Share()), [SyntheticBatches(chosen, Share(rank, 2)) for rank in range(2)]
-    for _ in range(3):
-        assert torch.equal(whole.next().tokens, torch.cat([half.next().tokens for half in halves], 1))
-    again = SyntheticBatches(chosen, Share())
-    again.restore(whole.next().position)
-    assert torch.equal(again.next().tokens, whole.next().tokens)
-    assert not torch.equal(SyntheticBatches(chosen, Share(), held_out=True).next().tokens, whole.next().tokens)
-
-
 def test_rows_hold_every_token_once() -> None:
     whole = [torch.arange(n) for n in (5, 1, 30, 7, 8, 13)]
     packer = Packer(iter(whole), 8)
@@ -142,7 +126,7 @@ def test_rows_hold_every_token_once() -> None:
 def test_targets_are_the_tokens_that_follow(packed: bool) -> None:
     """Held to a list of them, and to the public loss."""
     rows = [Row(torch.randint(16, (12,)), (5, 7)), Row(torch.randint(16, (12,)), (1, 11))]
-    batch = packing.batch(rows, packing=packed, position={})
+    batch = data.pack(rows, packing=packed, position={})
     flat, ends = batch.tokens.flatten().tolist(), (4, 11, 12, 23) if packed else (11, 23)
     expected = [IGNORED if t in ends else flat[t + 1] for t in range(24)]
     assert batch.targets.flatten().tolist() == expected
@@ -182,7 +166,7 @@ def test_without_datasets_text_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
 
 
 def test_pythons_own_sources_are_text() -> None:
-    builder, paths = files(Data(dataset="python"))
+    builder, paths = text_files(Data(dataset="python"))
     assert builder == "text"
     assert len(paths) > 300
     assert not any("site-packages" in path for path in paths)
@@ -209,13 +193,13 @@ def test_fineweb_edu_is_streamed_by_the_same_path(tmp_path: Path, monkeypatch: p
 
 def test_files_must_be_there_and_of_one_format(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data\.path .* there is no"):
-        files(Data(dataset="files", path=str(tmp_path / "none")))
+        text_files(Data(dataset="files", path=str(tmp_path / "none")))
     with pytest.raises(ValueError, match="has none"):
-        files(Data(dataset="files", path=str(tmp_path)))
+        text_files(Data(dataset="files", path=str(tmp_path)))
     (tmp_path / "a.txt").touch()
     (tmp_path / "b.parquet").touch()
     with pytest.raises(ValueError, match="parquet, text"):
-        files(Data(dataset="files", path=str(tmp_path)))
+        text_files(Data(dataset="files", path=str(tmp_path)))
 
 
 def test_says_which_column_is_missing(tmp_path: Path) -> None:
@@ -239,59 +223,3 @@ def test_reports_how_far_it_is(tmp_path: Path) -> None:
     for _ in range(230):
         next(opened)
     assert [line.split(": ")[1] for line in said] == ["100 documents read, epoch 0", "200 documents read, epoch 0"]
-
-
-class _Failing:
-    name = "failing"
-
-    def __init__(self) -> None:
-        self._left = 3
-
-    def next(self) -> packing.Batch:
-        self._left -= 1
-        if not self._left:
-            raise OSError("the disk is gone")
-        return packing.batch([Row(torch.zeros(4, dtype=torch.int64), (4,))], packing=False, position={})
-
-    def restore(self, position: dict[str, Any]) -> None: ...
-
-
-def test_an_error_of_the_source_comes_where_its_batch_is_asked_for() -> None:
-    prefetch = Prefetch(_Failing, 4, pin=False)
-    prefetch.next()
-    prefetch.next()
-    for _ in range(2):
-        with pytest.raises(OSError, match="the disk is gone"):
-            prefetch.next()
-
-
-def test_batches_are_ready_before_they_are_asked_for(tmp_path: Path) -> None:
-    feed = Feed(settings(tmp_path), Share())
-    time.sleep(0.3)
-    for _ in range(4):
-        next(feed)
-        assert feed.waited_s < 0.05
-    feed.close()
-
-
-def test_a_position_of_another_source_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"data\.dataset must be that of the checkpoint, python; got synthetic"):
-        Feed(settings(tmp_path), Share(), position={"source": "python", "at": {}})
-
-
-def test_silence_is_an_error_or_the_fallback_that_was_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(batches, "source", lambda *_, **__: time.sleep(5))
-    silent = {"data__dataset": "python", "data__loader_timeout_s": 0.2}
-    with pytest.raises(NoFirstBatchError, match=r"python gave no batch within 0\.2 s"):
-        Feed(settings(tmp_path, **silent), Share())
-    feed = Feed(settings(tmp_path, **silent, data__synthetic_on_fail=True), Share())
-    assert feed.source == "synthetic"
-    first = next(feed)
-    assert feed.position == {"source": "synthetic", "at": {"batches": 1}}
-    resumed = Feed(settings(tmp_path, **silent), Share(), position=feed.position)
-    assert resumed.source == "synthetic"
-    assert not torch.equal(next(resumed).tokens, first.tokens)
-    feed.close()
-    resumed.close()

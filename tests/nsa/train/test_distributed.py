@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from nsa.io import read_json_lines
 from nsa.model import SHOWCASE, DecoderLM
-from nsa.train import checkpoint, distributed, files
+from nsa.train import checkpoint, distributed
 from nsa.train.distributed import LostRankError, Ranks
-from nsa.train.files import Table
 from nsa.train.objective import Objective
+from nsa.train.run_folder import Table
 from tests.nsa.train import runs
 from tests.nsa.train.runs import settings, train
 
@@ -44,7 +45,7 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     one, two = runs.losses(alone / "run"), runs.losses(both / "run")
     assert sorted(two) == list(range(1, 9))
     assert [two[step] for step in sorted(two)] == pytest.approx([one[step] for step in sorted(one)], rel=2e-5)
-    states = [checkpoint.newest_whole(folder / "run" / "checkpoints") for folder in (alone, both)]
+    states = [checkpoint.newest_intact(folder / "run" / "checkpoints") for folder in (alone, both)]
     assert states[0] is not None
     assert states[1] is not None
     for name, weight in states[0].state["model"].items():
@@ -54,7 +55,7 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     assert periodic["tokens_seen"] == 6 * 2 * 92  # figures arrive a step later, but a checkpoint has them all
     validations = [float(row["loss"]) for folder in (alone, both) for row in Table.rows(folder / "run" / "val.csv")]
     assert validations[1] == pytest.approx(validations[0], rel=2e-5)
-    other_rank = list(files.json_lines(both / "run" / "heartbeat_rank1.jsonl"))
+    other_rank = list(read_json_lines(both / "run" / "heartbeat_rank1.jsonl"))
     assert {record["step"] for record in other_rank if "loss" in record} == set(range(1, 9))
     logged = [record for record in runs.records(both / "run") if "rank_imbalance" in record]
     assert logged
@@ -65,9 +66,9 @@ def test_small_blocks_are_gathered_together(monkeypatch: pytest.MonkeyPatch) -> 
     """In order, each group as small as it may be; the host pays for each."""
     monkeypatch.setattr(distributed, "ENOUGH_PARAMETERS", 100)
     small, almost, large = (torch.nn.Linear(*size, bias=False) for size in ((4, 10), (9, 11), (10, 10)))
-    groups = distributed.gathered_together([small, small, small, large, almost, small, small])
+    groups = distributed.group_blocks([small, small, small, large, almost, small, small])
     assert groups == [[small, small, small], [large], [almost, small], [small]]
-    assert distributed.gathered_together([]) == []
+    assert distributed.group_blocks([]) == []
 
 
 def test_fsdp2_shards_each_group_and_then_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +85,7 @@ def test_fsdp2_shards_each_group_and_then_the_rest(monkeypatch: pytest.MonkeyPat
     a_block = sum(x.numel() for x in model.blocks[0].parameters())
     monkeypatch.setattr(distributed, "ENOUGH_PARAMETERS", 2 * a_block)
     objective = Objective(model)
-    assert distributed.wrapped(objective, Ranks(0, 2, 0), "fsdp2", torch.device("cpu")) is objective
+    assert distributed.wrap(objective, Ranks(0, 2, 0), "fsdp2", torch.device("cpu")) is objective
     blocks = list(model.blocks)
     assert shards == [blocks[:2], blocks[2:4], blocks[4:], objective]
 
@@ -119,29 +120,29 @@ def test_a_dead_rank_ends_the_run_with_a_clear_error(tmp_path: Path) -> None:
 def test_only_what_says_so_is_a_lost_rank() -> None:
     with (
         pytest.raises(LostRankError, match="rank 1 of 2 lost another rank in step 7"),
-        distributed.noticing_lost_ranks(Ranks(1, 2), 7),
+        distributed.detect_lost_ranks(Ranks(1, 2), 7),
     ):
         raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
-    with pytest.raises(RuntimeError, match="out of memory"), distributed.noticing_lost_ranks(Ranks(1, 2), 7):
+    with pytest.raises(RuntimeError, match="out of memory"), distributed.detect_lost_ranks(Ranks(1, 2), 7):
         raise RuntimeError("out of memory")
-    with pytest.raises(RuntimeError, match="Connection closed"), distributed.noticing_lost_ranks(Ranks(), 7):
+    with pytest.raises(RuntimeError, match="Connection closed"), distributed.detect_lost_ranks(Ranks(), 7):
         raise RuntimeError("Connection closed by peer")
 
 
 def test_what_each_rank_alone_knows_comes_back() -> None:
-    parts = distributed.every_ranks({"a": torch.arange(3), "b": [1, None]}, Ranks(), torch.device("cpu"))
-    found = distributed.own_part(parts, Ranks())
+    parts = distributed.gather_states({"a": torch.arange(3), "b": [1, None]}, Ranks(), torch.device("cpu"))
+    found = distributed.own_state(parts, Ranks())
     assert found["a"].tolist() == [0, 1, 2]
     assert found["b"] == [1, None]
-    places = [distributed.every_ranks({"place": rank}, Ranks(), torch.device("cpu"))[0] for rank in range(2)]
-    assert [distributed.own_part(places, Ranks(rank, 2))["place"] for rank in range(2)] == [0, 1]
+    places = [distributed.gather_states({"place": rank}, Ranks(), torch.device("cpu"))[0] for rank in range(2)]
+    assert [distributed.own_state(places, Ranks(rank, 2))["place"] for rank in range(2)] == [0, 1]
     with pytest.raises(ValueError, match="made by 1 ranks, and has no data position for 2"):
-        distributed.own_part(parts, Ranks(0, 2))
+        distributed.own_state(parts, Ranks(0, 2))
 
 
 def test_ranks_share_a_batch_evenly(tmp_path: Path) -> None:
-    from nsa.train.batches import Share
+    from nsa.train.loader import Shard
 
-    assert [list(Share(rank, 2).rows(4)) for rank in range(2)] == [[0, 1], [2, 3]]
+    assert [list(Shard(rank, 2).rows(4)) for rank in range(2)] == [[0, 1], [2, 3]]
     with pytest.raises(ValueError, match=r"train\.batch_size must be a multiple of the 2 ranks; got 3"):
-        Share(0, 2).rows(3)
+        Shard(0, 2).rows(3)

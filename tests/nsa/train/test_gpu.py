@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from nsa.train import profile
-from nsa.train.batches import Share, SyntheticBatches
 from nsa.train.distributed import Ranks
-from nsa.train.figures import OnTheirWay
+from nsa.train.loader import Shard, SyntheticBatches
+from nsa.train.metrics import AsyncMetrics
 from nsa.train.settings import Settings
 from nsa.train.trainer import Trainer
 from regression.host_cost import no_waiting
@@ -32,17 +32,17 @@ def _trainer(chosen: Settings) -> Trainer:
 def test_a_step_waits_for_nothing(graphed: bool, how: bool | str, packing: bool, tmp_path: Path) -> None:
     chosen: dict[str, Any] = {**BF16, "data__packing": packing, "runtime__gradient_checkpointing": how}
     trainer = _trainer(settings(tmp_path, **chosen, runtime__cuda_graph=graphed))
-    source = SyntheticBatches(trainer.settings, Share())
+    source = SyntheticBatches(trainer.settings, Shard())
     batches = [source.next().pinned().to(trainer.device) for _ in range(4)]
     for batch in batches[:2]:
         trainer.step([batch])  # compiles, tunes and captures
-    coming: OnTheirWay[int] = OnTheirWay()
+    pending: AsyncMetrics[int] = AsyncMetrics()
     with no_waiting():
         for number, batch in enumerate(batches[2:]):
             stepped = trainer.step([batch])
-            coming.ask(number, {"loss": stepped.loss}, (stepped.forward_begin, stepped.forward_end))
-    first, second = coming.arrived(all_of_them=True)
-    assert (first.told, second.told) == (0, 1)
+            pending.submit(number, {"loss": stepped.loss}, (stepped.forward_begin, stepped.forward_end))
+    first, second = pending.ready(wait=True)
+    assert (first.context, second.context) == (0, 1)
     assert second.step_s is not None
     if graphed:
         assert second.forward_ms is None
@@ -72,7 +72,7 @@ def test_compiled_trains_as_eager_does(how: bool, tmp_path: Path) -> None:
     losses = []
     for compiled in (False, True):
         chosen = settings(tmp_path, **BF16, runtime__compile=compiled, runtime__gradient_checkpointing=how)
-        trainer, source = _trainer(chosen), SyntheticBatches(chosen, Share())
+        trainer, source = _trainer(chosen), SyntheticBatches(chosen, Shard())
         losses.append([float(trainer.step([source.next().to(trainer.device)]).loss) for _ in range(4)])
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)
 
@@ -89,7 +89,7 @@ def test_a_replayed_step_is_the_step(
     chosen |= {"data__packing": packing, "runtime__gradient_checkpointing": how}
     torch._dynamo.reset()  # which compiles no function more than so many times
     plain, replayed = (_trainer(settings(tmp_path, **chosen, runtime__cuda_graph=graphed)) for graphed in (False, True))
-    source = SyntheticBatches(plain.settings, Share())
+    source = SyntheticBatches(plain.settings, Shard())
     for number in range(6):
         batches = [source.next().to(plain.device) for _ in range(2)]
         if number == 3 and packing:
@@ -109,13 +109,13 @@ def test_a_replayed_step_is_the_step(
 @pytest.mark.parametrize("name", ["m7c_125m_1xa100_prod_v1", "h200_125m"])
 def test_the_estimate_of_memory_holds(name: str) -> None:
     """Within a third of what a step of the profile takes, at two sequences."""
-    from nsa.train import plan
+    from nsa.train import preflight
 
     eager = {"runtime.compile": False, "runtime.cuda_graph": False}
     chosen = profile.load(name, overrides={"train.batch_size": 2, "data.dataset": "synthetic", **eager})
-    trainer, source = _trainer(chosen), SyntheticBatches(chosen, Share())
+    trainer, source = _trainer(chosen), SyntheticBatches(chosen, Shard())
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
         trainer.step([source.next().to(trainer.device)])
-    peak = torch.cuda.max_memory_allocated() / plan.MIB
-    assert plan.peak_mem_mib(chosen) == pytest.approx(peak, rel=0.33)
+    peak = torch.cuda.max_memory_allocated() / preflight.MIB
+    assert preflight.peak_mem_mib(chosen) == pytest.approx(peak, rel=0.33)

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa import NSAConfig, nsa_attention
 from nsa.model import DecoderLM, next_token_loss
-from nsa.train import objective, optim
-from nsa.train.batches import Share, SyntheticBatches
+from nsa.train import objective
+from nsa.train.data import Batch
 from nsa.train.distributed import Ranks
+from nsa.train.loader import Shard, SyntheticBatches
 from nsa.train.objective import Objective
-from nsa.train.packing import Batch
 from nsa.train.settings import Settings, Train
 from nsa.train.trainer import Trainer
 from tests.nsa.train.runs import settings
@@ -39,7 +39,7 @@ def _gradients(trainer: Trainer, batch: Batch) -> torch.Tensor:
 @pytest.mark.parametrize("packed", [True, False])
 def test_is_the_models_own_loss_in_chunks(packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = settings(tmp_path, data__packing=packed)
-    lm, batch = DecoderLM(chosen.model), SyntheticBatches(chosen, Share()).next()
+    lm, batch = DecoderLM(chosen.model), SyntheticBatches(chosen, Shard()).next()
     monkeypatch.setattr(objective, "CHUNK_LOGITS", 7 * chosen.model.vocab_size)
     found = Objective(lm)(batch.tokens, batch.targets, batch.cu_seqlens) / batch.num_targets
     logits = lm(batch.tokens, cu_seqlens=batch.cu_seqlens)
@@ -51,7 +51,7 @@ def test_is_the_models_own_loss_in_chunks(packed: bool, tmp_path: Path, monkeypa
 
 def test_never_holds_all_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = settings(tmp_path)
-    lm, batch = DecoderLM(chosen.model), SyntheticBatches(chosen, Share()).next()
+    lm, batch = DecoderLM(chosen.model), SyntheticBatches(chosen, Shard()).next()
     monkeypatch.setattr(objective, "CHUNK_LOGITS", 16 * chosen.model.vocab_size)
     sizes: list[int] = []
 
@@ -69,14 +69,14 @@ def test_never_holds_all_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_recomputation_changes_no_bit(how: bool | str, tmp_path: Path) -> None:
     plain = settings(tmp_path)
     again = settings(tmp_path, runtime__gradient_checkpointing=how)
-    batch = SyntheticBatches(plain, Share()).next()
+    batch = SyntheticBatches(plain, Shard()).next()
     assert torch.equal(_gradients(_trainer(plain), batch), _gradients(_trainer(again), batch))
 
 
 @pytest.mark.parametrize("how", [True, "selective"])
 def test_recomputation_keeps_less(how: bool | str, tmp_path: Path) -> None:
     chosen = settings(tmp_path)
-    batch = SyntheticBatches(chosen, Share()).next()
+    batch = SyntheticBatches(chosen, Shard()).next()
 
     def kept(which: bool | str) -> int:
         lm, sizes = DecoderLM(chosen.model), list[int]()
@@ -92,7 +92,7 @@ def test_an_accumulation_is_one_large_batch(tmp_path: Path) -> None:
     """Also where its parts have unequally many targets."""
     small = settings(tmp_path, train__accumulate_grad_batches=2)
     large = settings(tmp_path, train__batch_size=4)
-    source, whole = SyntheticBatches(small, Share()), SyntheticBatches(large, Share())
+    source, whole = SyntheticBatches(small, Shard()), SyntheticBatches(large, Shard())
     parts = [source.next(), source.next()]
     parts[1].targets[:, :20] = -100
     parts[1] = dataclasses.replace(parts[1], num_targets=int((parts[1].targets >= 0).sum()))
@@ -111,7 +111,7 @@ def test_an_accumulation_is_one_large_batch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_trains_in_every_precision_with_float32_weights(precision: str, tmp_path: Path) -> None:
     trainer = _trainer(settings(tmp_path, runtime__precision=precision))
-    source = SyntheticBatches(trainer.settings, Share())
+    source = SyntheticBatches(trainer.settings, Shard())
     for _ in range(3):
         loss = float(trainer.step([source.next()]).loss)
         assert abs(loss - math.log(256)) < 0.2
@@ -120,7 +120,7 @@ def test_trains_in_every_precision_with_float32_weights(precision: str, tmp_path
 
 def test_learns_and_clips(tmp_path: Path) -> None:
     trainer = _trainer(settings(tmp_path, train__grad_clip=1e-3, train__lr=1e-2, train__steps=40))
-    batch = SyntheticBatches(trainer.settings, Share()).next()
+    batch = SyntheticBatches(trainer.settings, Shard()).next()
     losses = []
     for _ in range(40):
         stepped = trainer.step([batch])
@@ -134,7 +134,7 @@ def test_learns_and_clips(tmp_path: Path) -> None:
 @pytest.mark.parametrize("forgotten", ["model", "optimizer", "step"])
 def test_a_resume_needs_each_part(forgotten: str, tmp_path: Path) -> None:
     first, second = (_trainer(settings(tmp_path, train__seed=seed)) for seed in (0, 1))
-    batch = SyntheticBatches(first.settings, Share()).next()
+    batch = SyntheticBatches(first.settings, Shard()).next()
     first.step([batch])
     kept, other = (copy.deepcopy(trainer.state({})) for trainer in (first, second))  # as a file would keep them
     second.restore({**kept, forgotten: other[forgotten]})
@@ -162,13 +162,13 @@ def test_unfused_attention_is_the_torch_backend(tmp_path: Path) -> None:
 )
 def test_learning_rate(step: int, share: float) -> None:
     train = Train(steps=100, warmup_steps=10, lr=2.0, lr_end=0.25)
-    assert optim.learning_rate(step, train) == pytest.approx(2.0 * share, rel=2e-2)
+    assert objective.learning_rate(step, train) == pytest.approx(2.0 * share, rel=2e-2)
     constant = dataclasses.replace(train, lr_schedule="constant")
-    assert optim.learning_rate(step, constant) == (2.0 * share if step < 10 else 2.0)
+    assert objective.learning_rate(step, constant) == (2.0 * share if step < 10 else 2.0)
 
 
 def test_only_matrices_decay(tmp_path: Path) -> None:
-    optimizer = optim.adamw(DecoderLM(settings(tmp_path).model), Train(weight_decay=0.5))
+    optimizer = objective.adamw(DecoderLM(settings(tmp_path).model), Train(weight_decay=0.5))
     decay, none = optimizer.param_groups
     assert (decay["weight_decay"], none["weight_decay"]) == (0.5, 0.0)
     assert all(p.dim() >= 2 for p in decay["params"])
@@ -182,7 +182,7 @@ def test_only_matrices_decay(tmp_path: Path) -> None:
 def test_compiled_is_the_same(how: Any, tmp_path: Path) -> None:
     plain = settings(tmp_path, runtime__gradient_checkpointing=how)
     compiled = settings(tmp_path, runtime__gradient_checkpointing=how, runtime__compile=True)
-    batch = SyntheticBatches(plain, Share()).next()
+    batch = SyntheticBatches(plain, Shard()).next()
     assert torch.allclose(
         _gradients(_trainer(plain), batch), _gradients(_trainer(compiled), batch), rtol=1e-3, atol=1e-5
     )
@@ -205,7 +205,7 @@ class _HostSyncs(TorchDispatchMode):
 def test_the_trainer_itself_waits_for_nothing(fault: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Around a model that is a stand-in: the attention of a CPU may look at its tensors."""
     chosen = settings(tmp_path)
-    trainer, batch = _trainer(chosen), SyntheticBatches(chosen, Share()).next()
+    trainer, batch = _trainer(chosen), SyntheticBatches(chosen, Shard()).next()
     monkeypatch.setattr(trainer.lm, "hidden", lambda tokens, cu_seqlens: trainer.lm.embedding(tokens))
     monkeypatch.setattr(
         trainer.optimizer, "step", lambda: None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nsa.model import BASE_125M, SHOWCASE, DecoderLM
-from nsa.train import environment, plan, profile
+from nsa.train import preflight, profile
 from nsa.train.profile import ProfileError
 
 FIELD = """
@@ -78,7 +78,7 @@ def test_every_profile_loads() -> None:
 
 
 def test_each_value_has_its_origin(field: str) -> None:
-    read = environment.read({"NSA_TB_DISABLE": "1", "NSA_SDPA_NO_FLASH": "1", "HOME": "/"})
+    read = profile.read_environment({"NSA_TB_DISABLE": "1", "NSA_SDPA_NO_FLASH": "1", "HOME": "/"})
     found = profile.load(field, environment=read.values, overrides={"train.steps": 7, "runtime.use_flash": True})
     origins = {dotted: (value, origin) for dotted, value, origin in profile.flat(found)}
     assert origins["train.steps"] == (7, "command line")
@@ -147,13 +147,13 @@ def test_numbers_without_a_point_are_numbers(tmp_path: Path) -> None:
 
 def test_environment_suggests_the_nearest_name() -> None:
     with pytest.raises(ValueError, match="did you mean NSA_TB_DISABLE"):
-        environment.read({"NSA_TB_DISABLED": "1"})
+        profile.read_environment({"NSA_TB_DISABLED": "1"})
     with pytest.raises(ValueError, match="NSA_TB_DISABLE must be 0 or 1; got 'yes'"):
-        environment.read({"NSA_TB_DISABLE": "yes"})
+        profile.read_environment({"NSA_TB_DISABLE": "yes"})
 
 
 def test_environment_says_what_replaced_a_flag() -> None:
-    read = environment.read({"NSA_PREFILL_BATCHED": "1", "CONFIG": "a.yaml", "NSA_DISABLE_AUX_STATS": "0"})
+    read = profile.read_environment({"NSA_PREFILL_BATCHED": "1", "CONFIG": "a.yaml", "NSA_DISABLE_AUX_STATS": "0"})
     assert len(read.notes) == 2
     assert read.values == {"telemetry.statistics": (True, "NSA_DISABLE_AUX_STATS=0")}
 
@@ -161,4 +161,4 @@ def test_environment_says_what_replaced_a_flag() -> None:
 @pytest.mark.parametrize("name", ["train_showcase", "m7c_3090_smoke"])
 def test_parameters_are_counted_on_the_model(name: str) -> None:
     chosen = profile.load(name)
-    assert plan.num_parameters(chosen) == sum(p.numel() for p in DecoderLM(chosen.model).parameters())
+    assert preflight.num_parameters(chosen) == sum(p.numel() for p in DecoderLM(chosen.model).parameters())

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nsa.train import checkpoint
-from nsa.train.batches import Share, SyntheticBatches
 from nsa.train.distributed import Ranks
+from nsa.train.loader import Shard, SyntheticBatches
 from nsa.train.trainer import Trainer
 from tests.nsa.train import runs
 from tests.nsa.train.runs import settings, train
@@ -49,7 +49,7 @@ def test_the_last_step_is_always_saved(steps: int, kept: list[int], tmp_path: Pa
     train(settings(tmp_path, data__packing=False, train__steps=steps))
     folder = tmp_path / "run" / "checkpoints"
     assert sorted(int(path.stem[5:]) for path in folder.glob("step-*")) == kept
-    newest = checkpoint.newest_whole(folder)
+    newest = checkpoint.newest_intact(folder)
     assert newest is not None
     assert newest.state["step"] == steps
     assert newest.state["tokens_seen"] == steps * 2 * 47
@@ -59,7 +59,7 @@ def test_the_last_step_is_always_saved(steps: int, kept: list[int], tmp_path: Pa
 
 def _stepped(folder: Path, seed: int, **overrides: Any) -> Trainer:
     trainer = Trainer(settings(folder, train__seed=seed, data__packing=False, **overrides), CPU, Ranks())
-    trainer.step([SyntheticBatches(trainer.settings, Share()).next()])
+    trainer.step([SyntheticBatches(trainer.settings, Shard()).next()])
     return trainer
 
 
@@ -67,7 +67,7 @@ def test_the_scaler_comes_back(tmp_path: Path) -> None:
     """Its scale, which took steps to find, and how long it has stood."""
     first, second = (_stepped(tmp_path, seed, runtime__precision="fp16") for seed in (0, 1))
     hook = next(first.lm.parameters()).register_hook(lambda grad: torch.full_like(grad, torch.inf))
-    batch = SyntheticBatches(first.settings, Share()).next()
+    batch = SyntheticBatches(first.settings, Shard()).next()
     first.step([batch])
     hook.remove()
     first.step([batch])

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.train import checkpoint, files, status
+from nsa.io import read_json_lines
+from nsa.train import checkpoint, report, run_folder
 from nsa.train.__main__ import main
 from nsa.train.checkpoint import DamagedCheckpointError
-from nsa.train.files import Table
 from nsa.train.preflight import RefusedError
+from nsa.train.run_folder import InUseError, Table
 from nsa.train.watchdog import EXIT_STALLED
 from tests.nsa.train import runs
 from tests.nsa.train.runs import settings, train
@@ -69,7 +70,7 @@ def _survives(kills: int, seed: int, folder: Path) -> None:
         child.kill()
         child.communicate()
         reached = max(runs.losses(killed / "run"), default=0)
-        found = checkpoint.newest_whole(killed / "run" / "checkpoints")
+        found = checkpoint.newest_intact(killed / "run" / "checkpoints")
         kept = 0 if found is None else found.state["step"]
         assert found is None or found.refused == ()
         assert reached - kept <= SAVE_EVERY + 1  # a step of which the heartbeat was written, but not yet its checkpoint
@@ -113,7 +114,7 @@ def test_sigterm_saves_and_ends(tmp_path: Path) -> None:
     child.send_signal(signal.SIGTERM)
     output, _ = child.communicate(timeout=_PATIENCE_S)
     assert child.returncode == 143, output
-    found = checkpoint.newest_whole(tmp_path / "run" / "checkpoints")
+    found = checkpoint.newest_intact(tmp_path / "run" / "checkpoints")
     assert found is not None
     assert found.state["step"] == max(runs.losses(tmp_path / "run"))
     assert "signal 15 after step" in output
@@ -146,7 +147,7 @@ def test_a_stall_ends_the_run_with_its_own_code_and_leaves_the_stacks(tmp_path: 
     assert "in stalls" in (run / "stacks_rank0.txt").read_text()
     assert runs.records(run)[-1]["event"] == "stalled"
     assert max(runs.losses(run)) == 6
-    assert status.text(run).startswith("NO-GO")
+    assert report.text(run).startswith("NO-GO")
     train(settings(tmp_path), resume=True)
     assert max(runs.losses(run)) == 8
 
@@ -169,7 +170,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_is_used(
     assert f"refused: {newest} is damaged" in said
     assert "resumed after step 6" in said
     assert runs.losses(tmp_path / "run") == expected
-    assert f"{newest} is damaged" in list(files.json_lines(tmp_path / "run" / "lives.jsonl"))[-1]["refused"][0]
+    assert f"{newest} is damaged" in list(read_json_lines(tmp_path / "run" / "lives.jsonl"))[-1]["refused"][0]
 
 
 def test_a_run_does_not_begin_anew_in_silence(tmp_path: Path) -> None:
@@ -261,7 +262,8 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     train(settings(tmp_path, train__steps=2))
     with pytest.raises(RefusedError, match=r"train\.out_dir must be a new folder, or --resume"):
         train(settings(tmp_path, train__steps=2))
-    with files.locked(tmp_path / "run"), pytest.raises(files.InUseError, match=r"train\.out_dir must not be in use"):
+    in_use = pytest.raises(InUseError, match=r"train\.out_dir must not be in use")
+    with run_folder.folder_lock(tmp_path / "run"), in_use:
         train(settings(tmp_path), resume=True)
 
 

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nsa.train import sentinels, watchdog
-from nsa.train.watchdog import EXIT_STALLED, Terminated, Watchdog, dump_on_signal
+from nsa.train import monitors, watchdog
+from nsa.train.watchdog import EXIT_STALLED, StopRequest, Watchdog, dump_on_signal
 from tests.nsa.train.runs import ROOT
 
 STALL = """
@@ -55,16 +55,16 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ended: list[int]) -> None:
         self._now_s, self._judged, self._ended = 0.0, threading.Semaphore(0), ended
-        judge = sentinels.silence
+        judge = monitors.silence
         calendar = {"strftime": time.strftime, "gmtime": time.gmtime}
         monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: self._now_s, **calendar))
 
-        def judged(*arguments: float, **options: float) -> sentinels.Alarm | None:
+        def judged(*arguments: float, **options: float) -> monitors.Alarm | None:
             alarm = judge(*arguments, **options)
             self._judged.release()
             return alarm
 
-        monkeypatch.setattr(sentinels, "silence", judged)
+        monkeypatch.setattr(monitors, "silence", judged)
 
     def passes(self, seconds: float) -> None:
         self._now_s += seconds
@@ -107,9 +107,9 @@ def test_sigusr1_dumps_the_stacks(tmp_path: Path) -> None:
 
 
 def test_a_second_signal_ends_at_once() -> None:
-    with Terminated() as asked:
+    with StopRequest() as request:
         os.kill(os.getpid(), signal.SIGTERM)
-        assert asked.asked is signal.SIGTERM
+        assert request.signal is signal.SIGTERM
         with pytest.raises(SystemExit) as ended:
             signal.raise_signal(signal.SIGTERM)
     assert ended.value.code == 143

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from nsa import torch_backend
-from nsa.train import sentinels
-from nsa.train.batches import Share, SyntheticBatches
+from nsa.train import monitors
+from nsa.train.attention_stats import AttentionStats
 from nsa.train.distributed import Ranks
 from nsa.train.health import Health
-from nsa.train.observe import Observed
+from nsa.train.loader import Shard, SyntheticBatches
 from nsa.train.trainer import Trainer
 from tests.nsa.train.runs import settings
 
@@ -24,11 +24,11 @@ def _trainer(folder: Path, **overrides: object) -> Trainer:
     return Trainer(settings(folder, **overrides), torch.device("cpu"), Ranks())
 
 
-def _observed(trainer: Trainer) -> Observed:
-    batch = SyntheticBatches(trainer.settings, Share()).next()
+def _observed(trainer: Trainer) -> AttentionStats:
+    batch = SyntheticBatches(trainer.settings, Shard()).next()
     figures = trainer.step([batch], observe=True).observed
     assert figures is not None
-    return trainer.observation.read(figures)
+    return trainer.observer.read(figures)
 
 
 def _health() -> Health:
@@ -58,9 +58,9 @@ def test_what_the_lengths_do_not_dictate_is_unknown(tmp_path: Path) -> None:
 def test_nothing_is_observed_unasked(tmp_path: Path) -> None:
     trainer = _trainer(tmp_path)
     _observed(trainer)
-    assert trainer.step([SyntheticBatches(trainer.settings, Share()).next()]).observed is None
+    assert trainer.step([SyntheticBatches(trainer.settings, Shard()).next()]).observed is None
     dense = _trainer(tmp_path, model__attention="dense")
-    assert dense.step([SyntheticBatches(dense.settings, Share()).next()], observe=True).observed is None
+    assert dense.step([SyntheticBatches(dense.settings, Shard()).next()], observe=True).observed is None
 
 
 def _losing(original: object) -> object:
@@ -74,7 +74,7 @@ def _losing(original: object) -> object:
 def test_lost_blocks_are_seen(tmp_path: Path) -> None:
     with mock.patch.object(torch_backend, "select_blocks", _losing(torch_backend.select_blocks)):
         found = _observed(_trainer(tmp_path, train__seq_len=101))
-    alarms = {alarm.sentinel for alarm in _health().logged(found, 100)}
+    alarms = {alarm.monitor for alarm in _health().logged(found, 100)}
     assert {"selection_at_maximum", "keys_read"} <= alarms
 
 
@@ -86,15 +86,15 @@ def test_gates_are_seen(bias: list[float], sentinel: str, tmp_path: Path) -> Non
         torch.nn.init.zeros_(linear.weight)
         linear.bias.data.copy_(torch.tensor(bias).repeat(4))
     found = _observed(trainer)
-    assert [alarm.sentinel for alarm in _health().logged(found, 100)] == [sentinel]
+    assert [alarm.monitor for alarm in _health().logged(found, 100)] == [sentinel]
     assert _health().logged(found, 0) == []  # nothing has been trained yet
     if sentinel == "gates_uniform":
-        assert found.gate_entropy_nats[0] == pytest.approx(math.log(sentinels.BRANCHES))
+        assert found.gate_entropy_nats[0] == pytest.approx(math.log(monitors.BRANCHES))
 
 
 def test_a_fallback_is_counted(tmp_path: Path) -> None:
     found = _observed(_trainer(tmp_path))
     health = Health(random_vocab_size=None, fp16=False, warmup_steps=0, fused_backend="triton")
     assert health.fallbacks(found) == 2
-    assert [alarm.sentinel for alarm in health.logged(found, 100)] == ["fallbacks"]
+    assert [alarm.monitor for alarm in health.logged(found, 100)] == ["fallbacks"]
     assert health.fallbacks(None) is None

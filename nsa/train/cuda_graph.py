@@ -1,7 +1,7 @@
 """Forward, loss and backward of a batch as one CUDA graph: thousands of launches from Python become one.
 
-A graph reads and writes where it did when it was captured. So a batch is copied into tensors that stay, its documents
-are filled up with empty ones to a number that stays, and gradients are set to zero, never to None.
+A graph reads and writes the addresses with which it was captured. So a batch is copied into static tensors, its
+documents are padded with empty ones to a fixed number, and gradients are set to zero, never to None.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from nsa.graphed_step import stream_aside
-from nsa.train import packing
-from nsa.train.packing import Batch
+from nsa.train import data
+from nsa.train.data import Batch
 
-REHEARSALS = 3
+WARM_UP_PASSES = 3
 """Passes before a capture, as in PyTorch's documentation: they compile kernels and warm up libraries."""
 
 
 @dataclass(frozen=True)
-class Captured:
-    """A graph, where it reads and where it writes; beside this it adds to the gradients."""
+class CapturedGraph:
+    """A graph, the batch that it reads, and the loss that it writes; it also adds to the gradients."""
 
     graph: torch.cuda.CUDAGraph
     batch: Batch
@@ -34,7 +34,7 @@ class Captured:
 class GraphedPass:
     """The loss of a batch, whose gradients are added to those that the parameters have.
 
-    Captured at the first batch, and anew for another shape or for more documents than there is room for.
+    Captured at the first batch, and again for another shape or for more documents than there is room for.
     """
 
     def __init__(self, loss: Callable[[Batch], Tensor], parameters: Iterable[nn.Parameter]) -> None:
@@ -42,7 +42,7 @@ class GraphedPass:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         self._weight = torch.zeros((), device=parameter.device)
-        self._captured: Captured | None = None
+        self._captured: CapturedGraph | None = None
 
     def __call__(self, batch: Batch, weight: Tensor) -> Tensor:
         """float32 []; the gradients are those of the loss times `weight`, float32 []."""
@@ -56,8 +56,8 @@ class GraphedPass:
         captured.graph.replay()
         return captured.loss.clone()
 
-    def _capture(self, batch: Batch) -> Captured:
-        """Rehearsed with a weight of 0, which adds nothing to the gradients.
+    def _capture(self, batch: Batch) -> CapturedGraph:
+        """Warmed up with a weight of 0, which adds nothing to the gradients.
 
         A node that adds to a gradient stays on the stream on which it was made. So it is made anew on the stream of the
         capture: no pass on another one may be left, not even as garbage.
@@ -69,13 +69,13 @@ class GraphedPass:
         graph, aside = torch.cuda.CUDAGraph(), stream_aside(batch.tokens.device)
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
-            for _ in range(REHEARSALS):
+            for _ in range(WARM_UP_PASSES):
                 self._pass(batch)
         torch.cuda.current_stream().wait_stream(aside)
         # thread_local: the thread that makes batches pins their memory meanwhile
         with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
             loss = self._pass(batch)
-        return Captured(graph, batch, loss)
+        return CapturedGraph(graph, batch, loss)
 
     def _pass(self, batch: Batch) -> Tensor:
         loss = self._loss(batch)
@@ -98,7 +98,7 @@ def _held(batch: Batch, before: Batch | None) -> Batch:
     room = (before and _documents(before)) or _documents(batch)
     while room < _documents(batch):
         room *= 2
-    bounds = None if batch.cu_seqlens is None else packing.with_empty_documents(batch.cu_seqlens, room)
+    bounds = None if batch.cu_seqlens is None else data.with_empty_documents(batch.cu_seqlens, room)
     return Batch(batch.tokens.clone(), batch.targets.clone(), batch.num_targets, bounds)
 
 
@@ -106,4 +106,4 @@ def _copy(batch: Batch, held: Batch) -> None:
     held.tokens.copy_(batch.tokens)
     held.targets.copy_(batch.targets)
     if batch.cu_seqlens is not None and held.cu_seqlens is not None:
-        held.cu_seqlens.copy_(packing.with_empty_documents(batch.cu_seqlens, _documents(held)))
+        held.cu_seqlens.copy_(data.with_empty_documents(batch.cu_seqlens, _documents(held)))

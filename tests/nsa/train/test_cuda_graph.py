@@ -9,13 +9,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from nsa.train import packing, plan, profile, trainer
-from nsa.train.batches import Share, SyntheticBatches
+from nsa.train import data, preflight, profile, trainer
+from nsa.train.cuda_graph import CapturedGraph, GraphedPass
+from nsa.train.data import Batch
 from nsa.train.distributed import Ranks
-from nsa.train.figures import OnTheirWay
-from nsa.train.graphed import Captured, GraphedPass
+from nsa.train.loader import Shard, SyntheticBatches
+from nsa.train.metrics import AsyncMetrics
 from nsa.train.objective import Objective
-from nsa.train.packing import Batch
 from nsa.train.profile import ProfileError
 from nsa.train.settings import Settings
 from nsa.train.trainer import Trainer
@@ -30,11 +30,11 @@ class _Again(GraphedPass):
 
     captures: list[Batch]
 
-    def _capture(self, batch: Batch) -> Captured:
+    def _capture(self, batch: Batch) -> CapturedGraph:
         self.captures = [*getattr(self, "captures", []), batch]
         loss = torch.zeros(())
         graph = SimpleNamespace(replay=lambda: loss.copy_(self._pass(batch)))
-        return Captured(cast(torch.cuda.CUDAGraph, graph), batch, loss)
+        return CapturedGraph(cast(torch.cuda.CUDAGraph, graph), batch, loss)
 
 
 def _replaying(chosen: Settings) -> tuple[Trainer, _Again]:
@@ -58,7 +58,7 @@ def test_empty_documents_change_nothing(phi: str, tmp_path: Path) -> None:
     batch = packed(40, 5, 51)
     assert batch.cu_seqlens is not None
     few = batch.cu_seqlens[:4]
-    many = packing.with_empty_documents(few, 130)
+    many = data.with_empty_documents(few, 130)
     assert (few.tolist(), many.tolist()) == ([0, 40, 45, 96], [0, 40, 45] + 128 * [96])
     lm = Trainer(chosen, CPU, Ranks()).lm
     found = [Objective(lm)(batch.tokens, batch.targets, bounds) for bounds in (few, many)]
@@ -73,7 +73,7 @@ def test_a_replayed_step_is_the_step(precision: str, rows: bool, tmp_path: Path)
     """Also where gradients were added up, where one step is observed between two, and in its loss."""
     chosen = settings(tmp_path, runtime__precision=precision, data__packing=not rows)
     plain, (replayed, stand_in) = Trainer(chosen, CPU, Ranks()), _replaying(chosen)
-    source = SyntheticBatches(chosen, Share())
+    source = SyntheticBatches(chosen, Shard())
     addresses = _addresses(replayed)
     for observe in (False, False, True, False):
         batches = [source.next() for _ in range(3)]
@@ -128,10 +128,10 @@ def test_a_run_replays_and_resumes(batches: int, tmp_path: Path, monkeypatch: py
 
 
 def test_a_forward_pass_that_nobody_saw_has_no_time() -> None:
-    coming: OnTheirWay[int] = OnTheirWay()
-    coming.ask(1, {}, (0.0, None))
-    coming.ask(2, {}, (0.0, 0.5))
-    assert [arrived.forward_ms for arrived in coming.arrived(all_of_them=True)] == [None, 500.0]
+    pending: AsyncMetrics[int] = AsyncMetrics()
+    pending.submit(1, {}, (0.0, None))
+    pending.submit(2, {}, (0.0, 0.5))
+    assert [host.forward_ms for host in pending.ready(wait=True)] == [None, 500.0]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_where_no_graph_can_be_is_refused(device: str, own: Ranks, says: str, tm
 
 def test_the_graphs_own_memory_is_estimated(tmp_path: Path) -> None:
     plain, graphed, unobserved = (
-        plan.peak_mem_mib(settings(tmp_path, train__seq_len=4096, runtime__device="auto", **more))
+        preflight.peak_mem_mib(settings(tmp_path, train__seq_len=4096, runtime__device="auto", **more))
         for more in (
             {},
             {"runtime__cuda_graph": True},

@@ -1,9 +1,10 @@
-"""Whatever befalls a writer, every finished line stays readable and no later one is lost."""
+"""Whatever befalls a writer, a replaced file is the old or the new one, and every finished line stays readable."""
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import signal
 import subprocess
@@ -12,19 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import jsonl, lines, run_file
-from benchmarks.fingerprint import ROOT
-from benchmarks.jsonl import DiskFullError
-from benchmarks.records import Gate
-from tests.benchmarks.synthetic import FINGERPRINT, GREEN, key, passed
+from nsa.io import DiskFullError, append_line, atomic_write, read_json_lines, read_lines, to_json
+from tests.nsa.train.runs import ROOT
 
 _WRITER = """
 import json, sys
 from pathlib import Path
-from benchmarks import jsonl
+from nsa.io import append_line
 name, path = sys.argv[1:]
 for i in range(150):
-    jsonl.append(Path(path), json.dumps({"writer": name, "line": i, "long": "x" * 20_000}))
+    append_line(Path(path), json.dumps({"writer": name, "line": i, "long": "x" * 20_000}))
 """
 
 
@@ -38,7 +36,7 @@ def test_two_writers_lose_nothing(tmp_path: Path) -> None:
         assert process.wait(60) == 0
         assert process.stdout is not None
         process.stdout.close()
-    found = [json.loads(line) for _, line in jsonl.lines(path)]
+    found = [json.loads(line) for _, line in read_lines(path)]
     for name in ("a", "b"):
         assert [line["line"] for line in found if line["writer"] == name] == list(range(150))
 
@@ -50,25 +48,13 @@ def test_a_killed_writer_leaves_every_finished_line(tmp_path: Path) -> None:
         assert process.stdout is not None
         said = [int(process.stdout.readline()) for _ in range(20)]
         process.send_signal(signal.SIGKILL)
-    found = list(jsonl.lines(path))
+    found = list(read_lines(path))
     assert [json.loads(line)["line"] for _, line in found[:20]] == said
-
-
-def test_a_torn_line_swallows_nothing_that_comes_after_it(tmp_path: Path) -> None:
-    record = passed(key())
-    path = run_file.create(tmp_path, FINGERPRINT)
-    run_file.append(path, record)
-    with path.open("a") as file:
-        file.write(path.read_text().splitlines()[1][:100])  # killed in the middle of a line
-    run_file.append(path, record)
-    found, (damaged,) = run_file.split(run_file.read(path))
-    assert found == [record, record]
-    assert damaged.line == 3
 
 
 def test_a_full_disk_is_said_and_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.jsonl"
-    jsonl.append(path, '{"a": 1}')
+    append_line(path, '{"a": 1}')
     whole, room = os.write, [4]
 
     def almost_full(file: int, data: bytes) -> int:
@@ -81,28 +67,49 @@ def test_a_full_disk_is_said_and_leaves_the_file_as_it_was(tmp_path: Path, monke
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", almost_full)
         with pytest.raises(DiskFullError, match=r"make room and go on: .*a\.jsonl"):
-            jsonl.append(path, '{"b": 2}')
+            append_line(path, '{"b": 2}')
     assert path.read_text() == '{"a": 1}\n'
-    jsonl.append(path, '{"b": 2}')
+    append_line(path, '{"b": 2}')
     assert path.read_text() == '{"a": 1}\n{"b": 2}\n'
-
-
-def test_dataclasses_are_appended_as_safely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, gate = tmp_path / "new" / "a.jsonl", GREEN
-    lines.append(path, gate)
-    whole = os.write
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", lambda file, data: whole(file, data[:7]))  # as a disk that is nearly full may
-        lines.append(path, gate)
-    assert lines.read(path, Gate) == ([gate, gate], [])
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device that is always full")
 def test_a_full_device_is_said() -> None:
     with pytest.raises(DiskFullError, match="no room for one more line"):
-        jsonl.append(Path("/dev/full"), "{}")
+        append_line(Path("/dev/full"), "{}")
 
 
 def test_another_error_stays_what_it_is(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
-        jsonl.append(tmp_path, "{}")
+        append_line(tmp_path, "{}")
+
+
+def test_a_torn_line_is_closed_and_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    append_line(path, '{"a": 1}')
+    with path.open("a") as file:
+        file.write('{"a": 2')
+    append_line(path, '{"a": 3}', sync=False)
+    assert [record["a"] for record in read_json_lines(path)] == [1, 3]
+    assert list(read_json_lines(tmp_path / "none")) == []
+
+
+def test_json_has_no_bare_nan() -> None:
+    assert json.loads(to_json({"a": math.nan, "b": [math.inf], "c": (None, True)})) == {
+        "a": "nan", "b": ["inf"], "c": [None, True],
+    }  # fmt: skip
+
+
+def test_dying_in_a_replace_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.json"
+    atomic_write(path, "old")
+    assert path.stat().st_mode & 0o777 == 0o644
+
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", dies)
+    with pytest.raises(KeyboardInterrupt):
+        atomic_write(path, "new")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.json"]

@@ -1,4 +1,4 @@
-"""What gates and selection did in one forward pass, computed where it happened and read when it is logged."""
+"""What gates and selection did in one forward pass: computed on the device as it runs, read when it is logged."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +17,15 @@ from nsa.layer import NativeSparseAttention
 from nsa.model import DecoderLM
 
 BRANCHES = ("compressed", "selected", "window")
+STATISTICS = (
+    "gate_entropy_nats", "gate_max_share", "gate_shares", "rows", "at_maximum", "at_maximum_expected", "keys_read",
+    "keys_predicted",
+)  # fmt: skip
+"""What is computed on the device; `AttentionStats` says what each is, `rows` is over batch, positions and kv heads."""
 
 
 @dataclass(frozen=True)
-class Observed:
+class AttentionStats:
     """Of all layers of one forward pass."""
 
     gate_entropy_nats: tuple[float, ...]
@@ -62,13 +68,13 @@ class Observed:
         }
 
 
-class Observation:
-    """Watches the attention layers of a model for one forward pass: set, call, `stop`, and `read` later."""
+class AttentionObserver:
+    """Watches the attention layers of a model during one forward pass: `start`, the pass, `stop`, and `read` later."""
 
     def __init__(self, lm: DecoderLM, *, compiled: bool = False) -> None:
         self._layers = [m for m in lm.modules() if isinstance(m, NativeSparseAttention)]
         self._watched = torch.compiler.disable(self._watch) if compiled else self._watch
-        self._figures: dict[int, Tensor] = {}
+        self._values: dict[int, dict[str, Tensor]] = {}
         self._backends: dict[int, str] = {}
 
     def __bool__(self) -> bool:
@@ -79,29 +85,29 @@ class Observation:
         for number, layer in enumerate(self._layers):
             layer.observer = lambda gates, aux, cu, n=number, of=layer: self._watched(n, of, gates, aux, cu)
 
-    def stop(self) -> Tensor:
-        """End watching; all figures as one float64 tensor on the device, for `read`."""
+    def stop(self) -> dict[str, Tensor]:
+        """End watching; the statistics of all layers by name, float64 [layers, ...] on the device, for `read`."""
         for layer in self._layers:
             layer.observer = None
-        return torch.stack([self._figures[n] for n in range(len(self._layers))])
+        layers = [self._values[n] for n in range(len(self._layers))]
+        return {name: torch.stack([values[name] for values in layers]) for name in layers[0]}
 
-    def read(self, figures: Tensor) -> Observed:
-        """`figures` is what `stop` gave, on the host: [layers, 12 + 2·Hq]."""
-        layer = self._layers[0]
-        heads, rows = layer.num_heads, figures.tolist()
-        total = figures.sum(0).tolist()
-        sums, many = total[2 * heads :], len(rows)
-        per_row = [count / sums[3] for count in sums[:3]]
-        predicted = [int(x) if x >= 0 else None for x in sums[9:12]]
-        return Observed(
-            gate_entropy_nats=tuple(x for row in rows for x in row[:heads]),
-            gate_max_share=tuple(x for row in rows for x in row[heads : 2 * heads]),
-            gate_shares=(sums[4] / many, sums[5] / many, sums[6] / many),
-            selected_keys_mean=per_row[1],
-            selected_keys_max=layer.config.n_sel * layer.config.l_sel,
-            at_maximum=sums[7] / many,
-            at_maximum_expected=sums[8] / many,
-            keys_read={branch: round(x) for branch, x in zip(BRANCHES, sums[:3], strict=True)},
+    def read(self, values: Mapping[str, Tensor]) -> AttentionStats:
+        """`values` has what `stop` gave, on the host."""
+        config, num_layers = self._layers[0].config, len(self._layers)
+        sums: dict[str, Any] = {name: x.sum(0).tolist() for name, x in values.items() if name in STATISTICS}
+        keys_read = dict(zip(BRANCHES, sums["keys_read"], strict=True))
+        compressed, selected, window = (share / num_layers for share in sums["gate_shares"])
+        predicted = [int(x) if x >= 0 else None for x in sums["keys_predicted"]]
+        return AttentionStats(
+            gate_entropy_nats=tuple(values["gate_entropy_nats"].flatten().tolist()),
+            gate_max_share=tuple(values["gate_max_share"].flatten().tolist()),
+            gate_shares=(compressed, selected, window),
+            selected_keys_mean=keys_read["selected"] / sums["rows"],
+            selected_keys_max=config.n_sel * config.l_sel,
+            at_maximum=sums["at_maximum"] / num_layers,
+            at_maximum_expected=sums["at_maximum_expected"] / num_layers,
+            keys_read={branch: round(x) for branch, x in keys_read.items()},
             keys_predicted=dict(zip(BRANCHES, predicted, strict=True)),
             backends=Counter(self._backends.values()),
         )
@@ -111,11 +117,11 @@ class Observation:
         self, number: int, layer: NativeSparseAttention, gates: Tensor, aux: Aux, cu_seqlens: Tensor | None
     ) -> None:
         self._backends[number] = aux.backend
-        self._figures[number] = _figures(layer, gates, aux, cu_seqlens)
+        self._values[number] = _statistics(layer, gates, aux, cu_seqlens)
 
 
-def _figures(layer: NativeSparseAttention, gates: Tensor, aux: Aux, cu_seqlens: Tensor | None) -> Tensor:
-    """float64 [2·Hq + 12]: entropy and largest share per head, then what `Observation.read` names."""
+def _statistics(layer: NativeSparseAttention, gates: Tensor, aux: Aux, cu_seqlens: Tensor | None) -> dict[str, Tensor]:
+    """Of one layer, by the names of STATISTICS, float64: [Hq] of the gates' heads, [3] of the branches, else []."""
     shares = gates.float() / gates.float().sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     entropy = torch.special.entr(shares).sum(-1).mean((0, 1))  # [Hq]
     largest = shares.amax(-1).mean((0, 1))  # [Hq]
@@ -125,15 +131,17 @@ def _figures(layer: NativeSparseAttention, gates: Tensor, aux: Aux, cu_seqlens: 
     num_tokens = gates.shape[1]
     layout = Layout(num_tokens, num_tokens, layer.config, gates.device, cu_seqlens)
     fits = num_selection_blocks(layout.positions + 1, layer.config) >= n
-    tail = [
-        *(aux.keys_read[branch].double() for branch in BRANCHES),
+    values = (
+        entropy.double(),
+        largest.double(),
+        shares.mean((0, 1, 2)).double(),
         gates.new_full((), rows, dtype=torch.float64),
-        *shares.mean((0, 1, 2)).double(),
         (chosen == n).double().mean(),
         fits.double().mean(),
-        *(x * (rows // num_tokens) for x in _predicted(layout)),
-    ]
-    return torch.cat([entropy.double(), largest.double(), torch.stack(tail)])
+        torch.stack([aux.keys_read[branch].double() for branch in BRANCHES]),
+        torch.stack([x * (rows // num_tokens) for x in _predicted(layout)]),
+    )
+    return dict(zip(STATISTICS, values, strict=True))
 
 
 def _predicted(layout: Layout) -> tuple[Tensor, Tensor, Tensor]:

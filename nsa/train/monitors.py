@@ -1,6 +1,7 @@
-"""What is watched in any training run: pure functions of figures, each silent (None) or an Alarm that says why.
+"""Monitors of a training run: pure functions of its metrics, each returning None or an Alarm that says why.
 
-They ask for no tensor and wait for no GPU; whoever trains hands them what is logged anyway.
+They take plain numbers, those that are logged anyway, and wait for no GPU. The second half answers whether a series of
+numbers is still the same at its end, by rank statistics, which assume nothing about the distribution of the noise.
 """
 
 from __future__ import annotations
@@ -10,19 +11,17 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nsa.train import series
-
 BRANCHES = 3
 FALSE_ALARM = 1e-6
-"""How often at most a test of chance may cry over a healthy run."""
+"""How often at most a statistical test may raise an alarm in a healthy run."""
 
 
 @dataclass(frozen=True)
 class Alarm:
     """Something that no healthy run shows."""
 
-    sentinel: str
-    """Which one: "too_good", "non_finite", ..."""
+    monitor: str
+    """Its name: "too_good", "non_finite", ..."""
     why: str
     """The figure, what was allowed, and what it usually means."""
 
@@ -63,7 +62,7 @@ def silence(gap_s: float, steps_s: Sequence[float], *, floor_s: float = 30.0, ti
 
 def throughput_drift(tokens_per_s: Sequence[float], *, tolerance: float = 0.1) -> Alarm | None:
     """The throughput has fallen for good by more than `tolerance`, at once or slowly; leave warm-up steps out."""
-    fell = series.fall(tokens_per_s)
+    fell = fall(tokens_per_s)
     if fell is None or fell <= tolerance:
         return None
     quarter = -(-len(tokens_per_s) // 4)
@@ -77,7 +76,7 @@ def memory_slope(memory_mib: Sequence[float], *, limit_mib_per_step: float, grow
 
     A level that is reached once (a longer batch, the allocator's cache) is no slope. Leave warm-up out.
     """
-    per_step = series.steady_slope(memory_mib)
+    per_step = steady_slope(memory_mib)
     if per_step is None or per_step <= limit_mib_per_step or per_step * len(memory_mib) / 2 <= grown_mib:
         return None
     found = f"{per_step:.3g} MiB per step at the end of {len(memory_mib)} steps; {limit_mib_per_step:.3g} is allowed"
@@ -139,3 +138,98 @@ def missing_gradients(norms: Mapping[str, float | None]) -> Alarm | None:
 def _few(names: Sequence[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
+
+
+MAX_POINTS = 240
+"""A longer series is thinned to medians of equal stretches, so that all pairs stay few."""
+
+
+@dataclass(frozen=True)
+class ChangePoint:
+    """Where a series splits best into two levels."""
+
+    index: int
+    """First point of the second level."""
+    before: float
+    """Median of the points before it."""
+    after: float
+    p_value: float
+    """How often a series without a change splits as well as this: Pettitt's (1979) approximation."""
+
+    @property
+    def relative(self) -> float:
+        """The step over the first level; -0.1 is a fall of 10 %. Infinite where the first level is 0."""
+        return (self.after - self.before) / abs(self.before) if self.before else math.copysign(math.inf, self.after)
+
+
+def change_point(series: Sequence[float]) -> ChangePoint | None:
+    """The best split, of any quality; None for fewer than 4 points. Also a slow drift splits, near its middle."""
+    n = len(series)
+    if n < 4:
+        return None
+    ranks, total, best, at = _ranks(series), 0.0, 0.0, 1
+    for t in range(1, n):
+        total += ranks[t - 1]
+        u = abs(2 * total - t * (n + 1))
+        if u > best:
+            best, at = u, t
+    p_value = min(1.0, 2 * math.exp(-6 * best**2 / (n**3 + n**2)))
+    return ChangePoint(at, statistics.median(series[:at]), statistics.median(series[at:]), p_value)
+
+
+def slope(series: Sequence[float]) -> float | None:
+    """Theil-Sen: the median rise per point over all pairs, which a third of wild points cannot move; None below 2."""
+    thinned, stride = thin(series)
+    if len(thinned) < 2:
+        return None
+    rises = [(b - a) / (j - i) for i, a in enumerate(thinned) for j, b in enumerate(thinned[i + 1 :], i + 1)]
+    return statistics.median(rises) / stride
+
+
+def steady_slope(series: Sequence[float]) -> float | None:
+    """The lesser slope of the last two quarters: a level that is reached once lifts one of them only.
+
+    What begins to rise by the middle of the series is seen. None below 7 points.
+    """
+    last = series[len(series) // 2 :]
+    middle = len(last) // 2
+    slopes = slope(last[:middle]), slope(last[middle:])
+    return None if slopes[0] is None or slopes[1] is None else min(slopes[0], slopes[1])
+
+
+def fall(series: Sequence[float], p_value: float = 1e-3) -> float | None:
+    """Share of its level that the series lost for good, at once or slowly; 0 where chance explains it.
+
+    None where the series is so short that chance could explain any fall: below 22 points for the default.
+    """
+    thinned, _ = thin(series)
+    n, split = len(thinned), len(thinned) // 2
+    found = change_point(thinned)
+    if found is None or 2 * math.exp(-6 * (split * (n - split)) ** 2 / (n**3 + n**2)) > p_value:
+        return None
+    if found.p_value > p_value or not found.before:
+        return 0.0
+    drift = (slope(thinned) or 0.0) * len(thinned) / found.before  # a slow fall is twice the step between halves
+    return max(-found.relative, -drift, 0.0)
+
+
+def thin(series: Sequence[float]) -> tuple[list[float], int]:
+    """At most MAX_POINTS medians of stretches of equal length, and that length; a shorter rest is left out."""
+    stride = -(-len(series) // MAX_POINTS) or 1
+    whole = len(series) - len(series) % stride
+    return [statistics.median(series[i : i + stride]) for i in range(0, whole, stride)], stride
+
+
+def _ranks(series: Sequence[float]) -> list[float]:
+    """1 for the least; equal values share the mean of their ranks."""
+    order = sorted(range(len(series)), key=series.__getitem__)
+    ranks = [0.0] * len(series)
+    first = 0
+    while first < len(order):
+        last = first
+        while last + 1 < len(order) and series[order[last + 1]] == series[order[first]]:
+            last += 1
+        for i in order[first : last + 1]:
+            ranks[i] = (first + last) / 2 + 1
+        first = last + 1
+    return ranks

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from nsa.train import history, status
-from nsa.train.history import NoRunError
+from nsa.train import report, run_folder
+from nsa.train.run_folder import NoRunError
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
@@ -56,13 +56,13 @@ def _write(folder: Path, files: Files) -> Path:
 
 
 def _bad(folder: Path) -> list[str]:
-    found = status.checks(history.read(folder), now=BEGIN + timedelta(seconds=STEPS + 1))
+    found = report.checks(run_folder.read_run(folder), now=BEGIN + timedelta(seconds=STEPS + 1))
     return [check.name for check in found if check.healthy is False]
 
 
 def test_a_sound_run_is_a_go(tmp_path: Path) -> None:
     assert _bad(_write(tmp_path, _sound())) == []
-    text = status.text(tmp_path)
+    text = report.text(tmp_path)
     assert text.startswith("GO: tiny, step 180 of 180")
     assert "bad" not in text
 
@@ -126,34 +126,34 @@ def test_each_fault_is_a_no_go(fault: Callable[[Files], None], name: str, tmp_pa
     files = _sound()
     fault(files)
     assert _bad(_write(tmp_path, files)) == [name]
-    assert status.text(tmp_path).startswith("NO-GO")
+    assert report.text(tmp_path).startswith("NO-GO")
 
 
 def test_silence_of_a_run_that_is_not_done(tmp_path: Path) -> None:
     files = _sound()
     files["metrics"]["state"] = "running"
-    run = history.read(_write(tmp_path, files))
-    soon, late = (status.checks(run, now=BEGIN + timedelta(seconds=STEPS + gap))[-1] for gap in (5, 600))
+    run = run_folder.read_run(_write(tmp_path, files))
+    soon, late = (report.checks(run, now=BEGIN + timedelta(seconds=STEPS + gap))[-1] for gap in (5, 600))
     assert (soon.healthy, late.healthy) == (True, False)
     assert "no heartbeat for 600.0 s" in late.reason
 
 
 def test_what_is_not_known_is_not_good(tmp_path: Path) -> None:
     (tmp_path / "heartbeat_rank0.jsonl").write_text("")
-    found = {check.name: check.healthy for check in status.checks(history.read(tmp_path))}
+    found = {check.name: check.healthy for check in report.checks(run_folder.read_run(tmp_path))}
     assert not any(healthy is True for name, healthy in found.items() if name not in ("alarms", "checkpoints"))
 
 
 def test_the_last_life_counts(tmp_path: Path) -> None:
     files = _sound()
     files["beats"].append({**files["beats"][29], "life": 2, "loss": 0.5})
-    run = history.read(_write(tmp_path, files))
+    run = run_folder.read_run(_write(tmp_path, files))
     assert len(run.steps) == STEPS
     assert run.steps[29]["loss"] == 0.5
 
 
 def test_the_page_says_it_all_and_escapes(tmp_path: Path) -> None:
-    page = status.write_page(_write(tmp_path, _sound())).read_text()
+    page = report.write_page(_write(tmp_path, _sound())).read_text()
     assert "<h1>GO: tiny, step 180 of 180</h1>" in page
     assert page.count("<svg") == 7
     assert "a &lt;note&gt;" in page
@@ -165,4 +165,4 @@ def test_the_page_says_it_all_and_escapes(tmp_path: Path) -> None:
 
 def test_no_run_is_an_error_by_name(tmp_path: Path) -> None:
     with pytest.raises(NoRunError, match=str(tmp_path)):
-        status.text(tmp_path)
+        report.text(tmp_path)

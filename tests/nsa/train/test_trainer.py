@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from nsa.loss import IGNORED
-from nsa.train.batches import Share, SyntheticBatches
+from nsa.train.data import Batch
 from nsa.train.distributed import Ranks
-from nsa.train.packing import Batch
+from nsa.train.loader import Shard, SyntheticBatches
 from nsa.train.trainer import Trainer
 from tests.nsa.train.runs import settings
 
@@ -25,7 +25,7 @@ def _trainer(folder: Path, **overrides: Any) -> Trainer:
 
 
 def _batches(trainer: Trainer, count: int = 1) -> list[Batch]:
-    source = SyntheticBatches(trainer.settings, Share())
+    source = SyntheticBatches(trainer.settings, Shard())
     return [source.next() for _ in range(count)]
 
 
