@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import jsonl, schema
-from benchmarks.fingerprint import Fingerprint
+from benchmarks import jsonl
+from benchmarks.history import schema
+from benchmarks.history.fingerprint import Fingerprint
 from regression.evidence import Evidence
 from regression.runner import Finding, Pace
 from regression.soak import Soaked

@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 
-from benchmarks import bisect, checkout, gpus, judgements, lines
+from benchmarks import gpus
+from benchmarks.ab import bisect, checkout, result
+from benchmarks.ab.result import Verdict
 from benchmarks.commands import compare, options
-from benchmarks.judgements import Verdict
+from benchmarks.history import schema
 
 SUMMARY = "find the first commit that made a case slower"
 
@@ -43,7 +45,7 @@ def main(arguments: argparse.Namespace) -> int:
             (found,), interrupted = compare.judge(machine, keys, base, head, rules)
             if interrupted:
                 raise KeyboardInterrupt
-        lines.append(judgements.path(arguments.out, found.utc, base.side, head.side), found)
+        schema.append_line(result.path(arguments.out, found.utc, base.side, head.side), found)
         print(compare.table([found]), flush=True)
         return found.verdict
 

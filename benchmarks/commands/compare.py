@@ -15,14 +15,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import calibration, checkout, contest, fingerprint, gpus, judgements, lines, rounds
-from benchmarks.checkout import Sources
-from benchmarks.child import THREADS
+from benchmarks import gpus
+from benchmarks.ab import calibration, checkout, result, sequential, trial
+from benchmarks.ab.checkout import Sources
+from benchmarks.ab.child import THREADS
+from benchmarks.ab.result import ComparisonResult, Rules, Verdict
+from benchmarks.ab.sequential import PairFailure, PairTiming
 from benchmarks.commands import options
-from benchmarks.contest import NotTimed, Timed
 from benchmarks.gpus import Machine
-from benchmarks.judgements import Judgement, Rules, Verdict
-from benchmarks.records import Key
+from benchmarks.history import fingerprint, schema
+from benchmarks.history.key import Key
 
 SUMMARY = "measure two commits in turns: FASTER, SLOWER, SAME or UNDECIDED for each case"
 BAD = (Verdict.SLOWER, Verdict.FAILED)
@@ -61,9 +63,9 @@ def main(arguments: argparse.Namespace) -> int:
     with checkout.sources(refs) as (base, head):
         print(f"{machine.title}: {len(keys)} cases, {_name(base)} against {_name(head)}", flush=True)
         found, interrupted = judge(machine, keys, base, head, rules)
-    path = judgements.path(arguments.out, found[0].utc, base.side, head.side)
+    path = result.path(arguments.out, found[0].utc, base.side, head.side)
     for judgement in found:
-        lines.append(path, judgement)
+        schema.append_line(path, judgement)
     print("\n" + table(found))
     summary = {
         "verdicts": dict(Counter(judgement.verdict.value for judgement in found)),
@@ -94,15 +96,15 @@ def rules_for(results: Path, machine: Machine, rounds: int) -> Rules:
 
 def judge(
     machine: Machine, keys: Sequence[Key], base: Sources, head: Sources, rules: Rules
-) -> tuple[list[Judgement], bool]:
+) -> tuple[list[ComparisonResult], bool]:
     """One judgement per key, with a line of progress per round; and whether it was interrupted before the end."""
     identity = fingerprint.take(machine.id, machine.device)
     if machine.device == "cpu":
         identity = dataclasses.replace(identity, threads=THREADS)
     measure = _Rounds(machine.device, {key.name: key for key in keys}, base, head, rules)
-    answers, interrupted = [contest.Answer(key.name) for key in keys], False
+    answers, interrupted = [sequential.CaseResult(key.name) for key in keys], False
     try:
-        contest.decide(answers, measure, rules)
+        sequential.extend(answers, measure, rules)
     except KeyboardInterrupt:
         interrupted = True
         for answer in answers:
@@ -119,15 +121,15 @@ class _Rounds:
         self._device, self._keys, self._base, self._head, self._rules = device, keys, base, head, rules
         self._done, self._seconds, self._cases = 0, 0.0, 0
 
-    def __call__(self, cases: Sequence[str]) -> Mapping[str, Timed | NotTimed]:
+    def __call__(self, cases: Sequence[str]) -> Mapping[str, PairTiming | PairFailure]:
         begin = time.perf_counter()
         keys = [self._keys[case] for case in cases]
-        played = rounds.play(self._base, self._head, self._device, keys, self._rules, self._done % 2)
+        played = trial.run(self._base, self._head, self._device, keys, self._rules, self._done % 2)
         self._done += 1
         self._seconds += time.perf_counter() - begin
         self._cases += len(cases)
         print(self._progress(len(cases)), flush=True)
-        timed = (result if isinstance(result, NotTimed) else result.timed() for result in played)
+        timed = (result if isinstance(result, PairFailure) else result.timed() for result in played)
         return dict(zip(cases, timed, strict=True))
 
     def _progress(self, cases: int) -> str:
@@ -141,15 +143,15 @@ class _Rounds:
 
 
 def _judgement(
-    answer: contest.Answer,
+    answer: sequential.CaseResult,
     key: Key,
     identity: fingerprint.Fingerprint,
     base: Sources,
     head: Sources,
     rules: Rules,
-) -> Judgement:
+) -> ComparisonResult:
     effect = answer.effect(rules)
-    return Judgement(
+    return ComparisonResult(
         identity.utc,
         base.side,
         head.side,
@@ -182,13 +184,13 @@ def _name(sources: Sources) -> str:
     return f"{side.ref} ({(side.commit or side.nsa_sha256)[:10]}{', changed' if side.dirty else ''})"
 
 
-def table(found: Sequence[Judgement]) -> str:
+def table(found: Sequence[ComparisonResult]) -> str:
     """One line per case, what needs a person first."""
     order = [Verdict.FAILED, Verdict.SLOWER, Verdict.UNDECIDED, Verdict.FASTER, Verdict.SAME]
     return "\n".join(map(_line, sorted(found, key=lambda judgement: order.index(judgement.verdict))))
 
 
-def _line(judgement: Judgement) -> str:
+def _line(judgement: ComparisonResult) -> str:
     words = [f"{judgement.verdict.value:<10} {judgement.key.name:<58}"]
     if judgement.change is not None and judgement.interval is not None and judgement.detectable is not None:
         low, high = judgement.interval

@@ -9,10 +9,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import fingerprint, gpus, suite
-from benchmarks.cases import NSA
+from benchmarks import gpus
 from benchmarks.gpus import Machine
-from benchmarks.records import Key
+from benchmarks.history import fingerprint
+from benchmarks.history.key import Key
+from benchmarks.workloads import NSA, suite
 
 RESULTS = Path(os.environ.get("NSA_RESULTS") or fingerprint.ROOT / "results")
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks import trend
-from benchmarks.accepted import Standing, State
+from benchmarks.history import trend
+from benchmarks.history.accepted import Standing, State
+from benchmarks.history.store import Series
+from benchmarks.history.trend import Change, Trend
 from benchmarks.report.table import BAD, CODE, GOOD, NAME, PLAIN, Cell, Table, digits, number, percent, when
-from benchmarks.store import Series
-from benchmarks.trend import Change, Trend
 
 STATES = (State.SLOWER, State.MISSING, State.NOT_COMPARABLE, State.NEW, State.FASTER, State.AT_BASELINE)
 """What asks for a decision first."""

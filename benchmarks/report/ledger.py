@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import jsonl, schema
+from benchmarks import jsonl
+from benchmarks.history import schema
 from benchmarks.report.table import BAD, CODE, GOOD, NAME, NBSP, Cell, Table, when
 
 PASSED, SKIPPED = "PASSED", "SKIPPED"

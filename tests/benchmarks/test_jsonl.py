@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import jsonl, lines, run_file
-from benchmarks.fingerprint import ROOT
+from benchmarks import jsonl
+from benchmarks.history import run_file, schema
+from benchmarks.history.fingerprint import ROOT
+from benchmarks.history.records import Gate
 from benchmarks.jsonl import DiskFullError
-from benchmarks.records import Gate
 from tests.benchmarks.synthetic import FINGERPRINT, GREEN, key, passed
 
 _WRITER = """
@@ -89,12 +90,12 @@ def test_a_full_disk_is_said_and_leaves_the_file_as_it_was(tmp_path: Path, monke
 
 def test_dataclasses_are_appended_as_safely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, gate = tmp_path / "new" / "a.jsonl", GREEN
-    lines.append(path, gate)
+    schema.append_line(path, gate)
     whole = os.write
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", lambda file, data: whole(file, data[:7]))  # as a disk that is nearly full may
-        lines.append(path, gate)
-    assert lines.read(path, Gate) == ([gate, gate], [])
+        schema.append_line(path, gate)
+    assert schema.read_lines(path, Gate) == ([gate, gate], [])
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device that is always full")
