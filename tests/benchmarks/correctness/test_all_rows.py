@@ -17,7 +17,7 @@ from benchmarks import runner, worker
 from benchmarks.__main__ import main
 from benchmarks.baselines import BASELINES
 from benchmarks.commands import run as bench_run
-from benchmarks.correctness import all_rows
+from benchmarks.correctness import all_rows, masked_attention
 from benchmarks.correctness.verify import Answer
 from benchmarks.history import run_file
 from benchmarks.history.key import Key
@@ -234,14 +234,14 @@ def test_long_texts_are_compared_by_tiles_in_little_memory(monkeypatch: pytest.M
     every = all_rows.rows_to_compare(p, CONFIG, 1, backward=False)
     assert every.tolist() == list(range(300))
     whole = all_rows.compare_nsa(p, CONFIG, Answer(o), aux.block_indices, every)
-    monkeypatch.setattr(all_rows, "_GATHER_BEYOND", 10**9)
+    monkeypatch.setattr(masked_attention, "_GATHER_BEYOND", 10**9)
     masked = all_rows.compare_nsa(p, CONFIG, Answer(o), aux.block_indices, every)
     for one, other in zip(whole.checks, masked.checks, strict=True):
         assert one.passed
         assert one.error == pytest.approx(other.error, rel=0.5)
     monkeypatch.undo()
     monkeypatch.setitem(all_rows._MOST_PAIRS, "cpu", 1e3)
-    monkeypatch.setitem(all_rows._CHUNK_BYTES, "cpu", 8 * 4 * 300 * 3)  # a few rows
+    monkeypatch.setitem(masked_attention._CHUNK_BYTES, "cpu", 8 * 4 * 300 * 3)  # a few rows
     rows = all_rows.rows_to_compare(p, CONFIG, 1, backward=False)
     tiles = {int(row) // 64 for row in rows}
     assert (tiles, len(rows)) == ({0, 1, 2, 3, 4}, 5)
