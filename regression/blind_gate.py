@@ -119,7 +119,7 @@ def _compare(broken: bool, folder: Path) -> Ended:
     with contextlib.ExitStack() as stack:
         both = contextlib.nullcontext((side, side))
         stack.enter_context(mock.patch.object(checkout, "sources", return_value=both))
-        stack.enter_context(mock.patch.object(trial, "play", played))
+        stack.enter_context(mock.patch.object(trial, "run", played))
         return _in_this_process(["compare", "main", "--gpu", "cpu", "--cases", "decode", "--out", str(folder)])
 
 

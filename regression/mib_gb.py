@@ -106,7 +106,7 @@ def in_gib(mib: float, source: str) -> PeakMemory:
 
 @contextmanager
 def inject() -> Iterator[None]:
-    with injected(Fault(memory, "Peak", in_gib)):
+    with injected(Fault(memory, "PeakMemory", in_gib)):
         yield
 
 

@@ -103,7 +103,7 @@ Group = Sequence[CalibrationPair]
 
 
 def least_effort(rules: Rules) -> Rules:
-    """What is calibrated: `compare` up to the first look that can find a change. Later ones can find more,
+    """What is calibrated: `compare` up to the first interim analysis that can find a change. Later ones can find more,
     and measure on what this one, being the last, calls SAME beyond `plainly_same`."""
     return rules.up_to(rules.fewest_rounds)
 
@@ -145,7 +145,7 @@ def noise(pairs: Sequence[CalibrationPair]) -> float:
     ratios: dict[str, list[float]] = {}
     for pair in pairs:
         for taken in pair.taken:
-            ratios.setdefault(taken.case, []).append(taken.turns.timed().log_ratio)
+            ratios.setdefault(taken.case, []).append(taken.samples.timed().log_ratio)
     return statistics.median(1.4826 * statistics.median(map(abs, values)) for values in ratios.values())
 
 
@@ -164,21 +164,25 @@ def _tallies(groups: Sequence[Group], rules: Rules, levels: Sequence[float] = LE
 
 
 def simulate(group: Group, slowed: str | None, level: int, rules: Rules) -> list[CaseResult]:
-    """One contest over all cases, of which one is slowed down, from the pairs of a group."""
+    """One test over all cases, of which one is slowed down, from the pairs of a group."""
     waiting = iter(group)
 
     def measure(cases: Sequence[str]) -> Mapping[str, PairTiming]:
-        by_case = {taken.case: taken.turns for taken in next(waiting).taken}
+        by_case = {taken.case: taken.samples for taken in next(waiting).taken}
         return {case: by_case[case].timed(level if case == slowed else 0) for case in cases}
 
     return sequential.run([taken.case for taken in group[0].taken], measure, least_effort(rules))
 
 
 def _injected(groups: Sequence[Group], level: float) -> float:
-    """What the slowdown really was: median share of the injected work in a turn."""
+    """What the slowdown really was: median share of the injected work in a sample."""
     i = LEVELS.index(level)
     return statistics.median(
-        turn[i] / turn[0] - 1 for group in groups for pair in group for taken in pair.taken for turn in taken.head_ms
+        sample[i] / sample[0] - 1
+        for group in groups
+        for pair in group
+        for taken in pair.taken
+        for sample in taken.head_ms
     )
 
 

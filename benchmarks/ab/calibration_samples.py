@@ -27,21 +27,21 @@ SLOWDOWNS = (0.01, 0.03, 0.1)
 
 @dataclass(frozen=True)
 class CaseSamples:
-    """One case in one pair: `duel.Turns` with its name."""
+    """One case in one pair: `trial.PairedSamples` with its name."""
 
     case: str
     base_ms: tuple[float, ...]
     head_ms: tuple[tuple[float, ...], ...]
-    """Per turn: without a slowdown, then with each of `SLOWDOWNS`."""
+    """Per sample: without a slowdown, then with each of `SLOWDOWNS`."""
 
     @property
-    def turns(self) -> trial.PairedSamples:
+    def samples(self) -> trial.PairedSamples:
         return trial.PairedSamples(self.base_ms, self.head_ms)
 
 
 @dataclass(frozen=True)
 class CalibrationPair:
-    """Every case in one pair of processes (`rounds.play` deals the cases to two of them)."""
+    """Every case in one pair of processes (`trial.run` shares the cases between two of them)."""
 
     identity: str
     seconds: float
@@ -49,7 +49,7 @@ class CalibrationPair:
 
 
 def path(results: Path, machine: str) -> Path:
-    """The machine's bank."""
+    """The machine's file."""
     return results / "calibration" / f"{machine}.pairs.jsonl"
 
 
@@ -62,7 +62,7 @@ def identity(of: Fingerprint, cases: Sequence[str], rules: Rules) -> str:
 
 
 def read(results: Path, machine: str, wanted: str) -> list[CalibrationPair]:
-    """The pairs of this identity, oldest first; a torn line is as if it had not been begun."""
+    """The pairs of this identity, oldest first; an incomplete last line counts as not begun."""
     pairs, _ = schema.read_lines(path(results, machine), CalibrationPair)
     return [pair for pair in pairs if pair.identity == wanted]
 
@@ -74,15 +74,15 @@ class LostPairError(Exception):
 def measure(
     results: Path, machine: str, sources: Sequence[Sources], keys: Sequence[Key], rules: Rules, wanted: str, count: int
 ) -> Iterator[CalibrationPair]:
-    """So many new pairs, each in the bank before it is yielded. Raises LostPairError naming the case.
+    """So many new pairs, each in the file before it is yielded. Raises LostPairError naming the case.
 
     The oracle is asked in the first one: what is published of identical code are rates, not latencies.
     """
     base, head = sources
     for number in range(count):
         begin = time.perf_counter()
-        played = trial.run(base, head, "cpu", keys, rules, number % 2, SLOWDOWNS, check=number == 0)
-        taken = [_samples(key, result) for key, result in zip(keys, played, strict=True)]
+        found = trial.run(base, head, "cpu", keys, rules, number % 2, SLOWDOWNS, check=number == 0)
+        taken = [_samples(key, result) for key, result in zip(keys, found, strict=True)]
         pair = CalibrationPair(wanted, round(time.perf_counter() - begin, 1), tuple(taken))
         schema.append_line(path(results, machine), pair)
         yield pair

@@ -1,4 +1,4 @@
-"""Two versions of nsa/ and one of benchmarks/, side by side in a folder of their own until the contest is over."""
+"""Two versions of nsa/ and one of benchmarks/, side by side in a folder of their own until the comparison is over."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Sources:
 def sources(refs: Sequence[str]) -> Iterator[list[Sources]]:
     """The nsa/ of each ref (`WORKING_TREE` is one too), gone afterwards. ValueError naming a ref that has none.
 
-    Everything is copied, also the benches: who goes on editing while the contest runs does not change it. The folders
+    Everything is copied, also the benches: edits while the comparison runs do not change it. The folders
     have names of one length, since paths of different lengths alone can move what lies where in a process.
     """
-    with tempfile.TemporaryDirectory(prefix="nsa-contest-") as name:
+    with tempfile.TemporaryDirectory(prefix="nsa-compare-") as name:
         root = Path(name)
         harness = root / "harness"
         shutil.copytree(fingerprint.ROOT / "benchmarks", harness / "benchmarks", ignore=_CACHES)

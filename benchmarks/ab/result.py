@@ -25,32 +25,32 @@ class Verdict(str, Enum):
     SAME = "SAME"
     """No change as large as `Rules.equal_within`."""
     UNDECIDED = "UNDECIDED"
-    """Too noisy for the rounds that were allowed, or BASE cannot run it; the reason says which."""
+    """Too noisy for the pairs of processes that were allowed, or BASE cannot run it; the reason says which."""
     FAILED = "FAILED"
     """HEAD does not pass this case; the reason holds its outcome."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """When a contest answers what. `calibrate` sets the first two for a machine."""
+    """When `compare` answers what. `calibrate` sets the first two for a machine."""
 
     smallest_change: float = 0.01
     """A median change below this is never called faster or slower."""
     equal_within: float = 0.03
     """SAME where the interval lies within this on both sides."""
     plainly_same: float = 0.03
-    """SAME before the last look needs the interval within this too: on a machine that cannot tell 3 % at once, further
-    pairs often can."""
+    """SAME before the last interim analysis needs the interval within this too: on a machine that cannot tell 3 % at
+    once, further pairs often can."""
     looks: tuple[int, ...] = (6, 14, 22)
-    """After how many pairs of processes the cases that are undecided are looked at; the first can find no change."""
+    """After how many pairs of processes the undecided cases are analysed; the first analysis can find no change."""
     false_discovery_rates: tuple[float, ...] = (0.0, 0.04, 0.01)
-    """Of each look: the share of its calls FASTER and SLOWER that may be false. Together the share of all."""
+    """Of each analysis: the share of its calls FASTER and SLOWER that may be false. Together the share of all."""
     largest_p: float = 0.005
     """Of a call FASTER or SLOWER, however few cases share the false discoveries."""
     alpha: float = 0.05
     """Two-sided error of an interval."""
     turns: int = 6
-    """How often the two processes of a pair take turns on a case, at least; an even number."""
+    """Samples of each process of a pair on a case, interleaved, at least; an even number."""
     most_turns: int = 40
     turn_precision: float = 0.015
     """Standard error of a pair's log-ratio at which they stop earlier."""
@@ -74,7 +74,7 @@ class Rules:
         return self.equal_within if pairs == self.looks[-1] else min(self.equal_within, self.plainly_same)
 
     def up_to(self, rounds: int) -> Rules:
-        """Without the looks after so many pairs of processes. ValueError where none is left that can find a change."""
+        """Without the analyses after so many pairs of processes. ValueError where none is left that can find a change."""
         if rounds < self.fewest_rounds:
             raise ValueError(f"rounds must be at least {self.fewest_rounds}, fewer can show nothing; got {rounds}")
         kept = sum(look <= rounds for look in self.looks)
@@ -96,10 +96,10 @@ class Side:
 
 @dataclass(frozen=True)
 class ComparisonResult:
-    """One case of one contest."""
+    """What `compare` says of one case."""
 
     utc: str
-    """When the contest began: what its judgements have in common."""
+    """When the comparison began: what its results have in common."""
     base: Side
     head: Side
     fingerprint: Fingerprint
@@ -111,7 +111,7 @@ class ComparisonResult:
     command: str
     """What reproduces it, typed in the repository's root."""
     change: float | None = None
-    """Middle of the pairs of processes (`ranks`)."""
+    """Hodges-Lehmann estimate over the pairs of processes (`signed_rank`)."""
     interval: tuple[float, float] | None = None
     """Where it lies with `1 - rules.alpha`."""
     detectable: float | None = None
@@ -128,17 +128,17 @@ class ComparisonResult:
 
 
 def path(results: Path, utc: str, base: Side, head: Side) -> Path:
-    """The file of one contest."""
+    """The file of one comparison."""
     names = (side.commit[:10] if side.commit and not side.dirty else side.nsa_sha256[:10] for side in (base, head))
     return results / "verdicts" / ("-".join([utc.replace("-", "").replace(":", ""), *names]) + ".jsonl")
 
 
 def read(results: Path) -> tuple[list[ComparisonResult], list[str]]:
-    """Every judgement, oldest contest first, and every line that is none."""
+    """Every result, oldest comparison first, and every line that is none."""
     found: list[ComparisonResult] = []
     damaged: list[str] = []
     for file in sorted((results / "verdicts").glob("*.jsonl")):
-        judgements, wrong = schema.read_lines(file, ComparisonResult)
-        found += judgements
+        results_of_file, wrong = schema.read_lines(file, ComparisonResult)
+        found += results_of_file
         damaged += wrong
     return found, damaged

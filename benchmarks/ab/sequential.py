@@ -1,13 +1,13 @@
-"""BASE against HEAD on many cases: how many pairs of processes are asked for, and what is answered for each case.
+"""A group-sequential test of BASE against HEAD on many cases: how many pairs of processes, and what they say of each.
 
-After a few pairs a first look ends what is plainly the same. Everything else is measured again, in new processes: what
-looks changed, which the new pairs alone must show again, and what is too noisy to tell. Only the last look calls the
-same what this machine cannot tell apart. At each later look the signed-rank p-values of all cases go through Benjamini
-and Hochberg's procedure, so that the share of false calls is bounded however many cases there are; stopping early where
-nothing is found makes it smaller only. Each later look has its own share of that bound. What no look has decided stays
-UNDECIDED, and says so.
+After a few pairs a first interim analysis ends what is plainly the same. Everything else is measured again, in new
+processes: what seems changed, which the new pairs alone must show again, and what is too noisy to tell. Only the last
+analysis calls the same what this machine cannot tell apart. At each later analysis the signed-rank p-values of all
+cases go through Benjamini and Hochberg's procedure, so that the share of false calls is bounded however many cases
+there are; stopping early where nothing is found makes it smaller only. Each later analysis has its own share of that
+bound. What none has decided stays UNDECIDED, and says so.
 
-`play` knows no clocks and no processes: `compare` gives it rounds that are measured, `calibrate` rounds from its bank.
+`run` knows no clocks and no processes: `compare` gives it pairs that are measured, `calibrate` pairs of its samples.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Effect:
 
 @dataclass
 class CaseResult:
-    """What is known of one case; grows while the contest goes on."""
+    """What is known of one case; grows while the test goes on."""
 
     case: str
     pairs: list[PairTiming] = field(default_factory=list)
@@ -96,56 +96,55 @@ class CaseResult:
 
 
 def run(cases: Sequence[str], measure: MeasurePair, rules: Rules) -> list[CaseResult]:
-    """One answer per case, in order."""
-    answers = [CaseResult(case) for case in cases]
-    extend(answers, measure, rules)
-    return answers
+    """One result per case, in order."""
+    results = [CaseResult(case) for case in cases]
+    extend(results, measure, rules)
+    return results
 
 
-def extend(answers: Sequence[CaseResult], measure: MeasurePair, rules: Rules) -> None:
-    """Play for answers that somebody holds, so that an exception out of `measure` leaves what was found until then."""
+def extend(results: Sequence[CaseResult], measure: MeasurePair, rules: Rules) -> None:
+    """Test cases that the caller holds, so that an exception out of `measure` leaves what was found until then."""
     for pairs, rate in zip(rules.looks, rules.false_discovery_rates, strict=True):
-        while waiting := [answer for answer in answers if _is_open(answer) and len(answer.pairs) < pairs]:
+        while waiting := [one for one in results if _is_open(one) and len(one.pairs) < pairs]:
             _measure(waiting, measure)
-        discoveries = signed_rank.benjamini_hochberg([answer.p_value for answer in answers], rate)
-        for answer, discovered in zip(answers, discoveries, strict=True):
-            if _is_open(answer):
-                _interim_analysis(answer, discovered, rules)
+        discoveries = signed_rank.benjamini_hochberg([one.p_value for one in results], rate)
+        for one, discovered in zip(results, discoveries, strict=True):
+            if _is_open(one):
+                _interim_analysis(one, discovered, rules)
 
 
-def _is_open(answer: CaseResult) -> bool:
-    return answer.verdict is Verdict.UNDECIDED and answer.stopped is None
+def _is_open(one: CaseResult) -> bool:
+    return one.verdict is Verdict.UNDECIDED and one.stopped is None
 
 
-def _measure(answers: Sequence[CaseResult], measure: MeasurePair) -> None:
+def _measure(results: Sequence[CaseResult], measure: MeasurePair) -> None:
     """One new pair for these cases."""
-    found = measure([answer.case for answer in answers])
-    for answer in answers:
-        result = found[answer.case]
-        if isinstance(result, PairTiming):
-            answer.pairs.append(result)
+    found = measure([one.case for one in results])
+    for one in results:
+        measured = found[one.case]
+        if isinstance(measured, PairTiming):
+            one.pairs.append(measured)
         else:
-            answer.stopped, answer.verdict, answer.reason = result, result.verdict, result.reason
+            one.stopped, one.verdict, one.reason = measured, measured.verdict, measured.reason
 
 
-def _interim_analysis(answer: CaseResult, discovered: bool, rules: Rules) -> None:
-    effect = answer.effect(rules)
-    assert effect is not None, "Rules holds each look to enough pairs"
+def _interim_analysis(one: CaseResult, discovered: bool, rules: Rules) -> None:
+    effect = one.effect(rules)
+    assert effect is not None, "Rules holds each interim analysis to enough pairs"
     low, high = effect.interval
-    within = rules.same_within(len(answer.pairs))
-    looks_changed = abs(effect.change) >= rules.smallest_change and low * high > 0
-    if discovered and answer.p_value <= rules.largest_p and _seen_again(answer, effect, rules):
-        answer.verdict, answer.reason = Verdict.SLOWER if effect.change > 0 else Verdict.FASTER, None
-    elif -within <= low and high <= within and not looks_changed:
-        answer.verdict, answer.reason = Verdict.SAME, None
+    within = rules.same_within(len(one.pairs))
+    seems_changed = abs(effect.change) >= rules.smallest_change and low * high > 0
+    if discovered and one.p_value <= rules.largest_p and _seen_again(one, effect, rules):
+        one.verdict, one.reason = Verdict.SLOWER if effect.change > 0 else Verdict.FASTER, None
+    elif -within <= low and high <= within and not seems_changed:
+        one.verdict, one.reason = Verdict.SAME, None
     else:
-        answer.reason = (
-            f"{len(answer.pairs)} pairs of processes leave it between {low:+.1%} and {high:+.1%}"
-            f" (p = {answer.p_value:.2g})"
+        one.reason = (
+            f"{len(one.pairs)} pairs of processes leave it between {low:+.1%} and {high:+.1%} (p = {one.p_value:.2g})"
         )
 
 
-def _seen_again(answer: CaseResult, effect: Effect, rules: Rules) -> bool:
-    """Whether the pairs since the first look alone show a change to the same side."""
-    new = signed_rank.pseudomedian([pair.log_ratio for pair in answer.pairs[rules.looks[0] :]])
+def _seen_again(one: CaseResult, effect: Effect, rules: Rules) -> bool:
+    """Whether the pairs since the first interim analysis alone show a change to the same side."""
+    new = signed_rank.pseudomedian([pair.log_ratio for pair in one.pairs[rules.looks[0] :]])
     return math.copysign(1, effect.change) * math.expm1(new) >= rules.smallest_change

@@ -33,31 +33,33 @@ from benchmarks.history.records import FAULTS, Outcome
 
 PREPARE_DEADLINE_S = 600.0
 """Compilation and the oracle included."""
-TURN_DEADLINE_S = 120.0
-_TURN_MS = 50.0
-"""A turn of short calls lasts about this long, beside its first call."""
+SAMPLE_DEADLINE_S = 120.0
+_SAMPLE_MS = 50.0
+"""A sample of short calls lasts about this long, beside its first call."""
 _MOST_CALLS = 20
 _ONE_CALL_MS = 20.0
-"""From here on a turn on a CPU is one call. Where the host's speed changes within a tenth of a second, neighbouring
+"""From here on a sample on a CPU is one call. Where the host's speed changes within a tenth of a second, neighbouring
 calls differ by 7 %, medians of calls further apart by 8 % in twice the time; caches weigh little in such a call."""
+_MOST_CORES = 2
+_SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 
 @dataclass(frozen=True)
 class PairedSamples:
-    """What the two processes of a pair took on one case, turn by turn."""
+    """The interleaved samples of a pair's two processes on one case."""
 
     base_ms: tuple[float, ...]
     head_ms: tuple[tuple[float, ...], ...]
-    """Per turn: as it is, then with each slowdown injected."""
+    """Per sample: as it is, then with each slowdown injected."""
 
     def timed(self, level: int = 0) -> PairTiming:
         """One observation; `level` is 0 for HEAD as it is, i for the i-th slowdown."""
-        head_ms = [turn[level] for turn in self.head_ms]
+        head_ms = [sample[level] for sample in self.head_ms]
         ratio = signed_rank.pseudomedian(self._log_ratios(level))
         return PairTiming(statistics.median(self.base_ms), statistics.median(head_ms), ratio)
 
     def enough(self, rules: Rules) -> bool:
-        """Whether further turns would say little more; looks at the spread alone, so that it favours no answer."""
+        """Whether further samples would say little more; by the spread alone, so that it favours no answer."""
         taken = len(self.base_ms)
         if taken < rules.turns or taken % 2:
             return False
@@ -69,9 +71,9 @@ class PairedSamples:
 
 
 def standard_error(ratios: Sequence[float]) -> float:
-    """Of `ranks.typical`, from the median distance to it, which wild turns do not widen."""
-    middle = signed_rank.pseudomedian(ratios)
-    spread = 1.4826 * statistics.median(abs(ratio - middle) for ratio in ratios)
+    """Of the Hodges-Lehmann estimate, from the median distance to it, which outliers do not widen."""
+    centre = signed_rank.pseudomedian(ratios)
+    spread = 1.4826 * statistics.median(abs(ratio - centre) for ratio in ratios)
     return 1.05 * spread / math.sqrt(len(ratios))  # efficiency pi / 3 under normal noise
 
 
@@ -81,34 +83,34 @@ class WorkerPair:
     def __init__(self, base: Child, head: Child, device: str) -> None:
         self._children, self._device = (base, head), device
 
-    def play(
+    def run(
         self, key: Key, rules: Rules, first: int, slowdowns: Sequence[float] = (), *, check: bool = True
     ) -> PairedSamples | PairFailure:
-        """Prepare one case on both sides, then take turns, side `first` (0 BASE, 1 HEAD) before the other.
+        """Prepare one case on both sides, then sample them alternately, side `first` (0 BASE, 1 HEAD) before the other.
 
         Both sides do the work of the slowdowns, so that it leaves the same caches to either's next call; HEAD's is
-        read. `check`: the oracle is asked before the turns, and again after them on other inputs. Raises SideError.
+        read. `check`: the oracle is asked before the samples, and again after them on other inputs. Raises SideError.
         """
-        if refused := self._both({"prepare": dataclasses.asdict(key), "device": self._device, "check": check}):
+        if refused := self._ask_both({"prepare": dataclasses.asdict(key), "device": self._device, "check": check}):
             return refused
-        latencies_ms = [self._alone(side, {"slowdowns": list(slowdowns)})["latency_ms"] for side in (0, 1)]
+        latencies_ms = [self._ask_one(side, {"slowdowns": list(slowdowns)})["latency_ms"] for side in (0, 1)]
         calls = calls_per_sample(min(latencies_ms), self._device)
         taken = PairedSamples((), ())
         while not taken.enough(rules):
-            turn = {}
+            sample_ms = {}
             for side in (0, 1) if (len(taken.base_ms) + first) % 2 == 0 else (1, 0):
-                turn[side] = self._alone(side, {"turn": calls})["turn_ms"]
-            taken = PairedSamples((*taken.base_ms, turn[0][0]), (*taken.head_ms, tuple(turn[1])))
-        if check and (refused := self._both({"finish": True})):
+                sample_ms[side] = self._ask_one(side, {"sample": calls})["sample_ms"]
+            taken = PairedSamples((*taken.base_ms, sample_ms[0][0]), (*taken.head_ms, tuple(sample_ms[1])))
+        if check and (refused := self._ask_both({"finish": True})):
             return refused
         return taken
 
-    def _alone(self, side: int, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _ask_one(self, side: int, request: Mapping[str, Any]) -> dict[str, Any]:
         with blame(side):
             self._children[side].ask(request)
-            return self._children[side].answer(TURN_DEADLINE_S)
+            return self._children[side].answer(SAMPLE_DEADLINE_S)
 
-    def _both(self, request: Mapping[str, Any]) -> PairFailure | None:
+    def _ask_both(self, request: Mapping[str, Any]) -> PairFailure | None:
         """Ask both, at the same time on a CPU; on a GPU the oracle's memory is there for one of them."""
         asked, answers = 0, []
         for side in (0, 1):
@@ -130,7 +132,7 @@ def calls_per_sample(latency_ms: float, device: str) -> int:
     """For either side alike, or one of them would count its first call and the other not."""
     if device == "cpu" and latency_ms >= _ONE_CALL_MS:
         return 1
-    return 1 + max(1, min(_MOST_CALLS, math.ceil(_TURN_MS / latency_ms)))
+    return 1 + max(1, min(_MOST_CALLS, math.ceil(_SAMPLE_MS / latency_ms)))
 
 
 class SideError(Exception):
@@ -153,10 +155,6 @@ def blame(side: int) -> Iterator[None]:
         raise SideError(side, error) from error
 
 
-_MOST_CORES = 2
-_SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-
-
 def run(
     base: Sources,
     head: Sources,
@@ -168,22 +166,23 @@ def run(
     *,
     check: bool = True,
 ) -> list[PairedSamples | PairFailure]:
-    """What came of each case, in order; after a fault the rest goes on in a new pair. For the rest see `duel.Pair`."""
+    """What came of each case, in order; after a fault the rest goes on in a new pair. For the rest see
+    `WorkerPair.run`."""
     cores = _cores()[: len(keys)] if device == "cpu" else [None]
-    lanes = [_Core(base, head, device, core, rules, first, slowdowns, check) for core in cores]
-    with ThreadPoolExecutor(len(lanes)) as pool:
+    runners = [_CoreRunner(base, head, device, core, rules, first, slowdowns, check) for core in cores]
+    with ThreadPoolExecutor(len(runners)) as pool:
         try:
-            shares = [pool.submit(lane.play, keys[i :: len(lanes)]) for i, lane in enumerate(lanes)]
-            played = [share.result() for share in shares]
+            shares = [pool.submit(runner.run, keys[i :: len(runners)]) for i, runner in enumerate(runners)]
+            found = [share.result() for share in shares]
         except BaseException:
-            for lane in lanes:
-                lane.stop()
+            for runner in runners:
+                runner.stop()
             raise
-    return [played[i % len(lanes)][i // len(lanes)] for i in range(len(keys))]
+    return [found[i % len(runners)][i // len(runners)] for i in range(len(keys))]
 
 
 def _cores() -> list[int | None]:
-    """Logical CPUs of `_LANES` different cores, or of as many as there are; [None] where they cannot be told."""
+    """Logical CPUs of `_MOST_CORES` different cores, or of as many as there are; [None] where they cannot be told."""
     if not hasattr(os, "sched_getaffinity"):
         return [None]
     first_of: dict[str, int | None] = {}
@@ -193,8 +192,8 @@ def _cores() -> list[int | None]:
     return list(first_of.values())[:_MOST_CORES]
 
 
-class _Core:
-    """Plays its share of a round, one pair of processes at a time."""
+class _CoreRunner:
+    """Runs its share of the cases, one pair of processes at a time."""
 
     def __init__(
         self,
@@ -212,7 +211,7 @@ class _Core:
         self._children: list[Child] = []
         self._lock, self._stopped = threading.Lock(), False
 
-    def play(self, keys: Sequence[Key]) -> list[PairedSamples | PairFailure]:
+    def run(self, keys: Sequence[Key]) -> list[PairedSamples | PairFailure]:
         """What came of each case, in order."""
         found: list[PairedSamples | PairFailure] = []
         while len(found) < len(keys):
@@ -234,7 +233,7 @@ class _Core:
     def _pair(self, stack: ExitStack) -> WorkerPair:
         with self._lock:
             if self._stopped:
-                raise InterruptedError("the round was stopped")
+                raise InterruptedError("the trial was stopped")
             self._children = [Child(side) for side in self._sides]
             for child in self._children:
                 stack.callback(child.close)
@@ -247,7 +246,7 @@ class _Core:
         """Go on until a case may have left a process that fails at everything, as a kernel's fault does on a GPU."""
         for key in keys[len(found) :]:
             try:
-                result = pair.play(key, self._rules, self._first, self._slowdowns, check=self._check)
+                result = pair.run(key, self._rules, self._first, self._slowdowns, check=self._check)
             except SideError as error:
                 result = error.result
             found.append(result)

@@ -1,4 +1,4 @@
-"""One child process of a contest: it prepares a case, asks the oracle, and times turns when it is told to.
+"""One worker process of `compare`: it prepares a case, asks the oracle, and takes samples when it is told to.
 
 Usage: python -m benchmarks.ab.worker, with the sources of one side first on the path. Requests come as JSON lines on
 stdin, each is answered by one JSON line on stdout; end of file ends the process, so that none outlives its parent.
@@ -6,7 +6,7 @@ stdin, each is answered by one JSON line on stdout; end of file ends the process
     {"threads": 1, "core": 0}                    -> {"nsa": "/.../nsa/__init__.py"}
     {"prepare": {...key...}, "device": "cpu", "check": true}    -> {"outcome": "PASSED", "reason": null}
     {"slowdowns": [0.01, 0.03]}                  -> {"latency_ms": of a call}
-    {"turn": 3}                                  -> {"turn_ms": [latency, latency of each slowdown]}, of so many calls
+    {"sample": 3}                                -> {"sample_ms": [latency, latency of each slowdown]}, of so many calls
     {"finish": true}                             -> {"outcome": "PASSED", "reason": null}
 
 An exception of the case becomes its outcome. `finish` asks the oracle again, on inputs that no call has seen.
@@ -59,8 +59,8 @@ class Worker:
         assert self._case is not None, "a case must be prepared first"
         if "slowdowns" in request:
             return {"latency_ms": self._case.inject(request["slowdowns"])}
-        if "turn" in request:
-            return {"turn_ms": self._case.turn(request["turn"])}
+        if "sample" in request:
+            return {"sample_ms": self._case.sample(request["sample"])}
         return self._outcome(self._case.finish)
 
     def _prepare(self, prepare: Mapping[str, Any], device: str, check: bool) -> None:
@@ -85,18 +85,18 @@ class _Case:
         self._inputs = anti_cheat.digests(self._work.inputs)
         with self._work.refusals():
             self._work.check(self._seed) if check else self._work.call()
-        self._turns = RotatingInputs(self._work, key, device)
+        self._rotating = RotatingInputs(self._work, key, device)
         self._staged: injection.StagedSlowdown | None = None
 
     def inject(self, slowdowns: Sequence[float]) -> float:
         """Warm up, find how many ms a call takes, and add the slowdowns to it; for a time when nothing else runs."""
-        latency_ms = min(self._turns.time(_plan(_WARM_UPS)).samples_ms)
+        latency_ms = min(self._rotating.time(_plan(_WARM_UPS)).samples_ms)
         if slowdowns:
             self._staged = injection.StagedSlowdown(self._work.call, latency_ms, slowdowns)
-            self._turns = RotatingInputs(dataclasses.replace(self._work, call=self._staged), self._key, self._device)
+            self._rotating = RotatingInputs(dataclasses.replace(self._work, call=self._staged), self._key, self._device)
         return latency_ms
 
-    def turn(self, calls: int) -> list[float]:
+    def sample(self, calls: int) -> list[float]:
         """[median latency, median with each slowdown injected], ms.
 
         The first of several is left out: the other side has taken the caches, which costs it 5 % and makes it vary by
@@ -104,15 +104,15 @@ class _Case:
         """
         counted = slice(min(calls - 1, 1), None)
         if self._staged is None:
-            return [statistics.median(self._turns.time(_plan(calls)).samples_ms[counted])]
+            return [statistics.median(self._rotating.time(_plan(calls)).samples_ms[counted])]
         self._staged.samples_ms.clear()
-        self._turns.time(_plan(calls))
+        self._rotating.time(_plan(calls))
         return [statistics.median(stage) for stage in zip(*self._staged.samples_ms[counted], strict=True)]
 
     def finish(self) -> None:
         """Raises where the calls changed their inputs or are wrong on other ones."""
         anti_cheat.require_unchanged(self._work.inputs, self._inputs)
-        self._turns.recheck(self._seed)
+        self._rotating.recheck(self._seed)
 
 
 def _plan(samples: int) -> latency.Plan:

@@ -42,7 +42,7 @@ def main(arguments: argparse.Namespace) -> int:
     def ask(commit: str) -> Verdict:
         with checkout.sources([good, commit]) as (base, head):
             print(f"{good[:10]} against {commit[:10]}", flush=True)
-            (found,), interrupted = compare.judge(machine, keys, base, head, rules)
+            (found,), interrupted = compare.measure(machine, keys, base, head, rules)
             if interrupted:
                 raise KeyboardInterrupt
         schema.append_line(result.path(arguments.out, found.utc, base.side, head.side), found)

@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Measure what is missing in the bank, judge all of it; the last line of stdout is JSON."""
+    """Measure the pairs that are missing, judge all of them; the last line of stdout is JSON."""
     if arguments.comparisons < 2:
         raise ValueError(f"--comparisons must be at least 2; got {arguments.comparisons}")
     options.check_writable(arguments.out / "calibration")

@@ -1,4 +1,4 @@
-"""Judgements and banks of pairs as a contest would make them, without measuring."""
+"""Results and calibration pairs as `compare` and `calibrate` would make them, without measuring."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tests.benchmarks.synthetic import FINGERPRINT, key
 Noise = Callable[[random.Random], float]
 
 
-def judgement(verdict: Verdict) -> ComparisonResult:
-    """One case of one contest."""
+def comparison_result(verdict: Verdict) -> ComparisonResult:
+    """One case of one comparison."""
     base, head = (Side(ref, ref * 10, False, ref * 4) for ref in ("a1b2", "c3d4"))
     return ComparisonResult(
         FINGERPRINT.utc, base, head, FINGERPRINT, key(), Rules(), verdict, None, "python -m benchmarks compare"
     )
 
 
-def bank(pairs: int, cases: int, noise: Noise, seed: int = 0, turns: int = 8) -> list[CalibrationPair]:
+def calibration_pairs(pairs: int, cases: int, noise: Noise, seed: int = 0, turns: int = 8) -> list[CalibrationPair]:
     """Pairs of identical code of 50 ms, each turn longer by the noise, the injected work too."""
     r = random.Random(seed)
 

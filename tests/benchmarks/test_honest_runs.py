@@ -381,7 +381,7 @@ def test_compare_asks_the_oracle_again_about_what_was_timed(monkeypatch: pytest.
         asked = {"prepare": dataclasses.asdict(key(length=96)), "device": "cpu", "check": True}
         outcomes = [child.answer(asked)["outcome"]]
         child.answer({"slowdowns": []})
-        assert child.answer({"turn": 2})["turn_ms"][0] > 0
+        assert child.answer({"sample": 2})["sample_ms"][0] > 0
         return [*outcomes, child.answer({"finish": True})["outcome"]]
 
     assert played() == ["PASSED", "PASSED"]

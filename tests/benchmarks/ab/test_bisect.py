@@ -12,7 +12,7 @@ from benchmarks.ab import bisect, checkout
 from benchmarks.ab.checkout import Sources
 from benchmarks.ab.result import ComparisonResult, Verdict
 from benchmarks.commands import compare
-from tests.benchmarks.comparisons import judgement
+from tests.benchmarks.comparisons import comparison_result
 from tests.benchmarks.repository import Repository
 
 COMMITS = [f"c{i}" for i in range(16)]
@@ -53,7 +53,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
 
 
 def asked_sources(monkeypatch: pytest.MonkeyPatch, base_is_fast: str) -> list[tuple[str, str]]:
-    """Replace the contest: a version is slow where its nsa/ says so. What was compared, in order."""
+    """Replace the comparison: a version is slow where its nsa/ says so. What was compared, in order."""
     asked: list[tuple[str, str]] = []
 
     def judge(
@@ -62,9 +62,9 @@ def asked_sources(monkeypatch: pytest.MonkeyPatch, base_is_fast: str) -> list[tu
         texts = [(side.folder / "nsa" / "__init__.py").read_text() for side in (base, head)]
         asked.append((texts[0], texts[1]))
         assert texts[0] == base_is_fast
-        return [judgement(Verdict.SLOWER if "slow" in texts[1] else Verdict.SAME)], False
+        return [comparison_result(Verdict.SLOWER if "slow" in texts[1] else Verdict.SAME)], False
 
-    monkeypatch.setattr(compare, "judge", judge)
+    monkeypatch.setattr(compare, "measure", judge)
     return asked
 
 

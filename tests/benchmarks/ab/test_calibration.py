@@ -1,4 +1,4 @@
-"""Rates come out as the noise says, thresholds from other groups than they judge; a bank outlives its writer."""
+"""Rates come out as the noise says, thresholds from other groups than they judge; samples outlive their writer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def noisy(r: random.Random) -> float:
 
 
 def rates_of(noise: comparisons.Noise, groups: int = 10) -> tuple[Rules, dict[float, Rate]]:
-    pairs = comparisons.bank(groups * SIZE, CASES, noise)
+    pairs = comparisons.calibration_pairs(groups * SIZE, CASES, noise)
     rules, rates = calibration.calibrate(calibration.split(pairs, SIZE), RULES)
     return rules, {rate.slowdown: rate for rate in rates}
 
@@ -67,7 +67,7 @@ def test_a_noisy_machine_says_so_instead_of_crying_wolf() -> None:
 
 
 def test_no_pair_is_in_two_groups_and_each_is_as_large_as_a_contest() -> None:
-    pairs = comparisons.bank(25, 2, quiet)
+    pairs = comparisons.calibration_pairs(25, 2, quiet)
     groups = calibration.split(pairs, 10)
     assert [len(group) for group in groups] == [10, 10]
     assert [*itertools.chain(*groups)] == pairs[:20]
@@ -75,7 +75,7 @@ def test_no_pair_is_in_two_groups_and_each_is_as_large_as_a_contest() -> None:
 
 
 def test_thresholds_that_judge_a_group_were_chosen_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = calibration.split(comparisons.bank(4 * SIZE, 2, quiet), SIZE)
+    groups = calibration.split(comparisons.calibration_pairs(4 * SIZE, 2, quiet), SIZE)
     chosen_on: list[list[int]] = []
 
     def choose(some: Sequence[calibration.Group], rules: Rules) -> Rules:
@@ -89,14 +89,14 @@ def test_thresholds_that_judge_a_group_were_chosen_without_it(monkeypatch: pytes
 
 def test_one_case_is_slowed_down_at_a_time() -> None:
     """The others stay what they are, so that a lone change must pass the control of false discoveries."""
-    group = comparisons.bank(SIZE, 3, lambda r: r.gauss(0.0, 0.001))
+    group = comparisons.calibration_pairs(SIZE, 3, lambda r: r.gauss(0.0, 0.001))
     answers = calibration.simulate(group, "case 1", calibration.LEVELS.index(0.1), RULES)
     assert [answer.verdict.value for answer in answers] == ["SAME", "SLOWER", "SAME"]
 
 
 def test_false_alarms_blunt_the_thresholds() -> None:
     """Process pairs that differ by a constant, as two builds of one source can: the smallest change is raised."""
-    pairs = comparisons.bank(4 * SIZE, 2, lambda r: r.gauss(0.0, 0.0005))
+    pairs = comparisons.calibration_pairs(4 * SIZE, 2, lambda r: r.gauss(0.0, 0.0005))
     slower = [
         dataclasses.replace(pair, taken=tuple(_head_slower(taken, 1.012) for taken in pair.taken)) for pair in pairs
     ]
@@ -135,7 +135,7 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, killed_after: int | None = None) -> None:
         self.pairs, self._killed_after, self._random = 0, killed_after, random.Random(killed_after or 0)
-        monkeypatch.setattr(trial, "play", self._play)
+        monkeypatch.setattr(trial, "run", self._play)
         monkeypatch.setattr(command, "_SHAPES", command._SHAPES[:4])
 
     def _play(
@@ -159,8 +159,10 @@ class Machine:
         if self.pairs == self._killed_after:
             raise KeyboardInterrupt
         self.pairs += 1
-        (pair,) = comparisons.bank(1, len(keys), quiet, seed=self._random.randrange(2**30), turns=rules.turns)
-        return [taken.turns for taken in pair.taken]
+        (pair,) = comparisons.calibration_pairs(
+            1, len(keys), quiet, seed=self._random.randrange(2**30), turns=rules.turns
+        )
+        return [taken.samples for taken in pair.taken]
 
 
 ARGUMENTS = ["calibrate", "--comparisons", "8"]
@@ -203,7 +205,7 @@ def test_pairs_of_other_sources_are_left_alone(tmp_path: Path) -> None:
     assert (
         calibration_samples.identity(dataclasses.replace(FINGERPRINT, load=3.0), ["a"], RULES.up_to(14)) in identities
     )
-    (pair,) = comparisons.bank(1, 2, quiet)
+    (pair,) = comparisons.calibration_pairs(1, 2, quiet)
     schema.append_line(calibration_samples.path(tmp_path, "cpu"), pair)
     assert calibration_samples.read(tmp_path, "cpu", "identity") == [pair]
     assert calibration_samples.read(tmp_path, "cpu", "another") == []
@@ -213,7 +215,7 @@ def test_a_case_that_fails_ends_the_calibration_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = trial.NotTimed(Outcome.PASSED, Outcome.INCORRECT, "HEAD INCORRECT: o")
-    monkeypatch.setattr(trial, "play", lambda base, head, device, keys, *_, **__: [failed] * len(keys))
+    monkeypatch.setattr(trial, "run", lambda base, head, device, keys, *_, **__: [failed] * len(keys))
     assert main([*ARGUMENTS, "--out", str(tmp_path)]) == 1
     assert "prefill-forward/8x2x64/b1/s384/float32/nsa: HEAD INCORRECT: o" in capsys.readouterr().err
 

@@ -128,7 +128,7 @@ def answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Play]
     def replace(play: Play) -> None:
         done = 0
 
-        def play_round(
+        def run_trial(
             base: Sources, head: Sources, device: str, keys: Sequence[Key], rules: Rules, first: int
         ) -> list[trial.PairedSamples | PairFailure]:
             nonlocal done
@@ -139,7 +139,7 @@ def answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Play]
             done += 1
             return [play(key, done) for key in keys]
 
-        monkeypatch.setattr(trial, "play", play_round)
+        monkeypatch.setattr(trial, "run", run_trial)
 
     return replace
 
@@ -153,7 +153,7 @@ def test_identical_times_are_the_same_and_exit_with_0(
     found = json.loads(said.splitlines()[-1])
     assert list(found["verdicts"]) == ["SAME"]
     assert "[round 6, " in said
-    assert "s to the look after round 6, 22 at most" in said
+    assert "s to the analysis after round 6, 22 at most" in said
 
 
 def test_noise_is_undecided_and_exits_with_0_at_the_limit(
@@ -184,7 +184,7 @@ def test_faster_exits_with_0(answered: Callable[[Play], None], tmp_path: Path) -
     assert run(tmp_path, "HEAD~1", "HEAD") == 0
 
 
-def test_what_reproduces_a_judgement_is_in_it(answered: Callable[[Play], None], tmp_path: Path) -> None:
+def test_what_reproduces_a_result_is_in_it(answered: Callable[[Play], None], tmp_path: Path) -> None:
     answered(lambda key, i: turns(10.0, 10.0))
     run(tmp_path, "HEAD~1", "HEAD")
     ((found,), _) = result.read(tmp_path / "results")
@@ -220,7 +220,7 @@ def test_an_interrupted_contest_keeps_what_it_decided(
     answered(play)
     assert run(tmp_path, "HEAD~1", "HEAD", cases=f"{OTHER},{CASE}") == 130
     found, _ = result.read(tmp_path / "results")
-    by_case = {judgement.key.name: judgement for judgement in found}
+    by_case = {one.key.name: one for one in found}
     assert by_case[OTHER].verdict is Verdict.SAME
     assert (by_case[CASE].verdict, by_case[CASE].reason) == (
         Verdict.UNDECIDED,

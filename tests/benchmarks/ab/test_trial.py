@@ -115,8 +115,8 @@ for line in sys.stdin:
         if length == 3 and os.getcwd().endswith("side1"):
             os.abort()
         answer = {"outcome": "PASSED", "reason": None}
-    elif "turn" in request:
-        answer = {"turn_ms": [float(length + 100 * os.getcwd().endswith("side1"))]}
+    elif "sample" in request:
+        answer = {"sample_ms": [float(length + 100 * os.getcwd().endswith("side1"))]}
     elif "slowdowns" in request:
         answer = {"latency_ms": 1.0}
     else:
@@ -225,14 +225,14 @@ class Fake:
 
     def ask(self, request: Mapping[str, object]) -> None:
         self._asked = next(iter(request))
-        calls = f":{request['turn']}" if self._asked == "turn" else ""
+        calls = f":{request['sample']}" if self._asked == "sample" else ""
         self._log.append(f"{self._name}:{self._asked}{calls}")
 
     def answer(self, deadline_s: float) -> dict[str, object]:
         if self._asked in ("prepare", "finish"):
             outcome = self._fails.get(self._asked, "PASSED")
             return {"outcome": outcome, "reason": None if outcome == "PASSED" else "why"}
-        return {"turn_ms": [self._latency_ms], "latency_ms": self._latency_ms}
+        return {"sample_ms": [self._latency_ms], "latency_ms": self._latency_ms}
 
 
 def pair_of(log: list[str], **fails: Mapping[str, str]) -> trial.WorkerPair:
@@ -243,7 +243,7 @@ def pair_of(log: list[str], **fails: Mapping[str, str]) -> trial.WorkerPair:
 @pytest.mark.parametrize(("first", "order"), [(0, "ABBAABBA"), (1, "BAABBAAB")])
 def test_the_two_take_turns_and_neither_is_always_first(first: int, order: str) -> None:
     log: list[str] = []
-    found = pair_of(log).play(key(), dataclasses.replace(Rules(), turns=4), first)
+    found = pair_of(log).run(key(), dataclasses.replace(Rules(), turns=4), first)
     turns = [entry for entry in log if ":turn:" in entry]
     assert "".join("A" if entry.startswith("base:") else "B" for entry in turns) == order
     assert {entry.split(":")[2] for entry in turns} == {"6"}  # of the faster side's 10 ms: five beside the first
@@ -262,7 +262,7 @@ def test_a_long_call_is_a_turn_on_a_cpu(latency_ms: float, device: str, calls: i
 def test_both_sides_make_the_calls_of_the_faster_one() -> None:
     log: list[str] = []
     children = [Fake(log, name, latency_ms) for name, latency_ms in (("base", 30.0), ("head", 15.0))]
-    trial.WorkerPair(children[0], children[1], "cpu").play(key(), Rules(), 0)  # type: ignore[arg-type]
+    trial.WorkerPair(children[0], children[1], "cpu").run(key(), Rules(), 0)  # type: ignore[arg-type]
     assert {entry.split(":", 1)[1] for entry in log if ":turn:" in entry} == {"turn:5"}  # one call for 30 ms alone
 
 
@@ -272,12 +272,12 @@ def test_the_first_of_several_calls_does_not_count(calls: int, counted_ms: float
     taken_ms = [9.0, 2.0, 3.0, 4.0]
     turns = SimpleNamespace(time=lambda plan: SimpleNamespace(samples_ms=taken_ms[: plan.min_samples]))
     vars(case).update(_turns=turns, _staged=None)
-    assert case.turn(calls) == [counted_ms]
+    assert case.sample(calls) == [counted_ms]
 
 
 @pytest.mark.parametrize("step", ["prepare", "finish"])
 def test_a_case_that_fails_before_or_after_the_turns_has_no_time(step: str) -> None:
-    found = pair_of([], head={step: "NONFINITE"}).play(key(), Rules(), 0)
+    found = pair_of([], head={step: "NONFINITE"}).run(key(), Rules(), 0)
     assert found == PairFailure(Outcome.PASSED, Outcome.NONFINITE, "HEAD NONFINITE: why")
 
 

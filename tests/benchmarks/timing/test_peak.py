@@ -53,7 +53,7 @@ def measure(work: Work, limits: MeasuredPeak) -> Record:
 
 
 def test_a_figure_above_the_physical_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peak, "measured_again", lambda limits, device: limits)
+    monkeypatch.setattr(peak, "remeasured", lambda limits, device: limits)
     record = measure(Work(lambda _: GREEN, lambda: (torch.zeros(1),), 1, flops=1e15), UNLISTED)
     assert record.outcome is Outcome.INCORRECT
     assert record.reason is not None
