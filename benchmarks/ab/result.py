@@ -74,7 +74,7 @@ class Rules:
         return self.equal_within if pairs == self.looks[-1] else min(self.equal_within, self.plainly_same)
 
     def up_to(self, rounds: int) -> Rules:
-        """Without the analyses after so many pairs of processes. ValueError where none is left that can find a change."""
+        """Without the analyses after so many pairs of processes. ValueError where none left can find a change."""
         if rounds < self.fewest_rounds:
             raise ValueError(f"rounds must be at least {self.fewest_rounds}, fewer can show nothing; got {rounds}")
         kept = sum(look <= rounds for look in self.looks)
