@@ -101,14 +101,14 @@ def measure(
         with work.refusals():
             compile_s = latency.seconds(work.call, device)
         gate = work.check(seed)
-        turns = RotatingInputs(work, key, device)
-        timed = turns.time(plan)
+        rotating = RotatingInputs(work, key, device)
+        timed = rotating.time(plan)
         _require_steady(timed)
         _require_possible(timed, work, fingerprint.ceilings, device)
         anti_cheat.require_unchanged(work.inputs, before)
         device_peak = memory.of_cuda(work.call) if device == "cuda" else None
         _finite_outputs(work)
-        fresh = turns.recheck(seed)
+        fresh = rotating.recheck(seed)
     except Exception as error:
         outcome, reason = classify(error, key.implementation)
         clocks = error.clocks if isinstance(error, ThrottledError) else None

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Ask commit by commit; the last line of stdout is JSON."""
     machine = gpus.machine(arguments.gpu, gpus.visible_gpu())
-    keys = options.contenders(machine, [arguments.case])
+    keys = options.nsa_cases(machine, [arguments.case])
     if len(keys) != 1:
         raise ValueError(f"--case must name one case of NSA; {arguments.case!r} names {len(keys)}")
     rules = compare.rules_for(arguments.out, machine, arguments.rounds)

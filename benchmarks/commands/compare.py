@@ -55,7 +55,7 @@ def add_rounds(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Measure and answer; the last line of stdout is JSON."""
     machine = gpus.machine(arguments.gpu, gpus.visible_gpu())
-    keys = options.contenders(machine, arguments.cases, quick=arguments.quick)
+    keys = options.nsa_cases(machine, arguments.cases, quick=arguments.quick)
     rules = rules_for(arguments.out, machine, arguments.rounds)
     options.check_writable(arguments.out / "verdicts")
     begin = time.perf_counter()

@@ -63,7 +63,7 @@ def chosen(keys: Sequence[Key], patterns: Sequence[str] | None, whole: Sequence[
     return [key for key in keys if any(named(key, pattern) for pattern in patterns)]
 
 
-def contenders(machine: Machine, patterns: Sequence[str] | None, *, quick: bool = False) -> list[Key]:
+def nsa_cases(machine: Machine, patterns: Sequence[str] | None, *, quick: bool = False) -> list[Key]:
     """NSA's cases that two versions of it can be compared on: the quick suite, or what the patterns name in the whole.
 
     With `quick`, what they name in the quick suite. Raises ValueError where no such case is named.

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print them. ValueError where they are gone, or no case is named so."""
+    """Print them. ValueError where they are missing, or no case is named so."""
     if not arguments.run.is_file():
         raise ValueError(f"RUN must be a file of results/runs; there is none at {arguments.run}")
     if arguments.run.suffix != ".jsonl":

@@ -80,7 +80,7 @@ def check_nsa(
     problem, picked = _leaves(problem, backward), oracle.sample_rows(problem, config, rows, seed)
     with torch.set_grad_enabled(backward):
         o, aux = attend(problem)
-    return judge_nsa(problem, config, _answer(problem, NSA_INPUTS, o, picked, backward), aux, picked)
+    return compare_nsa(problem, config, _answer(problem, NSA_INPUTS, o, picked, backward), aux, picked)
 
 
 def check_dense(
@@ -96,10 +96,10 @@ def check_dense(
     problem, picked = _leaves(problem, backward), oracle.sample_rows(problem, NSAConfig(), rows, seed)
     with torch.set_grad_enabled(backward):
         o = attend(problem)
-    return judge_dense(problem, _answer(problem, DENSE_INPUTS, o, picked, backward), name, picked)
+    return compare_dense(problem, _answer(problem, DENSE_INPUTS, o, picked, backward), name, picked)
 
 
-def judge_nsa(problem: Problem, config: NSAConfig, answer: Answer, aux: Aux, picked: Sequence[Row]) -> Gate:
+def compare_nsa(problem: Problem, config: NSAConfig, answer: Answer, aux: Aux, picked: Sequence[Row]) -> Gate:
     """Compare an answer with the oracle; `aux` holds the blocks that its forward pass chose. Raises IncorrectError."""
     groups = [
         _nsa_checks(problem.map(itemgetter(part)), config, answer.of(part), aux.block_indices[part], rows)
@@ -108,7 +108,7 @@ def judge_nsa(problem: Problem, config: NSAConfig, answer: Answer, aux: Aux, pic
     return require_passed(Gate(len(picked), tuple(tolerance.pooled(groups)), aux.backend))
 
 
-def judge_dense(problem: Problem, answer: Answer, name: str, picked: Sequence[Row]) -> Gate:
+def compare_dense(problem: Problem, answer: Answer, name: str, picked: Sequence[Row]) -> Gate:
     """The same for a dense baseline of this name."""
     groups = [_dense_checks(problem.map(itemgetter(part)), answer.of(part), rows) for part, rows in _groups(picked)]
     return require_passed(Gate(len(picked), tuple(tolerance.pooled(groups)), name))

@@ -116,8 +116,8 @@ def standings(
         why = _differences(accepted, one) if accepted else ()
         state = State.NOT_COMPARABLE if why else _state(level_ms, accepted_ms, smallest)
         found.append(Standing(key.name, device, state, level_ms, accepted_ms, now.confirmation_wanted, why))
-    gone = [entry for name, entry in baselines.items() if entry.machine == machine and name not in seen]
-    missing = [Standing(entry.case, entry.device, State.MISSING, None, entry.latency_ms, False) for entry in gone]
+    removed = [entry for name, entry in baselines.items() if entry.machine == machine and name not in seen]
+    missing = [Standing(entry.case, entry.device, State.MISSING, None, entry.latency_ms, False) for entry in removed]
     return found + missing
 
 

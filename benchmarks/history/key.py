@@ -69,8 +69,9 @@ class Key:
 
     @cached_property
     def case(self) -> str:
-        """What all contenders share: decode/8x2x64/b4/s16384/float32, then a word for each thing that is not usual:
-        "q16" where a prefill continues or a decode takes 16 tokens, the kind of inputs ("local"), "cold", "graph"."""
+        """What all implementations share: decode/8x2x64/b4/s16384/float32, then a word for each thing that is not
+        usual: "q16" where a prefill continues or a decode takes 16 tokens, the kind of inputs ("local"), "cold",
+        "graph"."""
         usual = (("inputs", "random"), ("cache", "warm"), ("launch", "eager"))
         words = [f"/{getattr(self, name)}" for name, value in usual if getattr(self, name) != value]
         if self.num_queries != (1 if self.mode == "decode" else self.num_keys):

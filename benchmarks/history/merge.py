@@ -1,4 +1,4 @@
-"""Results of several runners into one folder: every line that is whole comes along, and none is dropped.
+"""Results of several runners into one folder: every undamaged line comes along, and none is dropped.
 
 Runs, regressions, verdicts and accepted levels are files of lines that are only appended to: two versions of one file
 differ by whole lines. Raw samples, training runs and JUnit XML (`convert` makes laws/*.json of it) do not come along;
@@ -25,8 +25,8 @@ from benchmarks.history.run_file import DamagedLine
 
 RUNS = "runs/*/*.jsonl"
 LINES = ("regression/*/*.jsonl", "verdicts/*.jsonl", "baselines/accepted.jsonl", "mutants/*.jsonl")
-WHOLE = ("calibration/*.json", "laws/*.json")
-PATTERNS = (RUNS, *LINES, *WHOLE)
+REPLACED = ("calibration/*.json", "laws/*.json")
+PATTERNS = (RUNS, *LINES, *REPLACED)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -53,13 +53,13 @@ def merge(source: Path, results: Path, merged: MergeResult) -> None:
     if not folders:
         raise ValueError(f"{source} holds no results: no {', no '.join(PATTERNS)} in it or one folder below")
     results.mkdir(parents=True, exist_ok=True)
-    with _alone(results):
+    with _exclusive(results):
         for folder in folders:
             for path in plain_files(folder, (RUNS,), merged.refused):
                 _merge_run(path, results / path.relative_to(folder), merged)
             for path in plain_files(folder, LINES, merged.refused):
                 _merge_lines(path, results / path.relative_to(folder), merged)
-            for path in plain_files(folder, WHOLE, merged.refused):
+            for path in plain_files(folder, REPLACED, merged.refused):
                 _merge_whole(path, results / path.relative_to(folder), merged)
 
 
@@ -131,7 +131,7 @@ def _merge_lines(path: Path, target: Path, merged: MergeResult) -> None:
 
 
 def _why_damaged(line: bytes, path: Path) -> str | None:
-    """What is wrong with a line; None where it is whole."""
+    """What is wrong with a line; None where it is sound."""
     kind = path.parent.parent.name if path.parent.parent.name in _KINDS else path.parent.name  # regression/<machine>/
     try:
         found = json.loads(line.decode())
@@ -149,7 +149,7 @@ def _replayed(found: dict[str, Any]) -> None:
         raise ValueError(f"a replayed incident must have {', '.join(sorted(missing))}")
 
 
-def _judgement(found: dict[str, Any]) -> None:
+def _comparison(found: dict[str, Any]) -> None:
     schema.build(ComparisonResult, found, "judgement")
 
 
@@ -163,7 +163,7 @@ def _mutant(found: dict[str, Any]) -> None:
 
 _KINDS: dict[str, Callable[[dict[str, Any]], None]] = {
     "regression": _replayed,
-    "verdicts": _judgement,
+    "verdicts": _comparison,
     "baselines": _acceptance,
     "mutants": _mutant,
 }
@@ -172,16 +172,18 @@ _KINDS: dict[str, Callable[[dict[str, Any]], None]] = {
 
 def _merge_whole(path: Path, target: Path, merged: MergeResult) -> None:
     content = path.read_bytes()
-    if not target.exists() or (path.suffix == ".json" and _made(content) > _made(target.read_bytes())):
+    if not target.exists() or (
+        path.suffix == ".json" and _calibrated_utc(content) > _calibrated_utc(target.read_bytes())
+    ):
         whole.replace(target, content)
         merged.new_files += 1
-    elif path.suffix == ".json" and _made(content) < _made(target.read_bytes()):
+    elif path.suffix == ".json" and _calibrated_utc(content) < _calibrated_utc(target.read_bytes()):
         return
     elif target.read_bytes() != content:
         merged.refused.append(f"{path}: differs from {target}; remove the one that is not wanted")
 
 
-def _made(calibration: bytes) -> str:
+def _calibrated_utc(calibration: bytes) -> str:
     """When a machine was calibrated, UTC; the newest calibration counts. "" where the file does not say."""
     try:
         return str(json.loads(calibration)["fingerprint"]["utc"])
@@ -190,8 +192,8 @@ def _made(calibration: bytes) -> str:
 
 
 @contextmanager
-def _alone(results: Path) -> Iterator[None]:
-    """Two merges into one folder take turns, else both would add the same line."""
+def _exclusive(results: Path) -> Iterator[None]:
+    """Two merges into one folder exclude each other, else both would add the same line."""
     with (results / ".merging").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -126,7 +126,7 @@ def append(path: Path, line: Line) -> None:
 def read(path: Path) -> tuple[Header, list[Line]]:
     """What was run and what came of it. Raises ValueError or TypeError where a line is no such thing.
 
-    A mutant that stands there twice counts as the last line says; a last line that was torn is left out.
+    A mutant that stands there twice counts as the last line says; an incomplete last line is left out.
     """
     first, *rest = [line for _, line in jsonl.lines(path)]
     begin = schema.build(Header, json.loads(first), "begin")

@@ -184,17 +184,17 @@ class Record:
 
     @property
     def share_of_limit(self) -> float | None:
-        """The nearer of the two measured ceilings, as a share of it: 1.0 leaves nothing to gain. None where unknown.
+        """The nearer of the two measured peaks, as a share of it: 1.0 leaves nothing to gain. None where unknown.
 
         What a warm cache can hold counts as no traffic of the memory.
         """
-        ceilings = self.fingerprint.ceilings
-        if ceilings is None or self.latency_ms is None:
+        peak = self.fingerprint.ceilings
+        if peak is None or self.latency_ms is None:
             return None
         shares = []
         if self.tflops is not None:
-            shares.append(self.tflops / ceilings.tflops(self.key.dtype))
+            shares.append(self.tflops / peak.tflops(self.key.dtype))
         if self.bytes_moved is not None:
-            cached = 0.0 if self.key.cache == "cold" else (ceilings.cache_mib or 0.0) * 2**20
-            shares.append(max(self.bytes_moved - cached, 0.0) / self.latency_ms / 1e9 / ceilings.copy_tb_per_s)
+            cached = 0.0 if self.key.cache == "cold" else (peak.cache_mib or 0.0) * 2**20
+            shares.append(max(self.bytes_moved - cached, 0.0) / self.latency_ms / 1e9 / peak.copy_tb_per_s)
         return max(shares, default=None)

@@ -1,8 +1,7 @@
 """The file of one run: results/runs/<machine>/<utc>-<commit>.jsonl.
 
 A run line says what the records after it share: fingerprint and command. A record line (`record_line`) holds one record
-in small. Lines are only ever appended. Files of versions 1 and 2 (`old_records`) are read as well: there each line
-stands alone.
+in compact form. Lines are only ever appended. Files of versions 1 and 2 are read as well: there each line stands alone.
 """
 
 from __future__ import annotations

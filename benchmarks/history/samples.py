@@ -105,7 +105,7 @@ def encode_raw(raw: RawSamples) -> bytes:
 
 
 def read_raw(run: Path) -> list[RawSamples]:
-    """The samples of a run in the order measured; a torn end is left out.
+    """The samples of a run in the order measured; an incomplete end is left out.
 
     Raises GoneError where they are not here, ValueError where they are damaged.
     """

@@ -48,7 +48,7 @@ def read(results: Path) -> tuple[list[Calibration], list[str]]:
     return found, damaged
 
 
-def show(album: ReportFolder, one: Calibration) -> CalibrationSection:
+def show(folder: ReportFolder, one: Calibration) -> CalibrationSection:
     """Its tables and its picture."""
     where = one.fingerprint
     false = one.rates[0]
@@ -62,7 +62,7 @@ def show(album: ReportFolder, one: Calibration) -> CalibrationSection:
         ),
         rates=_rates(one.rates),
         rules=_rules(one),
-        picture=_picture(album, one),
+        picture=_picture(folder, one),
         when=where.utc,
         commit=(where.commit or "unknown")[:10] + (" + changes" if where.dirty else ""),
         command=one.command,
@@ -100,7 +100,7 @@ def wilson(hits: int, trials: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def _picture(album: ReportFolder, one: Calibration) -> Picture:
+def _picture(folder: ReportFolder, one: Calibration) -> Picture:
     """Power over the injected slowdown, from the false alarms at 0."""
     machine = one.fingerprint.machine
     title = f"How often compare says SLOWER ({machine})"
@@ -125,7 +125,7 @@ def _picture(album: ReportFolder, one: Calibration) -> Picture:
         style.headline(figure, title)
         style.frame(figure, bottom=0.4)
 
-    return album.picture(title, ("calibration", machine), 3.2, draw)
+    return folder.picture(title, ("calibration", machine), 3.2, draw)
 
 
 def _share(share: float) -> str:

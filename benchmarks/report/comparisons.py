@@ -1,4 +1,4 @@
-"""What `compare` answered: the newest contest of each machine case by case, the earlier ones in a line each."""
+"""What `compare` answered: the newest comparison of each machine case by case, the earlier ones in a line each."""
 
 from __future__ import annotations
 
@@ -16,57 +16,59 @@ KINDS = {Verdict.FAILED: BAD, Verdict.SLOWER: BAD, Verdict.FASTER: GOOD, Verdict
 
 @dataclass(frozen=True)
 class Comparison:
-    """All judgements of one run of `compare`."""
+    """All results of one run of `compare`."""
 
-    judgements: Sequence[ComparisonResult]
+    results: Sequence[ComparisonResult]
 
     @property
     def machine(self) -> str:
-        return self.judgements[0].fingerprint.machine
+        return self.results[0].fingerprint.machine
 
     @property
     def utc(self) -> str:
-        return self.judgements[0].utc
+        return self.results[0].utc
 
     @property
     def sides(self) -> str:
         """What was compared: "main (0123456789) → working tree (9876543210 + changes)"."""
-        return f"{_side(self.judgements[0].base)} → {_side(self.judgements[0].head)}"
+        return f"{_side(self.results[0].base)} → {_side(self.results[0].head)}"
 
     @property
     def table(self) -> Table:
         """A row per case, the gravest verdicts first."""
-        return cases(self.judgements)
+        return cases(self.results)
 
     @property
     def summary(self) -> Cell:
         """How many of each verdict, the gravest first."""
-        counts = Counter(judgement.verdict for judgement in self.judgements)
+        counts = Counter(result.verdict for result in self.results)
         seen = [verdict for verdict in GRAVEST_FIRST if counts[verdict]]
         return Cell(", ".join(f"{counts[verdict]}{NBSP}{verdict.value}" for verdict in seen), KINDS[seen[0]])
 
 
-def comparisons(judgements: Iterable[ComparisonResult]) -> list[Comparison]:
+def comparisons(results: Iterable[ComparisonResult]) -> list[Comparison]:
     """Newest first. One that was killed has the cases that it finished."""
     together: dict[tuple[str, str, Side, Side], list[ComparisonResult]] = {}
-    for judgement in judgements:
-        run = (judgement.utc, judgement.fingerprint.machine, judgement.base, judgement.head)
-        together.setdefault(run, []).append(judgement)
-    return sorted((Comparison(found) for found in together.values()), key=lambda contest: contest.utc, reverse=True)
+    for result in results:
+        run = (result.utc, result.fingerprint.machine, result.base, result.head)
+        together.setdefault(run, []).append(result)
+    return sorted(
+        (Comparison(found) for found in together.values()), key=lambda comparison: comparison.utc, reverse=True
+    )
 
 
-def newest(all_contests: Sequence[Comparison]) -> list[Comparison]:
+def newest(all_comparisons: Sequence[Comparison]) -> list[Comparison]:
     """One of each machine."""
     first: dict[str, Comparison] = {}
-    for contest in all_contests:
-        first.setdefault(contest.machine, contest)
+    for comparison in all_comparisons:
+        first.setdefault(comparison.machine, comparison)
     return list(first.values())
 
 
-def cases(judgements: Iterable[ComparisonResult]) -> Table:
+def cases(results: Iterable[ComparisonResult]) -> Table:
     """A row per case, the gravest verdicts first."""
     head = ("case", "verdict", "time, change", "95 % interval", "could have seen", "base, ms", "head, ms", "why")
-    ordered = sorted(judgements, key=lambda one: (GRAVEST_FIRST.index(one.verdict), one.key.name))
+    ordered = sorted(results, key=lambda one: (GRAVEST_FIRST.index(one.verdict), one.key.name))
     rows = [
         [
             Cell(one.key.name, NAME),
@@ -83,24 +85,24 @@ def cases(judgements: Iterable[ComparisonResult]) -> Table:
     return Table(head, rows)
 
 
-def earlier(all_contests: Sequence[Comparison]) -> Table:
-    """A row per contest that is not the newest of its machine."""
-    shown = newest(all_contests)
+def earlier(all_comparisons: Sequence[Comparison]) -> Table:
+    """A row per comparison that is not the newest of its machine."""
+    shown = newest(all_comparisons)
     head = ("when", "machine", "compared", "verdicts")
     rows = [
-        [when(one.utc), Cell(one.machine), Cell(one.sides), one.summary] for one in all_contests if one not in shown
+        [when(one.utc), Cell(one.machine), Cell(one.sides), one.summary] for one in all_comparisons if one not in shown
     ]
     return Table(head, rows)
 
 
-def speed(all_contests: Sequence[Comparison]) -> dict[tuple[str, str], Cell]:
-    """(machine, commit) -> the newest judgement of exactly that commit against another."""
-    judged: dict[tuple[str, str], Cell] = {}
-    for contest in all_contests:
-        head = contest.judgements[0].head
+def speed(all_comparisons: Sequence[Comparison]) -> dict[tuple[str, str], Cell]:
+    """(machine, commit) -> the newest result of exactly that commit against another."""
+    found: dict[tuple[str, str], Cell] = {}
+    for comparison in all_comparisons:
+        head = comparison.results[0].head
         if head.commit is not None and not head.dirty:
-            judged.setdefault((contest.machine, head.commit), contest.summary)
-    return judged
+            found.setdefault((comparison.machine, head.commit), comparison.summary)
+    return found
 
 
 def accepted(entries: Iterable[Acceptance]) -> Table:

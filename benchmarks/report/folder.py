@@ -60,7 +60,7 @@ class ReportFolder:
         return frozenset(self._written)
 
     def adopt(self, written: frozenset[str]) -> None:
-        """Count what another album has written into this folder."""
+        """Count what another `ReportFolder` has written into this folder."""
         self._written |= written
 
     def page(self, name: str, html: str) -> Path:

@@ -37,7 +37,7 @@ class Line:
 
     label: str
     points: Points
-    look: dict[str, Any]
+    style: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def groups(compared: Sequence[Comparison]) -> list[Group]:
     ]
 
 
-def throughput(album: ReportFolder, machine: str, group: Group, known: Sequence[Series]) -> list[Picture]:
+def throughput(folder: ReportFolder, machine: str, group: Group, known: Sequence[Series]) -> list[Picture]:
     """Tokens per second, and below how many times as fast as each baseline NSA is."""
     ours = group.lines(lambda record: record.tokens_per_s)
     if not _drawable(ours):
@@ -116,7 +116,7 @@ def throughput(album: ReportFolder, machine: str, group: Group, known: Sequence[
         _finish(figure, axes, lines, title, legend, group.batches)
 
     height = 3.4 + 1.5 * (len(panels) - 1) + legend
-    return [album.picture(f"{title}: throughput and speed-up", (machine, group.mode, group.label), height, draw)]
+    return [folder.picture(f"{title}: throughput and speed-up", (machine, group.mode, group.label), height, draw)]
 
 
 def _speed_ups(group: Group) -> list[Line]:
@@ -129,25 +129,25 @@ def _speed_ups(group: Group) -> list[Line]:
     return [Line(name, line, style.of_implementation(name)) for name, line in points.items()]
 
 
-def memory(album: ReportFolder, machine: str, group: Group) -> list[Picture]:
+def memory(folder: ReportFolder, machine: str, group: Group) -> list[Picture]:
     """Peak memory above the inputs."""
     lines = group.lines(lambda record: record.peak_mem_mib)
     title = f"Peak memory, {TITLES.get(group.mode, 'forward + backward').lower()}, {group.label}"
-    return _single(album, title, (machine, "memory", group.mode, group.label), lines, "MiB above the inputs", [group])
+    return _single(folder, title, (machine, "memory", group.mode, group.label), lines, "MiB above the inputs", [group])
 
 
-def parts(album: ReportFolder, machine: str, name: str, of_label: Sequence[Group]) -> list[Picture]:
+def parts(folder: ReportFolder, machine: str, name: str, of_label: Sequence[Group]) -> list[Picture]:
     """Latency of each part of the forward pass, and of the whole."""
     lines = []
     for number, group in enumerate(group for group in of_label if group.mode.startswith(PART)):
         points = [(c.nsa.key.num_keys, c.nsa.latency_ms) for c in group.compared if c.nsa.latency_ms is not None]
         lines.append(Line(group.mode.removeprefix(PART), points, style.nth(number + 1)))
     whole = [line for g in of_label if g.mode == "prefill-forward" for line in g.lines(lambda r: r.latency_ms)]
-    lines += [Line("whole forward", line.points, line.look) for line in whole if line.label == NSA]
-    return _single(album, f"Parts of the forward pass, {name}", (machine, "parts", name), lines, "ms", of_label)
+    lines += [Line("whole forward", line.points, line.style) for line in whole if line.label == NSA]
+    return _single(folder, f"Parts of the forward pass, {name}", (machine, "parts", name), lines, "ms", of_label)
 
 
-def limits(album: ReportFolder, machine: str, mode: str, of_mode: Sequence[Group]) -> list[Picture]:
+def limits(folder: ReportFolder, machine: str, mode: str, of_mode: Sequence[Group]) -> list[Picture]:
     """NSA's share of the device's limit, a line per label."""
     lines = []
     for number, group in enumerate(of_mode):
@@ -155,11 +155,11 @@ def limits(album: ReportFolder, machine: str, mode: str, of_mode: Sequence[Group
         points = [(x, 100 * share) for x, share in shares if share is not None]
         lines.append(Line(group.label, points, style.nth(number)))
     title = f"{TITLES.get(mode, mode)}: share of the measured limit"
-    return _single(album, title, (machine, "limit", mode), lines, "% of the measured limit", of_mode, from_zero=True)
+    return _single(folder, title, (machine, "limit", mode), lines, "% of the measured limit", of_mode, from_zero=True)
 
 
 def _single(
-    album: ReportFolder, title: str, words: tuple[str, ...], lines: Sequence[Line], unit: str, of: Sequence[Group],
+    folder: ReportFolder, title: str, words: tuple[str, ...], lines: Sequence[Line], unit: str, of: Sequence[Group],
     *, from_zero: bool = False,
 ) -> list[Picture]:  # fmt: skip
     """One pair of axes; [] where no line has two lengths."""
@@ -178,7 +178,7 @@ def _single(
             style.logarithmic(axis, unit)
         _finish(figure, [axis], lines, title, legend, batches)
 
-    return [album.picture(title, words, 3.3 + legend, draw)]
+    return [folder.picture(title, words, 3.3 + legend, draw)]
 
 
 def _batches(of: Sequence[Group]) -> dict[int, int]:
@@ -201,7 +201,7 @@ def _dotted(known: Sequence[Reference]) -> list[Line]:
 def _lines(axis: Axes, lines: Sequence[Line]) -> None:
     for line in lines:
         if line.points:
-            axis.plot(*zip(*line.points, strict=True), label=style.drawable(line.label), **line.look)
+            axis.plot(*zip(*line.points, strict=True), label=style.drawable(line.label), **line.style)
 
 
 def _finish(

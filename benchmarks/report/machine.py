@@ -59,7 +59,7 @@ class Known:
     """By (machine, device, case)."""
 
 
-def build(album: ReportFolder, store: Store, name: str, here: Sequence[Comparison], known: Known) -> Machine:
+def build(folder: ReportFolder, store: Store, name: str, here: Sequence[Comparison], known: Known) -> Machine:
     """Draw the pictures of one machine and fill its tables. `here`: its newest comparisons, at least one."""
     newest = max((comparison.nsa.fingerprint for comparison in here), key=lambda fingerprint: fingerprint.utc)
     groups = lengths.groups(here)
@@ -73,14 +73,14 @@ def build(album: ReportFolder, store: Store, name: str, here: Sequence[Compariso
         summary=machine_tables.summary(here),
         headlines=machine_tables.headlines(groups),
         figures=machine_tables.figures(here),
-        lengths=_lengths(album, name, groups, known.published),
-        trends=_trends(album, name, followed, known.published, marked),
+        lengths=_lengths(folder, name, groups, known.published),
+        trends=_trends(folder, name, followed, known.published, marked),
         news=changes.news(followed, standings),
         changes=changes.table(followed),
         standings=changes.standings(standings),
         boundaries=_boundaries(marked),
-        memory=_memory(album, name, groups),
-        limit_pictures=_limits(album, name, groups),
+        memory=_memory(folder, name, groups),
+        limit_pictures=_limits(folder, name, groups),
         limits=machine_tables.limits(here),
         missing=machine_tables.missing(here),
         doubtful=machine_tables.doubtful(here),
@@ -88,34 +88,38 @@ def build(album: ReportFolder, store: Store, name: str, here: Sequence[Compariso
     )
 
 
-def _lengths(album: ReportFolder, name: str, groups: Sequence[Group], known: Sequence[Published]) -> list[Picture]:
+def _lengths(folder: ReportFolder, name: str, groups: Sequence[Group], known: Sequence[Published]) -> list[Picture]:
     pictures = [
         picture
         for mode in lengths.TITLES
         for group in groups
         if group.mode == mode
-        for picture in lengths.throughput(album, name, group, known)
+        for picture in lengths.throughput(folder, name, group, known)
     ]
     for label in dict.fromkeys(group.label for group in groups if group.mode.startswith(lengths.PART)):
-        pictures += lengths.parts(album, name, label, [group for group in groups if group.label == label])
+        pictures += lengths.parts(folder, name, label, [group for group in groups if group.label == label])
     return pictures
 
 
-def _memory(album: ReportFolder, name: str, groups: Sequence[Group]) -> list[Picture]:
+def _memory(folder: ReportFolder, name: str, groups: Sequence[Group]) -> list[Picture]:
     shown = [group for mode in lengths.MEMORY_MODES for group in groups if group.mode == mode]
-    return [picture for group in shown for picture in lengths.memory(album, name, group)]
+    return [picture for group in shown for picture in lengths.memory(folder, name, group)]
 
 
-def _limits(album: ReportFolder, name: str, groups: Sequence[Group]) -> list[Picture]:
+def _limits(folder: ReportFolder, name: str, groups: Sequence[Group]) -> list[Picture]:
     return [
         picture
         for mode in lengths.TITLES
-        for picture in lengths.limits(album, name, mode, [group for group in groups if group.mode == mode])
+        for picture in lengths.limits(folder, name, mode, [group for group in groups if group.mode == mode])
     ]
 
 
 def _trends(
-    album: ReportFolder, name: str, followed: Sequence[Followed], known: Sequence[Published], marked: Sequence[Boundary]
+    folder: ReportFolder,
+    name: str,
+    followed: Sequence[Followed],
+    known: Sequence[Published],
+    marked: Sequence[Boundary],
 ) -> list[Picture]:
     """A picture per mode and shape; all parts of the forward pass on one."""
     kinds: dict[tuple[str, str], list[Followed]] = {}
@@ -135,7 +139,7 @@ def _trends(
             )
             for one in sorted(alike, key=_by_size)
         ]
-        pictures += trends.draw(album, name, f"{title}, {label}", rows, marked)
+        pictures += trends.draw(folder, name, f"{title}, {label}", rows, marked)
     return pictures
 
 

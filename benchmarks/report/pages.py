@@ -40,28 +40,28 @@ _ENVIRONMENT = jinja2.Environment(
 
 def build(results: Path) -> Path:
     """Write the pages of everything below `results`; where they start. An empty folder gives a page that says so."""
-    album = ReportFolder(results / "report")
-    drawn = _machines(results)
-    for one in drawn:
-        album.adopt(one.written)
-    machines = [one.machine for one in drawn if one.machine]
-    damaged = [line for one in drawn for line in one.damaged]
-    judgements, no_judgements = result.read(results)
+    folder = ReportFolder(results / "report")
+    machine_pages = _machines(results)
+    for one in machine_pages:
+        folder.adopt(one.written)
+    machines = [one.machine for one in machine_pages if one.machine]
+    damaged = [line for one in machine_pages for line in one.damaged]
+    answers, no_answers = result.read(results)
     moved, not_moved = accepted.read(results)
     calibrations, no_calibrations = calibration.read(results)
     incidents, no_incidents = ledger.read(results)
     tried, no_mutants = mutants.read(results)
-    compared = comparisons.comparisons(judgements)
+    compared = comparisons.comparisons(answers)
     pages = [("Verdicts", INDEX), *((m.device, m.page) for m in machines), *FURTHER_PAGES.items()]
 
     def write(name: str, title: str, template: str, **content: Any) -> Path:
-        return album.page(name, render(template, here=name, title=title, pages=pages, **content))
+        return folder.page(name, render(template, here=name, title=title, pages=pages, **content))
 
     for m in machines:
         write(m.page, f"{m.device} ({m.id})", "machine.html", m=m)
     write(
         "calibration.html", "How often the judge is right", "calibration.html",
-        shown=[calibration.show(album, one) for one in calibrations],
+        shown=[calibration.show(folder, one) for one in calibrations],
     )  # fmt: skip
     write(
         "ledger.html", "The ledger of commits and incidents", "ledger.html",
@@ -70,11 +70,11 @@ def build(results: Path) -> Path:
     )  # fmt: skip
     index = write(
         INDEX, TITLE, "index.html", machines=machines,
-        contests=comparisons.newest(compared), earlier=comparisons.earlier(compared),
+        comparisons=comparisons.newest(compared), earlier=comparisons.earlier(compared),
         accepted=comparisons.accepted(moved),
-        damaged=[*damaged, *no_judgements, *not_moved, *no_calibrations, *no_incidents, *no_mutants],
+        damaged=[*damaged, *no_answers, *not_moved, *no_calibrations, *no_incidents, *no_mutants],
     )  # fmt: skip
-    album.remove_leftovers()
+    folder.remove_leftovers()
     return index
 
 
@@ -88,7 +88,7 @@ class _MachinePages:
     """UTC of the newest run; "" without one."""
     damaged: list[str]
     written: frozenset[str]
-    """Files of the album."""
+    """Names of the files in the folder."""
 
 
 def _machines(results: Path) -> list[_MachinePages]:
@@ -96,26 +96,26 @@ def _machines(results: Path) -> list[_MachinePages]:
     names = sorted(folder.name for folder in (results / "runs").glob("*/"))
     workers = min(len(names), os.cpu_count() or 1)
     if workers < 2 or sum(1 for _ in (results / "runs").glob("*/*.jsonl")) < _MANY_RUNS:
-        drawn = [_draw(results, name) for name in names]
+        machine_pages = [_pages_of(results, name) for name in names]
     else:
         # not forked: NumPy has threads
         with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-            drawn = list(pool.map(partial(_draw, results), names))
-    return sorted(drawn, key=lambda one: one.newest, reverse=True)
+            machine_pages = list(pool.map(partial(_pages_of, results), names))
+    return sorted(machine_pages, key=lambda one: one.newest, reverse=True)
 
 
-def _draw(results: Path, name: str) -> _MachinePages:
+def _pages_of(results: Path, name: str) -> _MachinePages:
     """Draw the pictures of one machine and fill its tables."""
-    album = ReportFolder(results / "report")
+    folder = ReportFolder(results / "report")
     stored = Store(results, name)
     here = speedup.comparisons(stored.current())
     theirs = published.read(path) if (path := published.path(results)).exists() else []
     known = machine.Known(theirs, accepted.current(results))
     return _MachinePages(
-        machine.build(album, stored, name, here, known) if here else None,
+        machine.build(folder, stored, name, here, known) if here else None,
         max((run.utc for run in stored.runs(name)), default=""),
         [f"{line.path.relative_to(results)}:{line.line}: {line.why}" for line in stored.damaged()],
-        album.written,
+        folder.written,
     )
 
 

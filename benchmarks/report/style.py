@@ -1,4 +1,4 @@
-"""How pictures look: every line differs in colour, marker and dash, so that neither colour vision nor print matters."""
+"""The style of the pictures: every line differs in colour, marker and dash, whatever the colour vision or the print."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ RC: Any = {
 IMPLEMENTATIONS = (
     NSA, "sdpa-flash", "sdpa-cudnn", "fla-nsa", "flex", "flash-attn", "flash-attn-4", "sdpa-math", "sdpa-efficient",
 )  # fmt: skip
-"""Those with a look of their own on every picture."""
+"""Those with a style of their own on every picture."""
 
 
 def nth(number: int) -> dict[str, Any]:
-    """The look of line `number` of a picture; marker and dash alone tell any two of the first 32 apart."""
+    """The style of line `number` of a picture; marker and dash alone tell any two of the first 32 apart."""
     turn = number // len(COLOURS)
     return {
         "color": COLOURS[number % len(COLOURS)],
@@ -62,7 +62,7 @@ def nth(number: int) -> dict[str, Any]:
 
 
 def of_implementation(name: str) -> dict[str, Any]:
-    """The look of an implementation, the same wherever it is drawn; NSA's line is thick."""
+    """The style of an implementation, the same wherever it is drawn; NSA's line is thick."""
     known = IMPLEMENTATIONS.index(name) if name in IMPLEMENTATIONS else len(IMPLEMENTATIONS) + len(name) % 16
     return {**nth(known), "linewidth": 2.6 if name == NSA else 1.6}
 

@@ -94,7 +94,7 @@ def boundaries(runs: Sequence[Fingerprint]) -> list[Boundary]:
 
 
 def draw(
-    album: ReportFolder, machine: str, title: str, rows: Sequence[Row], marked: Sequence[Boundary]
+    folder: ReportFolder, machine: str, title: str, rows: Sequence[Row], marked: Sequence[Boundary]
 ) -> list[Picture]:
     """The cases that have two runs or more, `ROWS` on a picture."""
     long = [row for row in rows if len(row.series.points) > 1]
@@ -102,11 +102,13 @@ def draw(
     pictures = []
     for number, piece in enumerate(pieces, start=1):
         numbered = title if len(pieces) == 1 else f"{title} ({number} of {len(pieces)})"
-        pictures.append(_picture(album, machine, numbered, piece, marked))
+        pictures.append(_picture(folder, machine, numbered, piece, marked))
     return pictures
 
 
-def _picture(album: ReportFolder, machine: str, title: str, rows: Sequence[Row], marked: Sequence[Boundary]) -> Picture:
+def _picture(
+    folder: ReportFolder, machine: str, title: str, rows: Sequence[Row], marked: Sequence[Boundary]
+) -> Picture:
     commits = {point.utc: _commit(point) for row in rows for point in row.series.points}
     runs = sorted(commits)
     at = {utc: number for number, utc in enumerate(runs)}
@@ -131,7 +133,7 @@ def _picture(album: ReportFolder, machine: str, title: str, rows: Sequence[Row],
         style.frame(figure, left=1.2, bottom=0.55)
 
     height = 1.0 + _ROW_INCH * len(rows)
-    return album.picture(f"{title}: throughput over the runs", (machine, "trend", title), height, paint)
+    return folder.picture(f"{title}: throughput over the runs", (machine, "trend", title), height, paint)
 
 
 def _commit(point: Point) -> str:

@@ -1,6 +1,6 @@
 """What this device reaches at most, measured: a plain copy and a plain matrix product.
 
-The best sample counts, not the median: a ceiling is what the device can do, and a busy neighbour only hides it.
+The best sample counts, not the median: a peak is what the device can do, and a busy neighbour only hides it.
 """
 
 from __future__ import annotations
@@ -92,13 +92,13 @@ def measure(machine: Machine) -> MeasuredPeak:
     return found
 
 
-def remeasured(ceilings: MeasuredPeak, device: str) -> MeasuredPeak:
+def remeasured(peak: MeasuredPeak, device: str) -> MeasuredPeak:
     """The better of these and of a new measurement: before a figure is refused, a busy neighbour is ruled out."""
     return dataclasses.replace(
-        ceilings,
-        bf16_tflops=max(ceilings.bf16_tflops, _product_tflops(device, torch.bfloat16)),
-        float32_tflops=max(ceilings.float32_tflops, _product_tflops(device, torch.float32)),
-        copy_tb_per_s=max(ceilings.copy_tb_per_s, _copy_tb_per_s(device, _cache_bytes(device))),
+        peak,
+        bf16_tflops=max(peak.bf16_tflops, _product_tflops(device, torch.bfloat16)),
+        float32_tflops=max(peak.float32_tflops, _product_tflops(device, torch.float32)),
+        copy_tb_per_s=max(peak.copy_tb_per_s, _copy_tb_per_s(device, _cache_bytes(device))),
     )
 
 

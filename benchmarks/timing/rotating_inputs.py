@@ -1,4 +1,4 @@
-"""A work and a copy of it that take turns in the timing, so that a cold call finds nothing that the last one left."""
+"""Work timed on its inputs and on a copy of them alternately, so that a cold call finds nothing of the last one."""
 
 from __future__ import annotations
 

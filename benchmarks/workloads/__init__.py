@@ -39,6 +39,6 @@ class Work:
     """Overwrites the inputs with ones that no call has seen (an int is their seed), runs what was timed, which is
     `call` or a graph of it, and compares what that returns; raises unless it is green."""
     copy: Callable[[], Work] | None = None
-    """Makes the same work on a copy of its inputs, so that cold calls can take turns; None where there is no point."""
+    """Makes the same work on a copy of its inputs, for cold calls to alternate with; None where there is no point."""
     replays: bool = False
     """Whether `call` replays a CUDA graph of its own, and is timed as it is."""

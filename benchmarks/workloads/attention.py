@@ -28,8 +28,8 @@ FRESH_ROWS = 8
 
 
 @dataclass(frozen=True)
-class Contender:
-    """One implementation: how it is called, and how its answers are judged."""
+class Implementation:
+    """One implementation: how it is called, and how its answers are compared."""
 
     forward: Callable[[Problem], Tensor]
     differentiated: tuple[str, ...]
@@ -40,19 +40,19 @@ class Contender:
     """Runs it, on the inputs that are timed, with the backward pass or without, on rows that the seed draws."""
     chosen: Callable[[Problem], Aux | None]
     """The blocks that it selects, which the timed call does not return; None for dense attention."""
-    judge: Callable[[Problem, Answer, Aux | None, Sequence[Row]], Gate]
+    compare: Callable[[Problem, Answer, Aux | None, Sequence[Row]], Gate]
     """Compares these rows of what the timed call returned with the oracle."""
-    judge_all: Callable[[Problem, Answer, Aux | None, Tensor], RowComparison]
+    compare_all: Callable[[Problem, Answer, Aux | None, Tensor], RowComparison]
     """Compares these rows [R], all or some of each tile, with the second implementation."""
     refusals: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def prepare(key: Key, device: str) -> Work:
     """The work of a key whose mode is prefill-*, decode, or memory (which is a prefill forward + backward)."""
-    return _work(key, _contender(key), _problem(key, device))
+    return _work(key, _implementation(key), _problem(key, device))
 
 
-def _contender(key: Key) -> Contender:
+def _implementation(key: Key) -> Implementation:
     if key.implementation == NSA:
         return _nsa(key)
     baseline = BASELINES[key.implementation]
@@ -71,7 +71,7 @@ def _config(key: Key) -> NSAConfig:
     return NSAConfig.from_mapping(key.config)
 
 
-def _nsa(key: Key) -> Contender:
+def _nsa(key: Key) -> Implementation:
     config, backend = _config(key), key.backend_asked
     assert backend is not None
 
@@ -96,7 +96,7 @@ def _nsa(key: Key) -> Contender:
     return _sparse(config, forward, with_aux)
 
 
-def _other_nsa(baseline: Baseline, config: NSAConfig) -> Contender:
+def _other_nsa(baseline: Baseline, config: NSAConfig) -> Implementation:
     def with_aux(p: Problem) -> tuple[Tensor, Aux]:
         assert baseline.block_indices is not None
         with torch.no_grad():
@@ -111,7 +111,7 @@ def _sparse(
     forward: Callable[[Problem], Tensor],
     with_aux: Callable[[Problem], tuple[Tensor, Aux]],
     refusals: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> Contender:
+) -> Implementation:
     def check(p: Problem, backward: bool, seed: int) -> Gate:
         return verify.check_nsa(p, config, with_aux, rows=NSA_ROWS, backward=backward, seed=seed)
 
@@ -119,36 +119,38 @@ def _sparse(
         with torch.no_grad():
             return with_aux(p)[1]
 
-    def judge(p: Problem, answer: Answer, aux: Aux | None, picked: Sequence[Row]) -> Gate:
+    def compare(p: Problem, answer: Answer, aux: Aux | None, picked: Sequence[Row]) -> Gate:
         assert aux is not None
-        return verify.judge_nsa(p, config, answer, aux, picked)
+        return verify.compare_nsa(p, config, answer, aux, picked)
 
-    def judge_all(p: Problem, answer: Answer, aux: Aux | None, rows: Tensor) -> RowComparison:
+    def compare_all(p: Problem, answer: Answer, aux: Aux | None, rows: Tensor) -> RowComparison:
         assert aux is not None
         return all_rows.compare_nsa(p, config, answer, aux.block_indices, rows)
 
-    return Contender(forward, verify.NSA_INPUTS, config, check, chosen, judge, judge_all, refusals)
+    return Implementation(forward, verify.NSA_INPUTS, config, check, chosen, compare, compare_all, refusals)
 
 
-def _dense(baseline: Baseline) -> Contender:
+def _dense(baseline: Baseline) -> Implementation:
     name = baseline.name
 
     def check(p: Problem, backward: bool, seed: int) -> Gate:
         return verify.check_dense(p, baseline.attend, name, rows=DENSE_ROWS, backward=backward, seed=seed)
 
-    def judge(p: Problem, answer: Answer, _: Aux | None, picked: Sequence[Row]) -> Gate:
-        return verify.judge_dense(p, answer, name, picked)
+    def compare(p: Problem, answer: Answer, _: Aux | None, picked: Sequence[Row]) -> Gate:
+        return verify.compare_dense(p, answer, name, picked)
 
-    def judge_all(p: Problem, answer: Answer, _: Aux | None, rows: Tensor) -> RowComparison:
+    def compare_all(p: Problem, answer: Answer, _: Aux | None, rows: Tensor) -> RowComparison:
         return all_rows.compare_dense(p, answer, rows)
 
     refusals = lambda: baseline.refusals(name)  # noqa: E731 - as in _other_nsa
-    return Contender(baseline.attend, verify.DENSE_INPUTS, None, check, lambda _: None, judge, judge_all, refusals)
+    return Implementation(
+        baseline.attend, verify.DENSE_INPUTS, None, check, lambda _: None, compare, compare_all, refusals
+    )
 
 
-def _work(key: Key, contender: Contender, problem: Problem) -> Work:
+def _work(key: Key, implementation: Implementation, problem: Problem) -> Work:
     backward = key.mode in ("prefill-forward-backward", "memory")
-    names = contender.differentiated if backward else ()
+    names = implementation.differentiated if backward else ()
     d_o = _output_gradient(problem) if backward else None
 
     def recheck(call: Call, seed: int) -> Gate:
@@ -158,30 +160,30 @@ def _work(key: Key, contender: Contender, problem: Problem) -> Work:
             d_o.copy_(verify.sparse_gradient(before[0], picked))
         anti_cheat.poison(before)
         _overwrite(problem.tensors, _problem(key, problem.q.device.type, seed).tensors)
-        answer, aux = _answer(call, names, d_o), contender.chosen(problem)
-        judged = contender.judge(problem, answer, aux, picked)
+        answer, aux = _answer(call, names, d_o), implementation.chosen(problem)
+        gate = implementation.compare(problem, answer, aux, picked)
         queries, sequences = problem.q.shape[1], problem.q.shape[0]
         if len(picked) == queries * sequences:
-            return verify.with_comparison(judged, seed, len(picked))
-        rows = all_rows.rows_to_compare(problem, contender.config, seed, backward=backward)
+            return verify.with_comparison(gate, seed, len(picked))
+        rows = all_rows.rows_to_compare(problem, implementation.config, seed, backward=backward)
         if d_o is not None:
             d_o.copy_(all_rows.output_gradient(answer.o, rows, seed))
             del answer  # as large as the outputs that come now
             answer = _answer(call, names, d_o)
-        compared = contender.judge_all(problem, answer, aux, rows)
-        return verify.with_comparison(judged, seed, compared.rows, compared.checks)
+        compared = implementation.compare_all(problem, answer, aux, rows)
+        return verify.with_comparison(gate, seed, compared.rows, compared.checks)
 
-    floor = roofline.of(key)
+    minimum = roofline.of(key)
     return Work(
-        lambda seed: contender.check(problem, backward, seed),
-        _call(problem, contender, names, d_o),
+        lambda seed: implementation.check(problem, backward, seed),
+        _call(problem, implementation, names, d_o),
         key.batch * key.num_queries,
-        floor.flops,
-        floor.bytes_moved,
-        refusals=contender.refusals,
+        minimum.flops,
+        minimum.bytes_moved,
+        refusals=implementation.refusals,
         inputs=problem.tensors,
         recheck=recheck,
-        copy=lambda: _work(key, contender, problem.map(torch.clone)),
+        copy=lambda: _work(key, implementation, problem.map(torch.clone)),
     )
 
 
@@ -190,12 +192,12 @@ def _answer(call: Call, names: Sequence[str], d_o: Tensor | None) -> Answer:
     return Answer(o, d_o, verify.gradients_by_name(names, gradients))
 
 
-def _call(problem: Problem, contender: Contender, names: Sequence[str], d_o: Tensor | None) -> Call:
+def _call(problem: Problem, implementation: Implementation, names: Sequence[str], d_o: Tensor | None) -> Call:
     if d_o is None:
 
         def forward() -> tuple[Tensor, ...]:
             with torch.no_grad():
-                return (contender.forward(problem),)
+                return (implementation.forward(problem),)
 
         return forward
 
@@ -203,7 +205,7 @@ def _call(problem: Problem, contender: Contender, names: Sequence[str], d_o: Ten
     wanted = [leaves.tensors[name] for name in names]
 
     def forward_backward() -> tuple[Tensor, ...]:
-        o = contender.forward(leaves)
+        o = implementation.forward(leaves)
         return o, *torch.autograd.grad(o, wanted, d_o)
 
     return forward_backward

@@ -50,7 +50,7 @@ def draw(key: Key, device: str, seed: int = 0) -> Problem:
     """Inputs of the key's kind, every value of mean 0 and variance 1, and uniform gates.
 
     "random": q, k and v standard normal. "local": q and k each walk smoothly over the tokens, so that neighbours look
-    for the same blocks, as in trained models. The seed follows from the shape and `seed`: all contenders get the same.
+    for the same blocks, as in trained models. The seed follows from the shape and `seed`: they are the same for all.
     Raises ValueError for another kind.
     """
     if key.inputs not in KINDS:

@@ -134,7 +134,7 @@ def _work(key: Key, use: Settings, problem: Problem, reads: Tensors, timed: Time
 
     def check(seed: int) -> Gate:
         picked = oracle.sample_rows(problem, use.config, NSA_ROWS, seed)
-        return verify.judge_nsa(problem, use.config, *_answer(use, problem, call()[0]), picked)
+        return verify.compare_nsa(problem, use.config, *_answer(use, problem, call()[0]), picked)
 
     def recheck(call: Call, seed: int) -> Gate:
         anti_cheat.poison(call())
@@ -145,18 +145,18 @@ def _work(key: Key, use: Settings, problem: Problem, reads: Tensors, timed: Time
         (out,) = anti_cheat.as_read_by_this_stream(call())
         answer, aux = _answer(use, fresh, out)
         picked = oracle.random_rows(fresh, FRESH_ROWS, seed)
-        judged = verify.judge_nsa(fresh, use.config, answer, aux, picked)
+        gate = verify.compare_nsa(fresh, use.config, answer, aux, picked)
         rows = all_rows.rows_to_compare(fresh, use.config, seed, backward=False)
         compared = all_rows.compare_nsa(fresh, use.config, answer, aux.block_indices, rows)
-        return verify.with_comparison(judged, seed, compared.rows, compared.checks)
+        return verify.with_comparison(gate, seed, compared.rows, compared.checks)
 
-    floor = roofline.of(key)
+    minimum = roofline.of(key)
     return Work(
         check,
         call,
         key.batch * key.num_queries,
-        floor.flops,
-        floor.bytes_moved,
+        minimum.flops,
+        minimum.bytes_moved,
         inputs={f"input {i}": x for i, x in enumerate(reads)},
         recheck=recheck,
         copy=lambda: _work(key, use, problem, tuple(x.clone() for x in reads), timed),

@@ -20,7 +20,7 @@ _RESERVE_GIB = 1.5
 """The device's own context, libraries, and the gaps between allocations."""
 
 _COPIES_OF_INPUTS = 3
-"""Those that are timed, the copy that takes turns with them, and the fresh ones of the last check."""
+"""Those that are timed, the copy that alternates with them, and the fresh ones of the last check."""
 _OUTPUTS = {"nsa": {False: 4.5, True: 9.5}, "dense": {False: 1.1, True: 6.5}}
 """Peak of a call in sizes of q or o, whichever is larger, by whether there is a backward pass (H200, PyTorch 2.11)."""
 _HELD = {False: 1.1, True: 3.5}

@@ -39,7 +39,7 @@ class Pairs:
 
 
 def of(key: Key) -> MinimumCost:
-    """The floor of a prefill, a decode step, or a part of the forward."""
+    """The minimum of a prefill, a decode step, or a part of the forward."""
     if key.mode.startswith("part-"):
         return _of_part(key)
     backward = key.mode in ("prefill-forward-backward", "memory")

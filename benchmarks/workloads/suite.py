@@ -90,7 +90,7 @@ def planned(table: Mapping[str, Any], *, quick: bool, backend: str, on_gpu: bool
                 raise ValueError(f"baselines must be of {', '.join(BASELINES)}; got {name!r}")
             cases.setdefault(key.case, {})[name] = _of_baseline(key, name)
         cases.setdefault(key.case, {})[NSA] = dataclasses.replace(key, backend_asked=backend)
-    return [key for contenders in cases.values() for key in sorted(contenders.values(), key=_nsa_last)]
+    return [key for implementations in cases.values() for key in sorted(implementations.values(), key=_nsa_last)]
 
 
 def absent_once(keys: Sequence[Key], device: str) -> list[Key]:

@@ -345,13 +345,13 @@ def test_the_clocks_are_read_beside_the_samples_of_a_gpu(monkeypatch: pytest.Mon
     looks: list[int] = []
 
     class Watch:
-        def look(self) -> None:
+        def observe(self) -> None:
             looks.append(1)
 
         def clocks(self) -> Clocks:
             return Clocks((1,) * len(looks), (1.0,) * len(looks), (1,) * len(looks))
 
-    monkeypatch.setattr(latency.clocks, "watch", Watch)
+    monkeypatch.setattr(latency.clocks, "monitor", Watch)
     timed = latency.measure(lambda: None, "cuda", "warm", Plan(4, 0.0, 10.0))
     assert timed.clocks is not None
     assert len(timed.clocks.sm_mhz) == len(timed.samples_ms) == 4

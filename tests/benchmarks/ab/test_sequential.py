@@ -241,7 +241,7 @@ def simulated(noise: Noise, slowdown: float, seed: int) -> list[sequential.CaseR
 def test_identical_code_raises_no_more_false_alarms_than_promised(noise: Noise) -> None:
     verdicts = Counter(answer.verdict for seed in range(150) for answer in simulated(noise, 0.0, seed))
     alarms = verdicts[Verdict.SLOWER] + verdicts[Verdict.FASTER]
-    assert alarms / verdicts.total() <= 0.0035  # 5 % of the contests, twenty cases each
+    assert alarms / verdicts.total() <= 0.0035  # 5 % of the tests, twenty cases each
 
 
 @pytest.mark.parametrize(("noise", "slowdown"), [(gauss, 0.03), (heavy_tails, 0.05), (bursts, 0.05), (two_modes, 0.1)])

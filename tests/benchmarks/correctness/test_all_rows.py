@@ -203,7 +203,7 @@ def oracle_rows(seed: int) -> list[int]:
         return Gate(1, (), "torch")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention.gate, "judge_nsa", notice)
+        patch.setattr(attention.verify, "compare_nsa", notice)
         attention.prepare(key(length=96), "cpu").check(seed)
     return asked
 

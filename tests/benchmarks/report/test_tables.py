@@ -37,7 +37,7 @@ def column(table: Table, name: str) -> list[str]:
     return [row[list(table.head).index(name)] for row in texts(table)]
 
 
-def contests(results: Path) -> list[comparisons.Comparison]:
+def comparisons_of(results: Path) -> list[comparisons.Comparison]:
     found, damaged = result.read(results)
     assert damaged == []
     return comparisons.comparisons(found)
@@ -45,11 +45,11 @@ def contests(results: Path) -> list[comparisons.Comparison]:
 
 def test_the_gravest_verdict_comes_first(tmp_path: Path) -> None:
     full_results.write_verdicts(tmp_path)
-    (contest,) = contests(tmp_path)
-    assert column(contest.table, "verdict") == ["FAILED", "SLOWER", "UNDECIDED", "FASTER", "SAME"]
-    assert column(contest.table, "time, change") == ["–", "+8.1 %", "+2.0 %", "−6.0 %", "+0.2 %"]
-    assert contest.summary.text.replace(NBSP, " ") == "1 FAILED, 1 SLOWER, 1 UNDECIDED, 1 FASTER, 1 SAME"
-    assert contest.summary.kind == "bad"
+    (comparison,) = comparisons_of(tmp_path)
+    assert column(comparison.table, "verdict") == ["FAILED", "SLOWER", "UNDECIDED", "FASTER", "SAME"]
+    assert column(comparison.table, "time, change") == ["–", "+8.1 %", "+2.0 %", "−6.0 %", "+0.2 %"]
+    assert comparison.summary.text.replace(NBSP, " ") == "1 FAILED, 1 SLOWER, 1 UNDECIDED, 1 FASTER, 1 SAME"
+    assert comparison.summary.kind == "bad"
 
 
 def test_the_newest_contest_of_each_machine_is_shown_the_others_in_a_line(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_the_newest_contest_of_each_machine_is_shown_the_others_in_a_line(tmp_pa
     full_results.write_verdicts(tmp_path, "2026-01-01T00:00:00Z", fingerprint=elsewhere)
     full_results.write_verdicts(tmp_path, "2026-02-01T00:00:00Z")
     full_results.write_verdicts(tmp_path, "2026-03-01T00:00:00Z", verdict=Verdict.SAME, reason=None)
-    found = contests(tmp_path)
+    found = comparisons_of(tmp_path)
     assert [(one.machine, one.utc[5:7]) for one in comparisons.newest(found)] == [("h200", "03"), ("cpu", "01")]
     assert column(comparisons.earlier(found), "when") == ["2026-02-01 00:00"]
 
@@ -65,7 +65,7 @@ def test_the_newest_contest_of_each_machine_is_shown_the_others_in_a_line(tmp_pa
 def test_speed_is_of_exactly_that_commit(tmp_path: Path) -> None:
     full_results.write_verdicts(tmp_path, "2026-03-01T00:00:00Z", verdict=Verdict.SAME, reason=None)
     full_results.write_verdicts(tmp_path, "2026-04-01T00:00:00Z", head=Side("working tree", "c" * 40, True, "d" * 16))
-    speed = comparisons.speed(contests(tmp_path))
+    speed = comparisons.speed(comparisons_of(tmp_path))
     commit = full_results.run_of(full_results.SLOWER_FROM).commit
     assert {place: cell.text for place, cell in speed.items()} == {("h200", commit): f"5{NBSP}SAME"}
 

@@ -55,7 +55,7 @@ def watched(reasons: list[int], samples: int, readings_due: list[bool] | None = 
     moment = iter_moments(readings_due or [True] * samples)
     watch = ClockMonitor(FakeNVML(*reasons), None, lambda: next(moment))
     for _ in range(samples):
-        watch.look()
+        watch.observe()
     return watch.clocks()
 
 

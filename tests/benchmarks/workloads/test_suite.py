@@ -149,9 +149,9 @@ def test_a_wrong_table_is_named(changes: dict[str, Any], error: type[Exception],
 def test_two_versions_meet_on_the_named_cases_of_the_quick_suite() -> None:
     machine = gpus.machine("cpu", None)
     lengths = {
-        quick: [key.num_keys for key in options.contenders(machine, ["part-window"], quick=quick)]
+        quick: [key.num_keys for key in options.nsa_cases(machine, ["part-window"], quick=quick)]
         for quick in (True, False)
     }
     assert lengths == {True: [1024], False: [1024, 4096]}
     with pytest.raises(ValueError, match=r"'part-window/\*/s4096/\*' is not in the quick suite"):
-        options.contenders(machine, ["part-window/*/s4096/*"], quick=True)
+        options.nsa_cases(machine, ["part-window/*/s4096/*"], quick=True)
