@@ -276,8 +276,8 @@ def test_tokens_per_second_are_queries_not_keys(mode: str, tokens: int) -> None:
 def test_the_peak_is_the_call_s_not_that_of_the_process() -> None:
     before = torch.ones(500 * memory.MIB // 4)
     del before
-    peak = memory.of_this_process(lambda: torch.ones(400 * memory.MIB // 4))
-    assert peak.mib == pytest.approx(400, abs=5)  # in units of 1000 KiB it would read as 410
+    needed = memory.of_this_process(lambda: torch.ones(400 * memory.MIB // 4))
+    assert needed.mib == pytest.approx(400, abs=5)  # in units of 1000 KiB it would read as 410
 
 
 def test_a_gpu_s_peak_is_the_call_s_above_what_stood_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from benchmarks.ab import calibration, calibration_samples, trial
 from benchmarks.ab.calibration import Calibration, Rate
 from benchmarks.ab.injection import StagedSlowdown
 from benchmarks.ab.result import Rules
+from benchmarks.ab.sequential import PairFailure
 from benchmarks.commands import calibrate as command
 from benchmarks.commands import compare
 from benchmarks.gpus import recognise
@@ -214,7 +215,7 @@ def test_pairs_of_other_sources_are_left_alone(tmp_path: Path) -> None:
 def test_a_case_that_fails_ends_the_calibration_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failed = trial.NotTimed(Outcome.PASSED, Outcome.INCORRECT, "HEAD INCORRECT: o")
+    failed = PairFailure(Outcome.PASSED, Outcome.INCORRECT, "HEAD INCORRECT: o")
     monkeypatch.setattr(trial, "run", lambda base, head, device, keys, *_, **__: [failed] * len(keys))
     assert main([*ARGUMENTS, "--out", str(tmp_path)]) == 1
     assert "prefill-forward/8x2x64/b1/s384/float32/nsa: HEAD INCORRECT: o" in capsys.readouterr().err

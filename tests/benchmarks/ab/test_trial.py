@@ -1,4 +1,4 @@
-"""Pairs of children: what becomes of one that is lost, whose turn it is, when turns are enough, and lanes of pairs."""
+"""Pairs of workers: what becomes of one that is lost, which is sampled next, when samples are enough, and pairs side by side."""
 
 from __future__ import annotations
 
@@ -244,9 +244,9 @@ def pair_of(log: list[str], **fails: Mapping[str, str]) -> trial.WorkerPair:
 def test_the_two_take_turns_and_neither_is_always_first(first: int, order: str) -> None:
     log: list[str] = []
     found = pair_of(log).run(key(), dataclasses.replace(Rules(), turns=4), first)
-    turns = [entry for entry in log if ":turn:" in entry]
-    assert "".join("A" if entry.startswith("base:") else "B" for entry in turns) == order
-    assert {entry.split(":")[2] for entry in turns} == {"6"}  # of the faster side's 10 ms: five beside the first
+    samples = [entry for entry in log if ":sample:" in entry]
+    assert "".join("A" if entry.startswith("base:") else "B" for entry in samples) == order
+    assert {entry.split(":")[2] for entry in samples} == {"6"}  # of the faster side's 10 ms: five beside the first
     assert isinstance(found, trial.PairedSamples)
     assert found.timed().change == pytest.approx(0.2)
 
@@ -263,15 +263,15 @@ def test_both_sides_make_the_calls_of_the_faster_one() -> None:
     log: list[str] = []
     children = [Fake(log, name, latency_ms) for name, latency_ms in (("base", 30.0), ("head", 15.0))]
     trial.WorkerPair(children[0], children[1], "cpu").run(key(), Rules(), 0)  # type: ignore[arg-type]
-    assert {entry.split(":", 1)[1] for entry in log if ":turn:" in entry} == {"turn:5"}  # one call for 30 ms alone
+    assert {entry.split(":", 1)[1] for entry in log if ":sample:" in entry} == {"sample:5"}  # one call for 30 ms alone
 
 
 @pytest.mark.parametrize(("calls", "counted_ms"), [(1, 9.0), (2, 2.0), (4, 3.0)])
 def test_the_first_of_several_calls_does_not_count(calls: int, counted_ms: float) -> None:
     case = object.__new__(worker._Case)
     taken_ms = [9.0, 2.0, 3.0, 4.0]
-    turns = SimpleNamespace(time=lambda plan: SimpleNamespace(samples_ms=taken_ms[: plan.min_samples]))
-    vars(case).update(_turns=turns, _staged=None)
+    rotating = SimpleNamespace(time=lambda plan: SimpleNamespace(samples_ms=taken_ms[: plan.min_samples]))
+    vars(case).update(_rotating=rotating, _staged=None)
     assert case.sample(calls) == [counted_ms]
 
 

@@ -64,31 +64,31 @@ def test_pictures_lie_beside_the_page(tmp_path: Path) -> None:
 def test_every_link_leads_to_a_file_beside_the_page(tmp_path: Path) -> None:
     for length in (64, 128):
         write(tmp_path, passed(key(length=length)))
-    folder = build(tmp_path).parent
-    for path in folder.glob("*.html"):
-        assert all((folder / link).is_file() for link in Page(path).links), path
+    report = build(tmp_path).parent
+    for path in report.glob("*.html"):
+        assert all((report / link).is_file() for link in Page(path).links), path
 
 
 def test_the_same_records_give_the_same_bytes_and_leftovers_go(tmp_path: Path) -> None:
     for length in (64, 128):
         write(tmp_path, passed(key(length=length)))
-    folder = build(tmp_path).parent
-    listed = json.loads((folder / folder.MANIFEST).read_text())
+    report = build(tmp_path).parent
+    listed = json.loads((report / folder.MANIFEST).read_text())
     (tmp_path / "beside.html").write_text("not of a report")
-    (folder / folder.MANIFEST).write_text(json.dumps([*listed, "old-picture.png", "../beside.html", 3]))
-    (folder / "old-picture.png").write_bytes(b"")
-    (folder / "photo.png").write_text("of a person")
-    first = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (report / folder.MANIFEST).write_text(json.dumps([*listed, "old-picture.png", "../beside.html", 3]))
+    (report / "old-picture.png").write_bytes(b"")
+    (report / "photo.png").write_text("of a person")
+    first = {path.name: path.read_bytes() for path in report.iterdir()}
     build(tmp_path)
-    again = {path.name: path.read_bytes() for path in folder.iterdir()}
+    again = {path.name: path.read_bytes() for path in report.iterdir()}
     del first["old-picture.png"]
     assert again.pop(folder.MANIFEST) == json.dumps(listed, indent=0).encode() + b"\n"
     del first[folder.MANIFEST]
     assert again == first
     assert (tmp_path / "beside.html").is_file()
-    (folder / folder.MANIFEST).write_text("torn")
+    (report / folder.MANIFEST).write_text("torn")
     build(tmp_path)
-    assert json.loads((folder / folder.MANIFEST).read_text()) == listed
+    assert json.loads((report / folder.MANIFEST).read_text()) == listed
 
 
 def test_no_name_is_read_as_a_formula_or_a_path(tmp_path: Path) -> None:
