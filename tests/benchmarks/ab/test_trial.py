@@ -1,4 +1,4 @@
-"""Pairs of workers: what becomes of one that is lost, which is sampled next, when samples are enough, and pairs side by side."""
+"""Pairs of workers: one that is lost, which is sampled next, when samples are enough, and pairs side by side."""
 
 from __future__ import annotations
 

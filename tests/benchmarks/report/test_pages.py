@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmarks.history import run_file
 from benchmarks.history.records import Outcome, Record
+from benchmarks.report import folder
 from benchmarks.report.pages import build
 from tests.benchmarks import full_results
 from tests.benchmarks.synthetic import failed, key, passed
