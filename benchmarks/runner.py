@@ -153,10 +153,10 @@ def _require_steady(timed: Timing) -> None:
 
 def _require_possible(timed: Timing, work: Work, limits: MeasuredPeak | None, device: str) -> None:
     """Raises IncorrectError for a figure above the physical limit."""
-    if limits is None or limits.beaten_by(timed.latency_ms, work.flops, work.bytes_moved) is None:
+    if limits is None or limits.exceeded_by(timed.latency_ms, work.flops, work.bytes_moved) is None:
         return
     limits = peak.remeasured(limits, device)
-    if reason := limits.beaten_by(timed.latency_ms, work.flops, work.bytes_moved):
+    if reason := limits.exceeded_by(timed.latency_ms, work.flops, work.bytes_moved):
         raise IncorrectError(reason)
 
 

@@ -1,11 +1,12 @@
-"""What a few ratios say about their middle, exactly: from their ranks, whatever their distribution.
+"""Wilcoxon's signed-rank test, the Hodges-Lehmann estimate with its interval, and Benjamini and Hochberg's procedure.
 
 Each pair of processes gives one log-ratio. If both sides are the same code, exchanging them changes nothing, so that
 each log-ratio is as likely x as -x, whatever the neighbours of the machine do: of all 2^n ways to sign the n ratios,
-none is more likely than another. Wilcoxon's signed-rank test counts the ways that lie as far to one side as what was
-seen (Biometrics Bulletin 1, 1945), and the means of all pairs of ratios give the interval that belongs to it (Tukey;
-Hodges and Lehmann 1963). Both hold for any number of ratios. A bootstrap of a dozen values does not: it cannot see
-further than the values it has, and its intervals are too narrow by an unknown amount.
+none is more likely than another. The signed-rank test counts the ways that lie as far to one side as what was seen
+(Wilcoxon, Biometrics Bulletin 1, 1945), and the means of all pairs of ratios give the interval that belongs to it
+(Tukey; Hodges and Lehmann 1963). Both hold for any number of ratios. A bootstrap of a dozen values does not: it cannot
+see further than the values it has, and its intervals are too narrow by an unknown amount. `scipy.stats.wilcoxon` is
+exact only where no ratio is 0 and no two are equal, and has no interval.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from functools import cache
 
 @dataclass(frozen=True)
 class Estimate:
-    """The pseudomedian (median of the means of all pairs), and the interval that holds the true one."""
+    """The Hodges-Lehmann estimate (the median of the means of all pairs), and the interval that holds the true one."""
 
     value: float
     low: float
@@ -36,12 +37,12 @@ def hodges_lehmann(values: Sequence[float], alpha: float) -> Estimate:
 
 
 def pseudomedian(values: Sequence[float]) -> float:
-    """The pseudomedian: nearly as sharp as the mean, and a quarter of the values may be wild."""
+    """The Hodges-Lehmann estimate alone: nearly as sharp as the mean, and a quarter of the values may be outliers."""
     return statistics.median(_walsh(values))
 
 
 def p_value(values: Sequence[float]) -> float:
-    """Of the signed-rank test against a middle of 0, two-sided, exact. Values of 0 speak for neither side."""
+    """Of the signed-rank test against a centre of 0, two-sided, exact. Values of 0 speak for neither side."""
     if not values:
         return 1.0
     means = _walsh(values)  # how many are above 0 is the sum of the ranks of the values above 0 (Tukey)

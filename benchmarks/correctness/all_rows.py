@@ -96,7 +96,7 @@ def compare_dense(problem: Problem, answer: Answer, rows: Tensor) -> RowComparis
 
 
 @dataclass(frozen=True)
-class _Computed:
+class _ChunkResult:
     """What the second implementation says of one chunk, in one type."""
 
     o: Tensor  # [R, Hq, Dv]
@@ -162,7 +162,7 @@ class _Comparison:
                 self.found[name].add(self.answer.gradients[name][b], true_keys[name])
                 self.eager[name].add(eager_keys[name].to(q.dtype), true_keys[name])
 
-    def _compute(self, b: int, chunk: Chunk, source: KeyValues, total: Mapping[str, Tensor]) -> _Computed:
+    def _compute(self, b: int, chunk: Chunk, source: KeyValues, total: Mapping[str, Tensor]) -> _ChunkResult:
         """One chunk in the type of the source; the gradients of keys and values are added to the total."""
         config, backward = self.config, self.backward
         chosen = self._chosen(b, chunk)
@@ -173,11 +173,11 @@ class _Comparison:
             o = masked_attention.attend(q, gates, leaves, chunk, chosen, config, backward=backward)
         scores = None if config is None else masked_attention.block_scores(q, leaves, chunk, config)
         if not backward:
-            return _Computed(o, {}, scores)
+            return _ChunkResult(o, {}, scores)
         assert self.answer.d_o is not None
-        return _Computed(o, _gradients(o, self.answer.d_o[b, chunk.rows], q, gates, leaves, total), scores)
+        return _ChunkResult(o, _gradients(o, self.answer.d_o[b, chunk.rows], q, gates, leaves, total), scores)
 
-    def _add(self, b: int, chunk: Chunk, truth: _Computed, eager: _Computed) -> None:
+    def _add(self, b: int, chunk: Chunk, truth: _ChunkResult, eager: _ChunkResult) -> None:
         """Add the rows of one chunk to the tables."""
         self.found["o"].add(self.answer.o[b, chunk.rows], truth.o)
         self.eager["o"].add(eager.o, truth.o)

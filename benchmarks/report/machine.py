@@ -12,7 +12,7 @@ from benchmarks.history.key import Key
 from benchmarks.history.speedup import Comparison
 from benchmarks.history.store import Series, Store
 from benchmarks.report import changes, lengths, machine_tables, references, style, trends
-from benchmarks.report.changes import Followed
+from benchmarks.report.changes import SeriesTrend
 from benchmarks.report.folder import Picture, ReportFolder
 from benchmarks.report.lengths import Group
 from benchmarks.report.references import Reference
@@ -51,7 +51,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Known:
+class Context:
     """What is known beside the measurements."""
 
     published: Sequence[Published]
@@ -59,22 +59,22 @@ class Known:
     """By (machine, device, case)."""
 
 
-def build(folder: ReportFolder, store: Store, name: str, here: Sequence[Comparison], known: Known) -> Machine:
+def build(folder: ReportFolder, store: Store, name: str, here: Sequence[Comparison], context: Context) -> Machine:
     """Draw the pictures of one machine and fill its tables. `here`: its newest comparisons, at least one."""
     newest = max((comparison.nsa.fingerprint for comparison in here), key=lambda fingerprint: fingerprint.utc)
     groups = lengths.groups(here)
     history = store.history(name)
     followed = changes.follow(history)
     marked = trends.boundaries(store.runs(name))
-    standings = accepted.standings(name, history, known.baselines) if known.baselines else []
+    standings = accepted.standings(name, history, context.baselines) if context.baselines else []
     return Machine(
         id=name,
         device=newest.device,
         summary=machine_tables.summary(here),
         headlines=machine_tables.headlines(groups),
         figures=machine_tables.figures(here),
-        lengths=_lengths(folder, name, groups, known.published),
-        trends=_trends(folder, name, followed, known.published, marked),
+        lengths=_lengths(folder, name, groups, context.published),
+        trends=_trends(folder, name, followed, context.published, marked),
         news=changes.news(followed, standings),
         changes=changes.table(followed),
         standings=changes.standings(standings),
@@ -117,12 +117,12 @@ def _limits(folder: ReportFolder, name: str, groups: Sequence[Group]) -> list[Pi
 def _trends(
     folder: ReportFolder,
     name: str,
-    followed: Sequence[Followed],
+    followed: Sequence[SeriesTrend],
     known: Sequence[Published],
     marked: Sequence[Boundary],
 ) -> list[Picture]:
     """A picture per mode and shape; all parts of the forward pass on one."""
-    kinds: dict[tuple[str, str], list[Followed]] = {}
+    kinds: dict[tuple[str, str], list[SeriesTrend]] = {}
     for one in followed:
         key = one.series.newest.key
         title = PARTS if key.mode.startswith(lengths.PART) else lengths.TITLES.get(key.mode, key.mode)
@@ -143,7 +143,7 @@ def _trends(
     return pictures
 
 
-def _by_size(one: Followed) -> tuple[str, int, int, str]:
+def _by_size(one: SeriesTrend) -> tuple[str, int, int, str]:
     key = one.series.newest.key
     return key.mode, key.num_keys, key.batch, _path(one.series)
 

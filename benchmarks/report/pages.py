@@ -110,9 +110,9 @@ def _pages_of(results: Path, name: str) -> _MachinePages:
     stored = Store(results, name)
     here = speedup.comparisons(stored.current())
     theirs = published.read(path) if (path := published.path(results)).exists() else []
-    known = machine.Known(theirs, accepted.current(results))
+    context = machine.Context(theirs, accepted.current(results))
     return _MachinePages(
-        machine.build(folder, stored, name, here, known) if here else None,
+        machine.build(folder, stored, name, here, context) if here else None,
         max((run.utc for run in stored.runs(name)), default=""),
         [f"{line.path.relative_to(results)}:{line.line}: {line.why}" for line in stored.damaged()],
         folder.written,

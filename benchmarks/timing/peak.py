@@ -51,7 +51,7 @@ class MeasuredPeak:
         """The measured product in this dtype; float16 runs at the speed of bfloat16."""
         return self.float32_tflops if dtype == "float32" else self.bf16_tflops
 
-    def beaten_by(self, latency_ms: float, flops: float | None, bytes_moved: float | None) -> str | None:
+    def exceeded_by(self, latency_ms: float, flops: float | None, bytes_moved: float | None) -> str | None:
         """Why no call can be so fast on this device; None where it can, or where the limit is not known.
 
         The limit is 5 % above the best that was measured, or the data sheet's where that is more. What fits in the
@@ -60,16 +60,16 @@ class MeasuredPeak:
         if flops is not None:
             limit = max(_MARGIN * max(self.bf16_tflops, self.float32_tflops), self.sheet_bf16_tflops or 0.0)
             if flops / latency_ms / 1e9 > limit:
-                return _beaten(latency_ms, flops / 1e12, "TFLOP", limit)
+                return _exceeded(latency_ms, flops / 1e12, "TFLOP", limit)
         if bytes_moved is not None and self.cache_mib is not None:
             limit = max(_MARGIN * self.copy_tb_per_s, self.sheet_memory_tb_per_s or 0.0)
             from_memory = bytes_moved - self.cache_mib * _MIB
             if from_memory / latency_ms / 1e9 > limit:
-                return _beaten(latency_ms, from_memory / 1e12, "TB", limit)
+                return _exceeded(latency_ms, from_memory / 1e12, "TB", limit)
         return None
 
 
-def _beaten(latency_ms: float, amount: float, unit: str, limit: float) -> str:
+def _exceeded(latency_ms: float, amount: float, unit: str, limit: float) -> str:
     return (
         f"{latency_ms:.4g} ms for {amount:.4g} {unit} is {amount / latency_ms * 1e3:.4g} {unit}/s, above the physical"
         f" limit of this device, {limit:.4g}: not all of the work was done inside the timing"

@@ -38,11 +38,11 @@ TERA, MIB = 1e12, 2**20
 def test_no_call_is_faster_than_the_device(
     device: MeasuredPeak, latency_ms: float, flops: float | None, bytes_moved: float | None, beaten: bool
 ) -> None:
-    assert (device.beaten_by(latency_ms, flops, bytes_moved) is not None) == beaten
+    assert (device.exceeded_by(latency_ms, flops, bytes_moved) is not None) == beaten
 
 
 def test_the_reason_holds_the_figures() -> None:
-    reason = H200.beaten_by(1.0, 2 * TERA, None)
+    reason = H200.exceeded_by(1.0, 2 * TERA, None)
     assert reason is not None
     assert reason.startswith("1 ms for 2 TFLOP is 2000 TFLOP/s, above the physical limit of this device, 989")
 
