@@ -9,9 +9,10 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from benchmarks.cases import NSA
-from benchmarks.records import Key, Record
-from benchmarks.verdict import Comparison, speed_up
+from benchmarks.history.key import Key
+from benchmarks.history.records import Record
+from benchmarks.history.speedup import Comparison, speed_up
+from benchmarks.workloads import NSA
 
 
 class Progress:

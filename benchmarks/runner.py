@@ -9,23 +9,25 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks import ceilings, guards, memory, sampling, timing
 from benchmarks.baselines import NotPresentError, UnsupportedError
-from benchmarks.cases import NSA, Work
-from benchmarks.cases.prepare import prepare
-from benchmarks.ceilings import Ceilings
-from benchmarks.clocks import Clocks
-from benchmarks.device_clock import UnjoinedWorkError
-from benchmarks.fingerprint import Fingerprint
-from benchmarks.gate import IncorrectError, NonFiniteError, finite, merged
-from benchmarks.graphs import CannotCaptureError
-from benchmarks.records import Gate, Key, Outcome, Record
-from benchmarks.samples import RawSamples, SampleSummary
-from benchmarks.timing import Timing
-from benchmarks.turns import Turns
+from benchmarks.correctness import anti_cheat, row_sampling
+from benchmarks.correctness.verify import IncorrectError, NonFiniteError, joined, require_finite
+from benchmarks.history.fingerprint import Fingerprint
+from benchmarks.history.key import Key
+from benchmarks.history.records import Gate, Outcome, Record
+from benchmarks.history.samples import RawSamples, SampleSummary
+from benchmarks.timing import latency, memory, peak
+from benchmarks.timing.clocks import Clocks
+from benchmarks.timing.cuda_graphs import CannotCaptureError
+from benchmarks.timing.device_clock import UnjoinedWorkError
+from benchmarks.timing.latency import Timing
+from benchmarks.timing.peak import MeasuredPeak
+from benchmarks.timing.rotating_inputs import RotatingInputs
+from benchmarks.workloads import NSA, Work
+from benchmarks.workloads.prepare import prepare
 
-QUICK = timing.Plan(min_samples=6, min_time_s=0.1, wall_limit_s=2.0, precision=0.02)
-FULL = timing.Plan(min_samples=10, min_time_s=0.5, wall_limit_s=5.0, precision=0.01)
+QUICK = latency.Plan(min_samples=6, min_time_s=0.1, wall_limit_s=2.0, precision=0.02)
+FULL = latency.Plan(min_samples=10, min_time_s=0.5, wall_limit_s=5.0, precision=0.01)
 MEMORY_DEADLINE_S = 300.0
 
 Prepare = Callable[[Key, str], Work]
@@ -51,7 +53,7 @@ class ThrottledError(Exception):
 def run(
     keys: Sequence[Key],
     device: str,
-    plan: timing.Plan,
+    plan: latency.Plan,
     fingerprint: Fingerprint,
     command: Callable[[Key], str],
     prepare: Prepare = prepare,
@@ -59,7 +61,7 @@ def run(
 ) -> Iterator[Measurement]:
     """One measurement per key, in order. `seed`: of what is compared and of the inputs after the last sample; a new one
     unless given. The inputs that are timed are the same in every run."""
-    seed = sampling.new_seed() if seed is None else seed
+    seed = row_sampling.new_seed() if seed is None else seed
     for key in keys:
         yield measure(key, device, plan, fingerprint, command(key), prepare, seed)
         gc.collect()
@@ -70,7 +72,7 @@ def run(
 def measure(
     key: Key,
     device: str,
-    plan: timing.Plan,
+    plan: latency.Plan,
     fingerprint: Fingerprint,
     command: str,
     prepare: Prepare = prepare,
@@ -78,7 +80,7 @@ def measure(
 ) -> Measurement:
     """One measurement. Only KeyboardInterrupt and the like leave it."""
     gate: Gate | None = None
-    seed = sampling.new_seed() if seed is None else seed
+    seed = row_sampling.new_seed() if seed is None else seed
     try:
         if key.mode == "memory":
             gate, peak = memory.in_child(key, MEMORY_DEADLINE_S, seed)
@@ -95,18 +97,18 @@ def measure(
                 )
             )
         work = prepare(key, device)
-        before = guards.digests(work.inputs)
+        before = anti_cheat.digests(work.inputs)
         with work.refusals():
-            compile_s = timing.seconds(work.call, device)
+            compile_s = latency.seconds(work.call, device)
         gate = work.check(seed)
-        turns = Turns(work, key, device)
-        timed = turns.time(plan)
+        rotating = RotatingInputs(work, key, device)
+        timed = rotating.time(plan)
         _require_steady(timed)
         _require_possible(timed, work, fingerprint.ceilings, device)
-        guards.unchanged(work.inputs, before)
+        anti_cheat.require_unchanged(work.inputs, before)
         device_peak = memory.of_cuda(work.call) if device == "cuda" else None
         _finite_outputs(work)
-        fresh = turns.recheck(seed)
+        fresh = rotating.recheck(seed)
     except Exception as error:
         outcome, reason = classify(error, key.implementation)
         clocks = error.clocks if isinstance(error, ThrottledError) else None
@@ -122,7 +124,7 @@ def measure(
         None,
         fingerprint,
         command,
-        gate if fresh is None else merged(gate, fresh),
+        gate if fresh is None else joined(gate, fresh),
         latency_ms=timed.latency_ms,
         samples=SampleSummary.of(timed.samples_ms),
         interval_ms=timed.interval_ms,
@@ -149,19 +151,19 @@ def _require_steady(timed: Timing) -> None:
         raise ThrottledError(reason, timed.clocks)
 
 
-def _require_possible(timed: Timing, work: Work, limits: Ceilings | None, device: str) -> None:
+def _require_possible(timed: Timing, work: Work, limits: MeasuredPeak | None, device: str) -> None:
     """Raises IncorrectError for a figure above the physical limit."""
-    if limits is None or limits.beaten_by(timed.latency_ms, work.flops, work.bytes_moved) is None:
+    if limits is None or limits.exceeded_by(timed.latency_ms, work.flops, work.bytes_moved) is None:
         return
-    limits = ceilings.measured_again(limits, device)
-    if reason := limits.beaten_by(timed.latency_ms, work.flops, work.bytes_moved):
+    limits = peak.remeasured(limits, device)
+    if reason := limits.exceeded_by(timed.latency_ms, work.flops, work.bytes_moved):
         raise IncorrectError(reason)
 
 
 def _finite_outputs(work: Work) -> None:
     """What was timed must still be right after many calls; a train step may have diverged."""
     for i, x in enumerate(work.call()):
-        finite(f"output {i} after the last sample", x)
+        require_finite(f"output {i} after the last sample", x)
 
 
 def classify(error: Exception, implementation: str) -> tuple[Outcome, str]:

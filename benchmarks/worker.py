@@ -18,12 +18,14 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import IO
 
-from benchmarks import runner, sampling
-from benchmarks.cases.prepare import prepare
-from benchmarks.fingerprint import Fingerprint
-from benchmarks.records import Key, Outcome, Record
+from benchmarks import runner
+from benchmarks.correctness import row_sampling
+from benchmarks.history.fingerprint import Fingerprint
+from benchmarks.history.key import Key
+from benchmarks.history.records import Outcome, Record
 from benchmarks.runner import Measurement, Prepare
-from benchmarks.timing import Plan
+from benchmarks.timing.latency import Plan
+from benchmarks.workloads.prepare import prepare
 
 DEADLINE_S = {"cuda": 180.0, "cpu": 600.0}
 """Per case, compilation and oracle included, by device: some nine times the longest seen on a GPU (20 s), and enough
@@ -47,7 +49,7 @@ def run(
     """One measurement per key, in order, whatever happens to the process that measures; `DEADLINE_S` unless given, and
     for `seed` see `runner.run`."""
     deadline_s = DEADLINE_S[device] if deadline_s is None else deadline_s
-    seed = sampling.new_seed() if seed is None else seed
+    seed = row_sampling.new_seed() if seed is None else seed
     worker: _Worker | None = None
     try:
         for key in keys:

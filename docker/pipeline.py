@@ -22,7 +22,13 @@ from typing import IO, Any
 from docker import engine, host
 
 SUMMARY = "summary.md"
-QUICK_TESTS = ("tests/docker", "tests/nsa", "tests/benchmarks/test_merge.py", "--ignore", "tests/nsa/triton_backend")
+QUICK_TESTS = (
+    "tests/docker",
+    "tests/nsa",
+    "tests/benchmarks/history/test_merge.py",
+    "--ignore",
+    "tests/nsa/triton_backend",
+)
 QUICK_COMPARE = ("--quick", "--cases", "part-window", "--rounds", "14")
 REPORT = "report"
 INTERRUPTED = 130

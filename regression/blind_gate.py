@@ -20,15 +20,18 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from benchmarks import __main__ as bench
-from benchmarks import checkout, judgements, rounds, run_file, runner, verdict, worker
-from benchmarks.cases import attention
-from benchmarks.checkout import Sources
+from benchmarks import runner, worker
+from benchmarks.ab import checkout, result, trial
+from benchmarks.ab.checkout import Sources
+from benchmarks.ab.result import Rules, Side
+from benchmarks.ab.sequential import PairFailure
+from benchmarks.ab.trial import PairedSamples
 from benchmarks.commands import run as bench_run
-from benchmarks.contest import NotTimed
-from benchmarks.duel import Turns
-from benchmarks.fingerprint import ROOT
-from benchmarks.judgements import Rules, Side
-from benchmarks.records import Key, Record
+from benchmarks.history import run_file, speedup
+from benchmarks.history.fingerprint import ROOT
+from benchmarks.history.key import Key
+from benchmarks.history.records import Record
+from benchmarks.workloads import attention
 from regression.evidence import Evidence
 from regression.incident import Incident, Step
 from regression.injection import Fault, injected
@@ -108,15 +111,15 @@ def _compare(broken: bool, folder: Path) -> Ended:
 
     def played(
         _base: object, _head: object, _device: object, keys: Sequence[Key], rules: Rules, *_: object
-    ) -> list[Turns]:
+    ) -> list[PairedSamples]:
         head_ms = 1.1 if broken else 1.0
-        return [Turns((1.0,) * rules.turns, ((head_ms,),) * rules.turns) for _ in keys]
+        return [PairedSamples((1.0,) * rules.turns, ((head_ms,),) * rules.turns) for _ in keys]
 
     side = Sources(Side("main", None, None, "0" * 64), folder, folder)
     with contextlib.ExitStack() as stack:
         both = contextlib.nullcontext((side, side))
         stack.enter_context(mock.patch.object(checkout, "sources", return_value=both))
-        stack.enter_context(mock.patch.object(rounds, "play", played))
+        stack.enter_context(mock.patch.object(trial, "run", played))
         return _in_this_process(["compare", "main", "--gpu", "cpu", "--cases", "decode", "--out", str(folder)])
 
 
@@ -144,9 +147,9 @@ def _piped(command: list[str], *, pipefail: bool) -> Ended:
 def _zero_for_unknown(healthy: Record, failed: Record) -> list[str]:
     """A figure that was not measured must be None, and compare with nothing."""
     wrong = []
-    if failed.latency_ms is not None or verdict.speed_up(healthy, failed) is not None:
+    if failed.latency_ms is not None or speedup.speed_up(healthy, failed) is not None:
         wrong.append(f"a baseline that failed has latency {failed.latency_ms} and is compared with")
-    if (answer := NotTimed(failed.outcome, healthy.outcome, "no baseline").verdict) is not judgements.Verdict.UNDECIDED:
+    if (answer := PairFailure(failed.outcome, healthy.outcome, "no baseline").verdict) is not result.Verdict.UNDECIDED:
         wrong.append(f"compare answers {answer.value} where BASE has no figure")
     with contextlib.suppress(ValueError):
         dataclasses.replace(healthy, latency_ms=0.0)
@@ -173,7 +176,7 @@ def nothing_is_a_fault(_: Any) -> list[Record]:
 
 @contextmanager
 def inject() -> Iterator[None]:
-    with injected(Fault(verdict, "faults", nothing_is_a_fault)):
+    with injected(Fault(speedup, "faults", nothing_is_a_fault)):
         yield
 
 

@@ -14,8 +14,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks import gate
-from benchmarks.inputs import Problem
+from benchmarks.correctness import verify
+from benchmarks.workloads.inputs import Problem
 from nsa import backends
 from regression import calls
 from regression.evidence import Evidence
@@ -58,7 +58,7 @@ def product(step: Step) -> Evidence:
             broken.append(f"asked for {asked}, recorded {path}, ran {' and '.join(sorted(ran)) or 'nothing'}")
         step(n)
     problem = Problem(x.q, x.k, x.v, x.gates)
-    gated = gate.check_nsa(problem, x.config, lambda p: x.whole("torch"), rows=2).path
+    gated = verify.check_nsa(problem, x.config, lambda p: x.whole("torch"), rows=2).path
     if gated != "torch":
         broken.append(f"the bench's record says {gated} where torch was asked for")
     wide = calls.draw(_TOKENS, step.device, dtype=torch.float64)

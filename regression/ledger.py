@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import schema
-from benchmarks.fingerprint import Fingerprint
+from benchmarks.history import schema
+from benchmarks.history.fingerprint import Fingerprint
 from nsa.io import append_line, read_lines
 from regression.evidence import Evidence
 from regression.runner import Finding, Pace

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
-from benchmarks import memory
-from benchmarks.memory import MIB, Peak
+from benchmarks.timing import memory
+from benchmarks.timing.memory import MIB, PeakMemory
 from regression.evidence import Evidence
 from regression.incident import Incident, Step
 from regression.injection import Fault, injected
@@ -34,13 +34,13 @@ _TOLERANCE = 0.1
 _UNITS = {"bytes": 1, "mib": MIB, "gib": 2**30, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _MEMORY = re.compile(r"mem(ory)?|alloc(ated)?|reserved|rss|cache")
 _RECORDS = (
-    "benchmarks.ceilings",
-    "benchmarks.clocks",
-    "benchmarks.fingerprint",
+    "benchmarks.timing.peak",
+    "benchmarks.timing.clocks",
+    "benchmarks.history.fingerprint",
     "benchmarks.gpus",
-    "benchmarks.key",
-    "benchmarks.memory",
-    "benchmarks.records",
+    "benchmarks.history.key",
+    "benchmarks.timing.memory",
+    "benchmarks.history.records",
     "nsa.train.preflight",
 )
 """Where dataclasses hold figures that people read."""
@@ -59,7 +59,7 @@ def product(step: Step) -> Evidence:
     return Evidence(wrong=(*_misread({"mib": peak.mib}), *unnamed), notes=(f"read as {peak.mib:.1f} MiB",))
 
 
-def _allocate(device: str) -> Peak:
+def _allocate(device: str) -> PeakMemory:
     """The peak of a tensor of _ALLOCATED_MIB that is written to, as the benches read it."""
 
     def allocate() -> torch.Tensor:
@@ -99,14 +99,14 @@ def _fields_for_memory(module: str) -> list[str]:
     ]
 
 
-def in_gib(mib: float, source: str) -> Peak:
+def in_gib(mib: float, source: str) -> PeakMemory:
     """One unit in another's field."""
-    return Peak(mib / 1024, source)
+    return PeakMemory(mib / 1024, source)
 
 
 @contextmanager
 def inject() -> Iterator[None]:
-    with injected(Fault(memory, "Peak", in_gib)):
+    with injected(Fault(memory, "PeakMemory", in_gib)):
         yield
 
 

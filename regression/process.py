@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fingerprint import ROOT
+from benchmarks.history.fingerprint import ROOT
 
 GRACE_S = 2.0
 """Between SIGTERM and SIGKILL."""

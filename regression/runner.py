@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from threading import Event
 from typing import Any
 
-from benchmarks import schema
+from benchmarks.history import schema
 from regression import listing
 from regression.deadline import Deadline
 from regression.evidence import Evidence

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import fingerprint, gpus
-from benchmarks.fingerprint import Fingerprint
+from benchmarks import gpus
+from benchmarks.history import fingerprint
+from benchmarks.history.fingerprint import Fingerprint
 from nsa import backends
 from regression import child, console, junit, ledger, runner
 from regression import soak as soaking

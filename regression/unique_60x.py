@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import fingerprint, verdict
-from benchmarks.key import Key
-from benchmarks.records import Check, Gate, Outcome, Record
+from benchmarks.history import fingerprint, speedup
+from benchmarks.history.key import Key
+from benchmarks.history.records import Check, Gate, Outcome, Record
 from nsa import NSAConfig
 from nsa.model import SHOWCASE, DecoderLM, ModelConfig
 from regression.evidence import Evidence
@@ -74,8 +74,8 @@ def by_figure(after: Record, before: Record) -> float | None:
 
 def as_the_bench_does(after: Record, before: Record) -> float | None:
     """The ratio of NSA to a baseline of the same run, where the bench pairs them."""
-    paired = [pair for pair in verdict.comparisons((before, after)) if before in pair.baselines]
-    return verdict.speed_up(paired[0].nsa, before) if paired else None
+    paired = [pair for pair in speedup.comparisons((before, after)) if before in pair.baselines]
+    return speedup.speed_up(paired[0].nsa, before) if paired else None
 
 
 def _record(key: Key, tokens_per_s: float, identity: fingerprint.Fingerprint) -> Record:

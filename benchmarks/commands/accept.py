@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from benchmarks import accepted, gpus, lines, trend
-from benchmarks.accepted import Acceptance, Standing, State
-from benchmarks.checkout import git
+from benchmarks import gpus
+from benchmarks.ab.checkout import git
 from benchmarks.commands import options
-from benchmarks.store import Series, Store
+from benchmarks.history import accepted, schema, trend
+from benchmarks.history.accepted import Acceptance, Standing, State
+from benchmarks.history.store import Series, Store
 
 SUMMARY = "move baselines to the level that cases have now, with a reason"
 
@@ -47,7 +48,7 @@ def main(arguments: argparse.Namespace) -> int:
     history = Store(arguments.out).history(machine)
     moved = _acceptances(machine, _chosen(history, arguments.cases, machine), arguments.reason, arguments.out)
     for acceptance in moved:
-        lines.append(accepted.path(arguments.out), acceptance)
+        schema.append_line(accepted.path(arguments.out), acceptance)
         print(f"{acceptance.case}: {_ms(acceptance.previous_ms)} -> {_ms(acceptance.latency_ms)}")
     standings = accepted.standings(machine, history, accepted.current(arguments.out))
     print("\n" + "\n".join(map(_line, standings)))

@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 
-from benchmarks import bisect, checkout, gpus, judgements, lines
+from benchmarks import gpus
+from benchmarks.ab import bisect, checkout, result
+from benchmarks.ab.result import Verdict
 from benchmarks.commands import compare, options
-from benchmarks.judgements import Verdict
+from benchmarks.history import schema
 
 SUMMARY = "find the first commit that made a case slower"
 
@@ -29,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Ask commit by commit; the last line of stdout is JSON."""
     machine = gpus.machine(arguments.gpu, gpus.visible_gpu())
-    keys = options.contenders(machine, [arguments.case])
+    keys = options.nsa_cases(machine, [arguments.case])
     if len(keys) != 1:
         raise ValueError(f"--case must name one case of NSA; {arguments.case!r} names {len(keys)}")
     rules = compare.rules_for(arguments.out, machine, arguments.rounds)
@@ -40,10 +42,10 @@ def main(arguments: argparse.Namespace) -> int:
     def ask(commit: str) -> Verdict:
         with checkout.sources([good, commit]) as (base, head):
             print(f"{good[:10]} against {commit[:10]}", flush=True)
-            (found,), interrupted = compare.judge(machine, keys, base, head, rules)
+            (found,), interrupted = compare.measure(machine, keys, base, head, rules)
             if interrupted:
                 raise KeyboardInterrupt
-        lines.append(judgements.path(arguments.out, found.utc, base.side, head.side), found)
+        schema.append_line(result.path(arguments.out, found.utc, base.side, head.side), found)
         print(compare.table([found]), flush=True)
         return found.verdict
 

@@ -14,14 +14,16 @@ import sys
 import time
 from collections.abc import Sequence
 
-from benchmarks import bank, calibrate, calibration, checkout, fingerprint, gpus
-from benchmarks.bank import BankedPair
-from benchmarks.calibration import Calibration, Rate
-from benchmarks.cases import NSA
-from benchmarks.child import THREADS
+from benchmarks import gpus
+from benchmarks.ab import calibration, calibration_samples, checkout
+from benchmarks.ab.calibration import Calibration, Rate
+from benchmarks.ab.calibration_samples import CalibrationPair
+from benchmarks.ab.child import THREADS
+from benchmarks.ab.result import Rules
 from benchmarks.commands import options
-from benchmarks.judgements import Rules
-from benchmarks.records import Key
+from benchmarks.history import fingerprint
+from benchmarks.history.key import Key
+from benchmarks.workloads import NSA
 from nsa import NSAConfig
 
 SUMMARY = "measure false-alarm rate and power of compare on this CPU, and set its thresholds"
@@ -73,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Measure what is missing in the bank, judge all of it; the last line of stdout is JSON."""
+    """Measure the pairs that are missing, judge all of them; the last line of stdout is JSON."""
     if arguments.comparisons < 2:
         raise ValueError(f"--comparisons must be at least 2; got {arguments.comparisons}")
     options.check_writable(arguments.out / "calibration")
@@ -81,18 +83,18 @@ def main(arguments: argparse.Namespace) -> int:
     begin = time.perf_counter()
     try:
         pairs = _pairs(arguments, identity)
-    except bank.LostPairError as error:
+    except calibration_samples.LostPairError as error:
         print(f"python -m benchmarks: {error}", file=sys.stderr)
         return 1
-    groups = calibrate.deal(pairs, Rules().fewest_rounds)
-    rules, rates = calibrate.calibrated(groups, Rules())
+    groups = calibration.split(pairs, Rules().fewest_rounds)
+    rules, rates = calibration.calibrate(groups, Rules())
     found = Calibration(
         identity,
         rules,
         rates,
         tuple(key.name for key in keys()),
         len(pairs),
-        calibrate.noise(pairs),
+        calibration.noise(pairs),
         f"python -m benchmarks calibrate --comparisons {arguments.comparisons} --out {shlex.quote(str(arguments.out))}",
     )
     path = calibration.save(arguments.out, found)
@@ -110,17 +112,19 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _pairs(arguments: argparse.Namespace, identity: fingerprint.Fingerprint) -> list[BankedPair]:
+def _pairs(arguments: argparse.Namespace, identity: fingerprint.Fingerprint) -> list[CalibrationPair]:
     cases, rules = keys(), Rules()
-    word = bank.identity(identity, [key.name for key in cases], rules)
-    wanted = rules.fewest_rounds * calibrate.groups_for(arguments.comparisons, len(cases))
-    pairs = bank.read(arguments.out, gpus.CPU, word)[:wanted]
+    word = calibration_samples.identity(identity, [key.name for key in cases], rules)
+    wanted = rules.fewest_rounds * calibration.groups_for(arguments.comparisons, len(cases))
+    pairs = calibration_samples.read(arguments.out, gpus.CPU, word)[:wanted]
     print(f"{len(cases)} cases, {wanted} pairs of processes, of which {len(pairs)} are there", flush=True)
     if len(pairs) == wanted:
         return pairs
     new: list[float] = []
     with checkout.sources([checkout.WORKING_TREE] * 2) as sources:
-        for pair in bank.measure(arguments.out, gpus.CPU, sources, cases, rules, word, wanted - len(pairs)):
+        for pair in calibration_samples.measure(
+            arguments.out, gpus.CPU, sources, cases, rules, word, wanted - len(pairs)
+        ):
             pairs.append(pair)
             new.append(pair.seconds)
             print(_progress(len(pairs), wanted, new), flush=True)

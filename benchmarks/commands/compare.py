@@ -15,14 +15,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import calibration, checkout, contest, fingerprint, gpus, judgements, lines, rounds
-from benchmarks.checkout import Sources
-from benchmarks.child import THREADS
+from benchmarks import gpus
+from benchmarks.ab import calibration, checkout, result, sequential, trial
+from benchmarks.ab.checkout import Sources
+from benchmarks.ab.child import THREADS
+from benchmarks.ab.result import ComparisonResult, Rules, Verdict
+from benchmarks.ab.sequential import PairFailure, PairTiming
 from benchmarks.commands import options
-from benchmarks.contest import NotTimed, Timed
 from benchmarks.gpus import Machine
-from benchmarks.judgements import Judgement, Rules, Verdict
-from benchmarks.records import Key
+from benchmarks.history import fingerprint, schema
+from benchmarks.history.key import Key
 
 SUMMARY = "measure two commits in turns: FASTER, SLOWER, SAME or UNDECIDED for each case"
 BAD = (Verdict.SLOWER, Verdict.FAILED)
@@ -53,22 +55,22 @@ def add_rounds(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Measure and answer; the last line of stdout is JSON."""
     machine = gpus.machine(arguments.gpu, gpus.visible_gpu())
-    keys = options.contenders(machine, arguments.cases, quick=arguments.quick)
+    keys = options.nsa_cases(machine, arguments.cases, quick=arguments.quick)
     rules = rules_for(arguments.out, machine, arguments.rounds)
     options.check_writable(arguments.out / "verdicts")
     begin = time.perf_counter()
     refs = [arguments.base, arguments.head or checkout.WORKING_TREE]
     with checkout.sources(refs) as (base, head):
         print(f"{machine.title}: {len(keys)} cases, {_name(base)} against {_name(head)}", flush=True)
-        found, interrupted = judge(machine, keys, base, head, rules)
-    path = judgements.path(arguments.out, found[0].utc, base.side, head.side)
-    for judgement in found:
-        lines.append(path, judgement)
+        found, interrupted = measure(machine, keys, base, head, rules)
+    path = result.path(arguments.out, found[0].utc, base.side, head.side)
+    for one in found:
+        schema.append_line(path, one)
     print("\n" + table(found))
     summary = {
-        "verdicts": dict(Counter(judgement.verdict.value for judgement in found)),
-        "bad": [judgement.key.name for judgement in found if judgement.verdict in BAD],
-        "undecided": [judgement.key.name for judgement in found if judgement.verdict is Verdict.UNDECIDED],
+        "verdicts": dict(Counter(one.verdict.value for one in found)),
+        "bad": [one.key.name for one in found if one.verdict in BAD],
+        "undecided": [one.key.name for one in found if one.verdict is Verdict.UNDECIDED],
         "seconds": round(time.perf_counter() - begin, 1),
         "judgements": str(path),
     }
@@ -79,7 +81,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def rules_for(results: Path, machine: Machine, rounds: int) -> Rules:
-    """This machine's calibrated thresholds, or the defaults, with looks up to so many rounds. ValueError for too few.
+    """This machine's calibrated thresholds, or the defaults, up to so many rounds. ValueError for too few.
 
     Machines of one name ("cpu") differ in their noise: thresholds of another processor or GPU are not taken.
     """
@@ -92,82 +94,83 @@ def rules_for(results: Path, machine: Machine, rounds: int) -> Rules:
     return (calibrated.rules if calibrated else Rules()).up_to(rounds)
 
 
-def judge(
+def measure(
     machine: Machine, keys: Sequence[Key], base: Sources, head: Sources, rules: Rules
-) -> tuple[list[Judgement], bool]:
-    """One judgement per key, with a line of progress per round; and whether it was interrupted before the end."""
+) -> tuple[list[ComparisonResult], bool]:
+    """One result per key, with a line of progress per round; and whether it was interrupted before the end."""
     identity = fingerprint.take(machine.id, machine.device)
     if machine.device == "cpu":
         identity = dataclasses.replace(identity, threads=THREADS)
-    measure = _Rounds(machine.device, {key.name: key for key in keys}, base, head, rules)
-    answers, interrupted = [contest.Answer(key.name) for key in keys], False
+    measure_pair = _Measure(machine.device, {key.name: key for key in keys}, base, head, rules)
+    tested, interrupted = [sequential.CaseResult(key.name) for key in keys], False
     try:
-        contest.decide(answers, measure, rules)
+        sequential.extend(tested, measure_pair, rules)
     except KeyboardInterrupt:
         interrupted = True
-        for answer in answers:
-            if answer.verdict is Verdict.UNDECIDED:
-                answer.reason = f"interrupted after {len(answer.pairs)} pairs of processes"
-    paired = zip(answers, keys, strict=True)
-    return [_judgement(answer, key, identity, base, head, rules) for answer, key in paired], interrupted
+        for case_result in tested:
+            if case_result.verdict is Verdict.UNDECIDED:
+                case_result.reason = f"interrupted after {len(case_result.pairs)} pairs of processes"
+    paired = zip(tested, keys, strict=True)
+    return [_result(case_result, key, identity, base, head, rules) for case_result, key in paired], interrupted
 
 
-class _Rounds:
-    """Measures rounds for `contest.play` and says how it goes."""
+class _Measure:
+    """Measures pairs of processes for `sequential.extend` and prints the progress."""
 
     def __init__(self, device: str, keys: Mapping[str, Key], base: Sources, head: Sources, rules: Rules) -> None:
         self._device, self._keys, self._base, self._head, self._rules = device, keys, base, head, rules
         self._done, self._seconds, self._cases = 0, 0.0, 0
 
-    def __call__(self, cases: Sequence[str]) -> Mapping[str, Timed | NotTimed]:
+    def __call__(self, cases: Sequence[str]) -> Mapping[str, PairTiming | PairFailure]:
         begin = time.perf_counter()
         keys = [self._keys[case] for case in cases]
-        played = rounds.play(self._base, self._head, self._device, keys, self._rules, self._done % 2)
+        found = trial.run(self._base, self._head, self._device, keys, self._rules, self._done % 2)
         self._done += 1
         self._seconds += time.perf_counter() - begin
         self._cases += len(cases)
         print(self._progress(len(cases)), flush=True)
-        timed = (result if isinstance(result, NotTimed) else result.timed() for result in played)
+        timed = (result if isinstance(result, PairFailure) else result.timed() for result in found)
         return dict(zip(cases, timed, strict=True))
 
     def _progress(self, cases: int) -> str:
-        """Time left to the next look; how many cases go on after it is not known before it."""
-        what, looks = f"round {self._done}, {cases} case{'s' if cases > 1 else ''}", self._rules.looks
-        look = next((look for look in looks if look >= self._done), self._done)
-        if look == self._done:
+        """Time left to the next interim analysis; how many cases go on after it is not known before it."""
+        what, analyses = f"round {self._done}, {cases} case{'s' if cases > 1 else ''}", self._rules.looks
+        next_analysis = next((pairs for pairs in analyses if pairs >= self._done), self._done)
+        if next_analysis == self._done:
             return f"[{what}] {self._seconds:.0f} s"
-        left_s = (look - self._done) * cases * self._seconds / self._cases
-        return f"[{what}] {self._seconds:.0f} s, {left_s:.0f} s to the look after round {look}, {looks[-1]} at most"
+        left_s = (next_analysis - self._done) * cases * self._seconds / self._cases
+        progress = f"[{what}] {self._seconds:.0f} s, {left_s:.0f} s to the analysis after round {next_analysis}"
+        return f"{progress}, {analyses[-1]} at most"
 
 
-def _judgement(
-    answer: contest.Answer,
+def _result(
+    case_result: sequential.CaseResult,
     key: Key,
     identity: fingerprint.Fingerprint,
     base: Sources,
     head: Sources,
     rules: Rules,
-) -> Judgement:
-    effect = answer.effect(rules)
-    return Judgement(
+) -> ComparisonResult:
+    effect = case_result.effect(rules)
+    return ComparisonResult(
         identity.utc,
         base.side,
         head.side,
         identity,
         key,
         rules,
-        answer.verdict,
-        answer.reason,
+        case_result.verdict,
+        case_result.reason,
         _command(base, head, identity.machine, key, rules),
         change=effect.change if effect else None,
         interval=effect.interval if effect else None,
         detectable=effect.detectable if effect else None,
-        p_value=answer.p_value if effect else None,
+        p_value=case_result.p_value if effect else None,
         base_ms=effect.base_ms if effect else None,
         head_ms=effect.head_ms if effect else None,
-        changes=tuple(pair.change for pair in answer.pairs),
-        base_outcome=answer.stopped.base if answer.stopped else None,
-        head_outcome=answer.stopped.head if answer.stopped else None,
+        changes=tuple(pair.change for pair in case_result.pairs),
+        base_outcome=case_result.stopped.base if case_result.stopped else None,
+        head_outcome=case_result.stopped.head if case_result.stopped else None,
     )
 
 
@@ -182,17 +185,17 @@ def _name(sources: Sources) -> str:
     return f"{side.ref} ({(side.commit or side.nsa_sha256)[:10]}{', changed' if side.dirty else ''})"
 
 
-def table(found: Sequence[Judgement]) -> str:
+def table(found: Sequence[ComparisonResult]) -> str:
     """One line per case, what needs a person first."""
     order = [Verdict.FAILED, Verdict.SLOWER, Verdict.UNDECIDED, Verdict.FASTER, Verdict.SAME]
-    return "\n".join(map(_line, sorted(found, key=lambda judgement: order.index(judgement.verdict))))
+    return "\n".join(map(_line, sorted(found, key=lambda one: order.index(one.verdict))))
 
 
-def _line(judgement: Judgement) -> str:
-    words = [f"{judgement.verdict.value:<10} {judgement.key.name:<58}"]
-    if judgement.change is not None and judgement.interval is not None and judgement.detectable is not None:
-        low, high = judgement.interval
-        words.append(f"{judgement.change:+.1%} [{low:+.1%}, {high:+.1%}]")
-        words.append(f"{judgement.base_ms:.4g} -> {judgement.head_ms:.4g} ms")
-        words.append(f"could see {judgement.detectable:.1%}")
-    return "  ".join([*words, judgement.reason or ""]).rstrip()
+def _line(one: ComparisonResult) -> str:
+    words = [f"{one.verdict.value:<10} {one.key.name:<58}"]
+    if one.change is not None and one.interval is not None and one.detectable is not None:
+        low, high = one.interval
+        words.append(f"{one.change:+.1%} [{low:+.1%}, {high:+.1%}]")
+        words.append(f"{one.base_ms:.4g} -> {one.head_ms:.4g} ms")
+        words.append(f"could see {one.detectable:.1%}")
+    return "  ".join([*words, one.reason or ""]).rstrip()

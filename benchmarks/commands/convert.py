@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import conversion, evidence, merge
 from benchmarks.commands import options
+from benchmarks.history import conversion, merge
 from nsa.io import atomic_write, read_lines
 
 SUMMARY = "bring records of earlier versions into the current format"
@@ -58,13 +58,13 @@ def _summarized(path: Path, target: Path, summarize: Callable[[Path], str], refu
     if target.exists() and target.read_text(encoding="utf-8") != text:
         refused.append(f"{path}: {target.name} is there already, with other content; move one of them away")
         return False
-    atomic_write(target, text)
+    atomic_write(target, text.encode())
     path.unlink()
     return True
 
 
 def _junit(path: Path) -> str:
-    return json.dumps(evidence.of_junit(path), indent=1) + "\n"
+    return json.dumps(conversion.summarize_junit(path), indent=1) + "\n"
 
 
 def _heartbeats(path: Path) -> str:
@@ -77,7 +77,7 @@ def _heartbeats(path: Path) -> str:
                 raise TypeError("a line must be a JSON object")
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}:{number}: {type(error).__name__}: {error}") from error
-    return "".join(f"{line}\n" for line in evidence.of_heartbeats(found))
+    return "".join(f"{line}\n" for line in conversion.summarize_heartbeats(found))
 
 
 def _no_number(name: str) -> None:

@@ -11,9 +11,9 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks import merge
 from benchmarks.commands import options
 from benchmarks.commands.report import build_page
+from benchmarks.history import merge
 
 SUMMARY = "join the results of several runners"
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Merge; the last line of stdout is JSON."""
     options.check_writable(arguments.out)
-    merged = merge.Merged()
+    merged = merge.MergeResult()
     for folder in arguments.folders:
         merge.merge(folder, arguments.out, merged)
     for refusal in merged.refused:

@@ -9,10 +9,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import fingerprint, gpus, suite
-from benchmarks.cases import NSA
+from benchmarks import gpus
 from benchmarks.gpus import Machine
-from benchmarks.records import Key
+from benchmarks.history import fingerprint
+from benchmarks.history.key import Key
+from benchmarks.workloads import NSA, suite
 
 RESULTS = Path(os.environ.get("NSA_RESULTS") or fingerprint.ROOT / "results")
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
@@ -62,7 +63,7 @@ def chosen(keys: Sequence[Key], patterns: Sequence[str] | None, whole: Sequence[
     return [key for key in keys if any(named(key, pattern) for pattern in patterns)]
 
 
-def contenders(machine: Machine, patterns: Sequence[str] | None, *, quick: bool = False) -> list[Key]:
+def nsa_cases(machine: Machine, patterns: Sequence[str] | None, *, quick: bool = False) -> list[Key]:
     """NSA's cases that two versions of it can be compared on: the quick suite, or what the patterns name in the whole.
 
     With `quick`, what they name in the quick suite. Raises ValueError where no such case is named.

@@ -24,6 +24,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 def build_page(results: Path) -> Path:
     """Where the page is."""
-    from benchmarks.report import build  # matplotlib takes a second to import, which --help need not
+    from benchmarks.report.pages import build  # matplotlib takes a second to import, which --help need not
 
     return build(results)

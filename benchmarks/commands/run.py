@@ -11,22 +11,14 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
-from benchmarks import (
-    ceilings,
-    console,
-    fingerprint,
-    gpus,
-    raw_samples,
-    run_file,
-    runner,
-    sampling,
-    suite,
-    verdict,
-    worker,
-)
+from benchmarks import console, gpus, runner, worker
 from benchmarks.commands import options
 from benchmarks.commands.report import build_page
-from benchmarks.records import Record
+from benchmarks.correctness import row_sampling
+from benchmarks.history import fingerprint, run_file, samples, speedup
+from benchmarks.history.records import Record
+from benchmarks.timing import peak
+from benchmarks.workloads import suite
 from nsa import backends
 
 SUMMARY = "measure, write records, build the page"
@@ -54,8 +46,10 @@ def main(arguments: argparse.Namespace) -> int:
     A baseline that is wrong or broken fails no run: the last line names it under "red_baselines".
     """
     machine = gpus.machine(arguments.gpu, gpus.visible_gpu())
-    if arguments.seed is not None and arguments.seed <= sampling.TIMED_SEED:
-        raise ValueError(f"--seed must be above {sampling.TIMED_SEED}, that of the timed inputs; got {arguments.seed}")
+    if arguments.seed is not None and arguments.seed <= row_sampling.TIMED_SEED:
+        raise ValueError(
+            f"--seed must be above {row_sampling.TIMED_SEED}, that of the timed inputs; got {arguments.seed}"
+        )
     on_gpu = machine.device == "cuda"
     shapes = gpus.suite(machine.suite)
     quick, whole = (
@@ -68,8 +62,8 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     for folder in (arguments.out / "runs" / machine.id, arguments.out / "report"):
         options.check_writable(folder)
-    identity = fingerprint.take(machine.id, machine.device, ceilings.measure(machine))
-    seed = sampling.new_seed() if arguments.seed is None else arguments.seed
+    identity = fingerprint.take(machine.id, machine.device, peak.measure(machine))
+    seed = row_sampling.new_seed() if arguments.seed is None else arguments.seed
     command = run_command(machine.id, arguments.backend, quick=arguments.quick, seed=seed)
     path = run_file.create(arguments.out, identity, command)
     print(f"{machine.title}: {len(keys)} measurements -> {path}", flush=True)
@@ -83,27 +77,27 @@ def main(arguments: argparse.Namespace) -> int:
             for measured in worker.run(keys, machine.device, plan, identity, case_command, seed=seed):
                 run_file.append(path, measured.record)
                 if measured.raw:
-                    raw_samples.append(path, measured.raw)
+                    samples.append_raw(path, measured.raw)
                 progress.finished(measured.record)
                 done.append(measured.record)
     except KeyboardInterrupt:
         return _interrupted(arguments.out, path, len(done), len(keys))
     page = build_page(arguments.out)
-    print("\n" + console.table(verdict.comparisons(done)))
+    print("\n" + console.table(speedup.comparisons(done)))
     print(f"\nThe page: {page}")
-    wrong = verdict.faults(done)
+    wrong = speedup.faults(done)
     summary = {
         "machine": machine.id,
         "outcomes": dict(Counter(record.outcome.value for record in done)),
         "faults": [record.key.name for record in wrong],
-        "red_baselines": {record.key.name: record.outcome.value for record in verdict.red_baselines(done)},
+        "red_baselines": {record.key.name: record.outcome.value for record in speedup.red_baselines(done)},
         "seed": seed,
         "seconds": round(time.perf_counter() - begin, 1),
         "records": str(path),
         "page": str(page),
     }
     print(json.dumps(summary))
-    if verdict.blind(done):
+    if speedup.nothing_measured(done):
         print("python -m benchmarks: NSA was measured on no case; the page says why", file=sys.stderr)
         return 2
     return 1 if wrong else 0

@@ -11,7 +11,7 @@ import fnmatch
 import json
 from pathlib import Path
 
-from benchmarks import conversion, raw_samples
+from benchmarks.history import conversion, samples
 
 SUMMARY = "print the raw samples of a run"
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print them. ValueError where they are gone, or no case is named so."""
+    """Print them. ValueError where they are missing, or no case is named so."""
     if not arguments.run.is_file():
         raise ValueError(f"RUN must be a file of results/runs; there is none at {arguments.run}")
     if arguments.run.suffix != ".jsonl":
@@ -31,7 +31,7 @@ def main(arguments: argparse.Namespace) -> int:
     if conversion.is_old(arguments.run):
         raise ValueError(f"{arguments.run} holds its samples itself: `python -m benchmarks convert`, then ask again")
     shown = 0
-    for raw in raw_samples.read(arguments.run):
+    for raw in samples.read_raw(arguments.run):
         if fnmatch.fnmatchcase(raw.name, arguments.case):
             print(json.dumps(dataclasses.asdict(raw), separators=(",", ":")))
             shown += 1

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """ValueError where there is no Triton, or no GPU for what needs one."""
     try:
-        from benchmarks import tuner_run
+        from benchmarks.tuning import run
     except ImportError as error:
         raise ValueError(f"tune needs Triton, which cannot be imported ({error})") from error
-    return tuner_run.run(arguments)
+    return run.run(arguments)

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks import trend
-from benchmarks.accepted import Standing, State
+from benchmarks.history import trend
+from benchmarks.history.accepted import Standing, State
+from benchmarks.history.store import Series
+from benchmarks.history.trend import Change, Trend
 from benchmarks.report.table import BAD, CODE, GOOD, NAME, PLAIN, Cell, Table, digits, number, percent, when
-from benchmarks.store import Series
-from benchmarks.trend import Change, Trend
 
 STATES = (State.SLOWER, State.MISSING, State.NOT_COMPARABLE, State.NEW, State.FASTER, State.AT_BASELINE)
 """What asks for a decision first."""
@@ -25,19 +25,19 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Followed:
+class SeriesTrend:
     """A series and what became of it."""
 
     series: Series
     trend: Trend
 
 
-def follow(history: Iterable[Series]) -> list[Followed]:
+def follow(history: Iterable[Series]) -> list[SeriesTrend]:
     """Find the changes of every series."""
-    return [Followed(series, trend.of_points(series.points)) for series in history]
+    return [SeriesTrend(series, trend.of_points(series.points)) for series in history]
 
 
-def news(followed: Sequence[Followed], found: Sequence[Standing]) -> str:
+def news(followed: Sequence[SeriesTrend], found: Sequence[Standing]) -> str:
     """Both in a sentence each."""
     changes = [change for one in followed for change in one.trend.changes]
     slower = sum(change.change > 0 for change in changes)
@@ -49,7 +49,7 @@ def news(followed: Sequence[Followed], found: Sequence[Standing]) -> str:
     return f"{said} Beside the accepted baselines: {beside}." if beside else f"{said} No baseline is accepted."
 
 
-def table(followed: Sequence[Followed]) -> Table:
+def table(followed: Sequence[SeriesTrend]) -> Table:
     """A row per change, newest first."""
     head = ("when", "case", "commit", "time, change", "seen again")
     rows = [(one.series, change) for one in followed for change in one.trend.changes]

@@ -1,4 +1,4 @@
-"""The ledger: for each commit and machine, what the incidents and the judgements of speed say, in one row.
+"""The ledger: for each commit and machine, what the incidents and the comparisons of speed say, in one row.
 
 The incidents are another suite's, so that its files are read here by the fields that a row needs.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import schema
+from benchmarks.history import schema
 from benchmarks.report.table import BAD, CODE, GOOD, NAME, NBSP, Cell, Table, when
 from nsa.io import read_lines
 
@@ -94,7 +94,7 @@ def _only(kind: type, data: Any) -> dict[str, Any]:
 
 
 def rows(entries: Iterable[Entry], speed: Mapping[tuple[str, str], Cell]) -> Table:
-    """The newest run of each commit, machine and device, newest first. `speed`: (machine, commit) -> judgement."""
+    """The newest run of each commit, machine and device, newest first. `speed`: (machine, commit) -> verdicts."""
     head = ("commit", "machine", "when", "speed", *COLUMNS, OTHER, "detectors", "skipped", "not run")
     entries = list(entries)
     known = {entry.incident for entry in entries if entry.part != SOAK}

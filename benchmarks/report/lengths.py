@@ -10,13 +10,14 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.cases import NSA
-from benchmarks.published import Series
-from benchmarks.records import Key, Record
-from benchmarks.report import look, references
-from benchmarks.report.album import Album, Picture
+from benchmarks.baselines.published import Series
+from benchmarks.history.key import Key
+from benchmarks.history.records import Record
+from benchmarks.history.speedup import Comparison, speed_up
+from benchmarks.report import references, style
+from benchmarks.report.folder import Picture, ReportFolder
 from benchmarks.report.references import Points, Reference
-from benchmarks.verdict import Comparison, speed_up
+from benchmarks.workloads import NSA
 
 TITLES = {
     "prefill-forward": "Prefill, forward",
@@ -36,7 +37,7 @@ class Line:
 
     label: str
     points: Points
-    look: dict[str, Any]
+    style: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Group:
             y = value(record)
             if y is not None and y > 0:
                 points.setdefault(record.key.implementation, []).append((record.key.num_keys, y))
-        return [Line(name, line, look.of_implementation(name)) for name, line in points.items()]
+        return [Line(name, line, style.of_implementation(name)) for name, line in points.items()]
 
 
 def label(key: Key) -> str:
@@ -89,7 +90,7 @@ def groups(compared: Sequence[Comparison]) -> list[Group]:
     ]
 
 
-def throughput(album: Album, machine: str, group: Group, known: Sequence[Series]) -> list[Picture]:
+def throughput(folder: ReportFolder, machine: str, group: Group, known: Sequence[Series]) -> list[Picture]:
     """Tokens per second, and below how many times as fast as each baseline NSA is."""
     ours = group.lines(lambda record: record.tokens_per_s)
     if not _drawable(ours):
@@ -101,7 +102,7 @@ def throughput(album: Album, machine: str, group: Group, known: Sequence[Series]
         panels.append(("NSA is × as fast as", [*ratios, *_dotted(references.speed_up(known, key))]))
     title = f"{TITLES[group.mode]}, {group.label}"
     lines = [line for _, of_panel in panels for line in of_panel]
-    legend = look.legend_inch(line.label for line in lines)
+    legend = style.legend_inch(line.label for line in lines)
 
     def draw(figure: Figure) -> None:
         heights = [3, 2][: len(panels)]
@@ -109,13 +110,13 @@ def throughput(album: Album, machine: str, group: Group, known: Sequence[Series]
         axes: list[Axes] = list(grid[:, 0])
         for axis, (unit, of_panel) in zip(axes, panels, strict=True):
             _lines(axis, of_panel)
-            look.logarithmic(axis, unit)
+            style.logarithmic(axis, unit)
         if ratios:
-            axes[1].axhline(1, color=look.BLACK, linewidth=1)
+            axes[1].axhline(1, color=style.BLACK, linewidth=1)
         _finish(figure, axes, lines, title, legend, group.batches)
 
     height = 3.4 + 1.5 * (len(panels) - 1) + legend
-    return [album.picture(f"{title}: throughput and speed-up", (machine, group.mode, group.label), height, draw)]
+    return [folder.picture(f"{title}: throughput and speed-up", (machine, group.mode, group.label), height, draw)]
 
 
 def _speed_ups(group: Group) -> list[Line]:
@@ -125,46 +126,46 @@ def _speed_ups(group: Group) -> list[Line]:
             faster = speed_up(comparison.nsa, other)
             if faster is not None:
                 points.setdefault(other.key.implementation, []).append((comparison.nsa.key.num_keys, faster))
-    return [Line(name, line, look.of_implementation(name)) for name, line in points.items()]
+    return [Line(name, line, style.of_implementation(name)) for name, line in points.items()]
 
 
-def memory(album: Album, machine: str, group: Group) -> list[Picture]:
+def memory(folder: ReportFolder, machine: str, group: Group) -> list[Picture]:
     """Peak memory above the inputs."""
     lines = group.lines(lambda record: record.peak_mem_mib)
     title = f"Peak memory, {TITLES.get(group.mode, 'forward + backward').lower()}, {group.label}"
-    return _single(album, title, (machine, "memory", group.mode, group.label), lines, "MiB above the inputs", [group])
+    return _single(folder, title, (machine, "memory", group.mode, group.label), lines, "MiB above the inputs", [group])
 
 
-def parts(album: Album, machine: str, name: str, of_label: Sequence[Group]) -> list[Picture]:
+def parts(folder: ReportFolder, machine: str, name: str, of_label: Sequence[Group]) -> list[Picture]:
     """Latency of each part of the forward pass, and of the whole."""
     lines = []
     for number, group in enumerate(group for group in of_label if group.mode.startswith(PART)):
         points = [(c.nsa.key.num_keys, c.nsa.latency_ms) for c in group.compared if c.nsa.latency_ms is not None]
-        lines.append(Line(group.mode.removeprefix(PART), points, look.nth(number + 1)))
+        lines.append(Line(group.mode.removeprefix(PART), points, style.nth(number + 1)))
     whole = [line for g in of_label if g.mode == "prefill-forward" for line in g.lines(lambda r: r.latency_ms)]
-    lines += [Line("whole forward", line.points, line.look) for line in whole if line.label == NSA]
-    return _single(album, f"Parts of the forward pass, {name}", (machine, "parts", name), lines, "ms", of_label)
+    lines += [Line("whole forward", line.points, line.style) for line in whole if line.label == NSA]
+    return _single(folder, f"Parts of the forward pass, {name}", (machine, "parts", name), lines, "ms", of_label)
 
 
-def limits(album: Album, machine: str, mode: str, of_mode: Sequence[Group]) -> list[Picture]:
+def limits(folder: ReportFolder, machine: str, mode: str, of_mode: Sequence[Group]) -> list[Picture]:
     """NSA's share of the device's limit, a line per label."""
     lines = []
     for number, group in enumerate(of_mode):
         shares = [(c.nsa.key.num_keys, c.nsa.share_of_limit) for c in group.compared]
         points = [(x, 100 * share) for x, share in shares if share is not None]
-        lines.append(Line(group.label, points, look.nth(number)))
+        lines.append(Line(group.label, points, style.nth(number)))
     title = f"{TITLES.get(mode, mode)}: share of the measured limit"
-    return _single(album, title, (machine, "limit", mode), lines, "% of the measured limit", of_mode, from_zero=True)
+    return _single(folder, title, (machine, "limit", mode), lines, "% of the measured limit", of_mode, from_zero=True)
 
 
 def _single(
-    album: Album, title: str, words: tuple[str, ...], lines: Sequence[Line], unit: str, of: Sequence[Group],
+    folder: ReportFolder, title: str, words: tuple[str, ...], lines: Sequence[Line], unit: str, of: Sequence[Group],
     *, from_zero: bool = False,
 ) -> list[Picture]:  # fmt: skip
     """One pair of axes; [] where no line has two lengths."""
     if not _drawable(lines):
         return []
-    legend, batches = look.legend_inch(line.label for line in lines), _batches(of)
+    legend, batches = style.legend_inch(line.label for line in lines), _batches(of)
 
     def draw(figure: Figure) -> None:
         axis = figure.subplots()
@@ -172,12 +173,12 @@ def _single(
         if from_zero:
             axis.set_ylim(0, max(100.0, 1.05 * max(y for line in lines for _, y in line.points)))
             axis.set_ylabel(unit)
-            axis.grid(True, axis="y", **look.GRID)
+            axis.grid(True, axis="y", **style.GRID)
         else:
-            look.logarithmic(axis, unit)
+            style.logarithmic(axis, unit)
         _finish(figure, [axis], lines, title, legend, batches)
 
-    return [album.picture(title, words, 3.3 + legend, draw)]
+    return [folder.picture(title, words, 3.3 + legend, draw)]
 
 
 def _batches(of: Sequence[Group]) -> dict[int, int]:
@@ -194,21 +195,21 @@ def _drawable(lines: Sequence[Line]) -> bool:
 def _dotted(known: Sequence[Reference]) -> list[Line]:
     """Published figures as lines below ours."""
     markers = itertools.cycle(_REFERENCE_MARKERS)
-    return [Line(one.label, one.points, {**look.PUBLISHED, "marker": next(markers), "zorder": 1}) for one in known]
+    return [Line(one.label, one.points, {**style.PUBLISHED, "marker": next(markers), "zorder": 1}) for one in known]
 
 
 def _lines(axis: Axes, lines: Sequence[Line]) -> None:
     for line in lines:
         if line.points:
-            axis.plot(*zip(*line.points, strict=True), label=look.drawable(line.label), **line.look)
+            axis.plot(*zip(*line.points, strict=True), label=style.drawable(line.label), **line.style)
 
 
 def _finish(
     figure: Figure, axes: Sequence[Axes], lines: Sequence[Line], title: str, legend: float, batches: Mapping[int, int]
 ) -> None:
-    labels = look.over_lengths(axes[-1], [x for line in lines for x, _ in line.points], batches)
+    labels = style.over_lengths(axes[-1], [x for line in lines for x, _ in line.points], batches)
     for axis in axes[:-1]:
-        axis.grid(True, axis="x", **look.GRID)
-    look.headline(figure, title)
-    look.frame(figure, bottom=labels + legend)
-    look.legend_below(figure, axes)
+        axis.grid(True, axis="x", **style.GRID)
+    style.headline(figure, title)
+    style.frame(figure, bottom=labels + legend)
+    style.legend_below(figure, axes)

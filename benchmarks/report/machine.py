@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks import accepted
-from benchmarks.accepted import Acceptance
-from benchmarks.published import Series as Published
-from benchmarks.records import Key
-from benchmarks.report import changes, headlines, lengths, look, measured, references, trends
-from benchmarks.report.album import Album, Picture
-from benchmarks.report.changes import Followed
+from benchmarks.baselines.published import Series as Published
+from benchmarks.history import accepted
+from benchmarks.history.accepted import Acceptance
+from benchmarks.history.key import Key
+from benchmarks.history.speedup import Comparison
+from benchmarks.history.store import Series, Store
+from benchmarks.report import changes, lengths, machine_tables, references, style, trends
+from benchmarks.report.changes import SeriesTrend
+from benchmarks.report.folder import Picture, ReportFolder
 from benchmarks.report.lengths import Group
 from benchmarks.report.references import Reference
 from benchmarks.report.table import Cell, Table
 from benchmarks.report.trends import Boundary, Row
-from benchmarks.store import Series, Store
-from benchmarks.verdict import Comparison
 
 PARTS = "Parts of the forward pass"
 
@@ -51,7 +51,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Known:
+class Context:
     """What is known beside the measurements."""
 
     published: Sequence[Published]
@@ -59,66 +59,70 @@ class Known:
     """By (machine, device, case)."""
 
 
-def look_at(album: Album, store: Store, name: str, here: Sequence[Comparison], known: Known) -> Machine:
+def build(folder: ReportFolder, store: Store, name: str, here: Sequence[Comparison], context: Context) -> Machine:
     """Draw the pictures of one machine and fill its tables. `here`: its newest comparisons, at least one."""
     newest = max((comparison.nsa.fingerprint for comparison in here), key=lambda fingerprint: fingerprint.utc)
     groups = lengths.groups(here)
     history = store.history(name)
     followed = changes.follow(history)
     marked = trends.boundaries(store.runs(name))
-    standings = accepted.standings(name, history, known.baselines) if known.baselines else []
+    standings = accepted.standings(name, history, context.baselines) if context.baselines else []
     return Machine(
         id=name,
         device=newest.device,
-        summary=measured.summary(here),
-        headlines=headlines.table(groups),
-        figures=measured.figures(here),
-        lengths=_lengths(album, name, groups, known.published),
-        trends=_trends(album, name, followed, known.published, marked),
+        summary=machine_tables.summary(here),
+        headlines=machine_tables.headlines(groups),
+        figures=machine_tables.figures(here),
+        lengths=_lengths(folder, name, groups, context.published),
+        trends=_trends(folder, name, followed, context.published, marked),
         news=changes.news(followed, standings),
         changes=changes.table(followed),
         standings=changes.standings(standings),
         boundaries=_boundaries(marked),
-        memory=_memory(album, name, groups),
-        limit_pictures=_limits(album, name, groups),
-        limits=measured.limits(here),
-        missing=measured.missing(here),
-        doubtful=measured.doubtful(here),
-        about=measured.machine(newest),
+        memory=_memory(folder, name, groups),
+        limit_pictures=_limits(folder, name, groups),
+        limits=machine_tables.limits(here),
+        missing=machine_tables.missing(here),
+        doubtful=machine_tables.doubtful(here),
+        about=machine_tables.machine(newest),
     )
 
 
-def _lengths(album: Album, name: str, groups: Sequence[Group], known: Sequence[Published]) -> list[Picture]:
+def _lengths(folder: ReportFolder, name: str, groups: Sequence[Group], known: Sequence[Published]) -> list[Picture]:
     pictures = [
         picture
         for mode in lengths.TITLES
         for group in groups
         if group.mode == mode
-        for picture in lengths.throughput(album, name, group, known)
+        for picture in lengths.throughput(folder, name, group, known)
     ]
     for label in dict.fromkeys(group.label for group in groups if group.mode.startswith(lengths.PART)):
-        pictures += lengths.parts(album, name, label, [group for group in groups if group.label == label])
+        pictures += lengths.parts(folder, name, label, [group for group in groups if group.label == label])
     return pictures
 
 
-def _memory(album: Album, name: str, groups: Sequence[Group]) -> list[Picture]:
+def _memory(folder: ReportFolder, name: str, groups: Sequence[Group]) -> list[Picture]:
     shown = [group for mode in lengths.MEMORY_MODES for group in groups if group.mode == mode]
-    return [picture for group in shown for picture in lengths.memory(album, name, group)]
+    return [picture for group in shown for picture in lengths.memory(folder, name, group)]
 
 
-def _limits(album: Album, name: str, groups: Sequence[Group]) -> list[Picture]:
+def _limits(folder: ReportFolder, name: str, groups: Sequence[Group]) -> list[Picture]:
     return [
         picture
         for mode in lengths.TITLES
-        for picture in lengths.limits(album, name, mode, [group for group in groups if group.mode == mode])
+        for picture in lengths.limits(folder, name, mode, [group for group in groups if group.mode == mode])
     ]
 
 
 def _trends(
-    album: Album, name: str, followed: Sequence[Followed], known: Sequence[Published], marked: Sequence[Boundary]
+    folder: ReportFolder,
+    name: str,
+    followed: Sequence[SeriesTrend],
+    known: Sequence[Published],
+    marked: Sequence[Boundary],
 ) -> list[Picture]:
     """A picture per mode and shape; all parts of the forward pass on one."""
-    kinds: dict[tuple[str, str], list[Followed]] = {}
+    kinds: dict[tuple[str, str], list[SeriesTrend]] = {}
     for one in followed:
         key = one.series.newest.key
         title = PARTS if key.mode.startswith(lengths.PART) else lengths.TITLES.get(key.mode, key.mode)
@@ -135,11 +139,11 @@ def _trends(
             )
             for one in sorted(alike, key=_by_size)
         ]
-        pictures += trends.draw(album, name, f"{title}, {label}", rows, marked)
+        pictures += trends.draw(folder, name, f"{title}, {label}", rows, marked)
     return pictures
 
 
-def _by_size(one: Followed) -> tuple[str, int, int, str]:
+def _by_size(one: SeriesTrend) -> tuple[str, int, int, str]:
     key = one.series.newest.key
     return key.mode, key.num_keys, key.batch, _path(one.series)
 
@@ -152,7 +156,7 @@ def _row_label(series: Series, with_path: bool) -> str:
     key = series.newest.key
     batch = "" if key.batch == 1 else f", batch {key.batch}"
     part = f"{key.mode.removeprefix(lengths.PART)}, " if key.mode.startswith(lengths.PART) else ""
-    return part + look.in_k(key.num_keys) + batch + (f", {_path(series)}" if with_path else "")
+    return part + style.in_k(key.num_keys) + batch + (f", {_path(series)}" if with_path else "")
 
 
 def _at_length(known: Sequence[Published], key: Key, name: str) -> list[Reference]:

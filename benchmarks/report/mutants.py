@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import mutants
-from benchmarks.mutants import Begin, Line, Outcome
+from benchmarks.history import mutants
+from benchmarks.history.mutants import Header, Line, Outcome
 from benchmarks.report.table import BAD, CODE, GOOD, NAME, NBSP, Cell, Table, number, when
 
 
@@ -15,7 +15,7 @@ from benchmarks.report.table import BAD, CODE, GOOD, NAME, NBSP, Cell, Table, nu
 class Commit:
     """All runs over one tree, such as the shards of a night."""
 
-    begin: Begin
+    begin: Header
     """Of the newest of them."""
     lines: Sequence[Line]
     """The newest of each mutant."""
@@ -23,7 +23,7 @@ class Commit:
 
 def read(results: Path) -> tuple[list[Commit], list[str]]:
     """Newest first, and what is wrong with files that cannot be read."""
-    trees: dict[str, tuple[Begin, dict[str, Line]]] = {}
+    trees: dict[str, tuple[Header, dict[str, Line]]] = {}
     damaged = []
     for path in sorted((results / mutants.FOLDER).glob("*.jsonl")):
         try:

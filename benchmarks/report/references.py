@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.published import RATIO, Series
-from benchmarks.records import Key
+from benchmarks.baselines.published import RATIO, Series
+from benchmarks.history.key import Key
 
 Points = list[tuple[int, float]]
 

@@ -13,14 +13,14 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks import trend
-from benchmarks.fingerprint import Fingerprint
-from benchmarks.report import look
-from benchmarks.report.album import Album, Picture
+from benchmarks.history import trend
+from benchmarks.history.fingerprint import Fingerprint
+from benchmarks.history.store import Point, Series
+from benchmarks.history.trend import Change
+from benchmarks.report import style
+from benchmarks.report.folder import Picture, ReportFolder
 from benchmarks.report.references import Reference
 from benchmarks.report.table import NBSP, percent
-from benchmarks.store import Point, Series
-from benchmarks.trend import Change
 
 ROWS = 8
 """More cases than this are drawn on further pictures."""
@@ -40,7 +40,7 @@ class Row:
     """What tells it from the other rows of its picture: "64k", "b32 8k"."""
     series: Series
     changes: Sequence[Change]
-    """Of the latency, as `benchmarks.trend` found them."""
+    """Of the latency, as `benchmarks.history.trend` found them."""
     references: Sequence[Reference]
     """Published throughput of the same case on the same machine: (tokens, tokens per second)."""
 
@@ -76,7 +76,7 @@ class Scale:
         return [self(throughput) for throughput in throughputs]
 
     def __str__(self) -> str:
-        return f"{look.in_short(self.value)}/s ±{100 * self.reach:.0f}{NBSP}%"
+        return f"{style.in_short(self.value)}/s ±{100 * self.reach:.0f}{NBSP}%"
 
 
 @dataclass(frozen=True)
@@ -93,18 +93,22 @@ def boundaries(runs: Sequence[Fingerprint]) -> list[Boundary]:
     return [Boundary(runs[found.index].utc, found.differences) for found in trend.breaks(runs)]
 
 
-def draw(album: Album, machine: str, title: str, rows: Sequence[Row], marked: Sequence[Boundary]) -> list[Picture]:
+def draw(
+    folder: ReportFolder, machine: str, title: str, rows: Sequence[Row], marked: Sequence[Boundary]
+) -> list[Picture]:
     """The cases that have two runs or more, `ROWS` on a picture."""
     long = [row for row in rows if len(row.series.points) > 1]
     pieces = [long[first : first + ROWS] for first in range(0, len(long), ROWS)]
     pictures = []
     for number, piece in enumerate(pieces, start=1):
         numbered = title if len(pieces) == 1 else f"{title} ({number} of {len(pieces)})"
-        pictures.append(_picture(album, machine, numbered, piece, marked))
+        pictures.append(_picture(folder, machine, numbered, piece, marked))
     return pictures
 
 
-def _picture(album: Album, machine: str, title: str, rows: Sequence[Row], marked: Sequence[Boundary]) -> Picture:
+def _picture(
+    folder: ReportFolder, machine: str, title: str, rows: Sequence[Row], marked: Sequence[Boundary]
+) -> Picture:
     commits = {point.utc: _commit(point) for row in rows for point in row.series.points}
     runs = sorted(commits)
     at = {utc: number for number, utc in enumerate(runs)}
@@ -117,19 +121,19 @@ def _picture(album: Album, machine: str, title: str, rows: Sequence[Row], marked
         for boundary in marked:
             if runs[0] < boundary.utc <= runs[-1]:
                 after = min(number for utc, number in at.items() if utc >= boundary.utc)
-                axis.axvline(after - 0.5, color=look.GREY, linewidth=1, linestyle=(0, (4, 3)))
-        labels = [f"{look.drawable(row.label)}\n{scale}" for row, scale in zip(rows, scales, strict=True)]
+                axis.axvline(after - 0.5, color=style.GREY, linewidth=1, linestyle=(0, (4, 3)))
+        labels = [f"{style.drawable(row.label)}\n{scale}" for row, scale in zip(rows, scales, strict=True)]
         axis.set_yticks([scale.middle for scale in scales], labels, size="small")
         axis.set_ylim(1 - len(rows), 1)
         axis.set_xlim(-0.5, len(runs) - 0.5)
         step = -(-len(runs) // TICKS)
         axis.set_xticks(range(0, len(runs), step), [commits[utc] for utc in runs[::step]], size="small")
         axis.set_xlabel("commit of the run, oldest first")
-        look.headline(figure, title)
-        look.frame(figure, left=1.2, bottom=0.55)
+        style.headline(figure, title)
+        style.frame(figure, left=1.2, bottom=0.55)
 
     height = 1.0 + _ROW_INCH * len(rows)
-    return album.picture(f"{title}: throughput over the runs", (machine, "trend", title), height, paint)
+    return folder.picture(f"{title}: throughput over the runs", (machine, "trend", title), height, paint)
 
 
 def _commit(point: Point) -> str:
@@ -139,11 +143,11 @@ def _commit(point: Point) -> str:
 def _row(axis: Axes, row: Row, scale: Scale, at: dict[str, int]) -> None:
     x = [at[point.utc] for point in row.series.points]
     lows, highs = zip(*map(_band, row.series.points), strict=True)
-    axis.axhline(scale.middle, **look.GRID)
-    axis.axhline(scale.bottom, color=look.GREY, linewidth=0.4)
-    axis.fill_between(x, scale.all(lows), scale.all(highs), color=look.BLUE, alpha=0.2, linewidth=0)
+    axis.axhline(scale.middle, **style.GRID)
+    axis.axhline(scale.bottom, color=style.GREY, linewidth=0.4)
+    axis.fill_between(x, scale.all(lows), scale.all(highs), color=style.BLUE, alpha=0.2, linewidth=0)
     marker: dict[str, Any] = {"marker": "o", "markersize": 3} if len(x) <= _MOST_MARKERS else {}
-    axis.plot(x, scale.all(map(_throughput, row.series.points)), color=look.BLUE, linewidth=1, **marker)
+    axis.plot(x, scale.all(map(_throughput, row.series.points)), color=style.BLUE, linewidth=1, **marker)
     for change in row.changes:
         point = row.series.points[change.index]
         place = (at[point.utc], scale(_throughput(point)))
@@ -167,27 +171,27 @@ def _band(point: Point) -> tuple[float, float]:
 
 def _mark(axis: Axes, place: tuple[float, float], change: Change, *, at_end: bool) -> None:
     """A filled diamond where a second run confirmed it, else a hollow one; beside it the change of the throughput."""
-    colour = look.VERMILION if change.change > 0 else look.GREEN
+    colour = style.VERMILION if change.change > 0 else style.GREEN
     axis.plot(*place, "D", color=colour, markersize=8, markerfacecolor=colour if change.confirmed else "white")
     words = percent(1 / (1 + change.change) - 1) + ("" if change.confirmed else "?")
-    style: dict[str, Any] = {"size": "small", "color": colour, "weight": "bold", "ha": "right" if at_end else "left"}
-    style["bbox"] = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 0.5}
-    axis.annotate(words, place, (-8 if at_end else 8, 5), textcoords="offset points", **style)
+    text: dict[str, Any] = {"size": "small", "color": colour, "weight": "bold", "ha": "right" if at_end else "left"}
+    text["bbox"] = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 0.5}
+    axis.annotate(words, place, (-8 if at_end else 8, 5), textcoords="offset points", **text)
 
 
 def _refer(axis: Axes, references: Sequence[Reference], scale: Scale) -> None:
     """Lines where they are in sight; the others in words, so that they do not flatten what was measured."""
-    style: dict[str, Any] = {"ha": "right", "va": "bottom", "size": "x-small", "color": look.PUBLISHED["color"]}
-    style["transform"] = axis.get_yaxis_transform()
+    text: dict[str, Any] = {"ha": "right", "va": "bottom", "size": "x-small", "color": style.PUBLISHED["color"]}
+    text["transform"] = axis.get_yaxis_transform()
     away = []
     for reference in references:
         ((_, value),) = reference.points
         if abs(scale(value) - scale.middle) < 1 - _MIDDLE:
-            axis.axhline(scale(value), **look.PUBLISHED)
-            words = f"{reference.label} {look.in_short(value)}"
-            axis.text(0.995, scale(value), look.drawable(words), **style)
+            axis.axhline(scale(value), **style.PUBLISHED)
+            words = f"{reference.label} {style.in_short(value)}"
+            axis.text(0.995, scale(value), style.drawable(words), **text)
         else:
-            away.append(f"{reference.of} {look.in_short(value)}")
+            away.append(f"{reference.of} {style.in_short(value)}")
     if away:
-        words = look.drawable(f"published: {', '.join(away)}", 78)
-        axis.text(0.995, scale.bottom + 0.01, words, **style)
+        words = style.drawable(f"published: {', '.join(away)}", 78)
+        axis.text(0.995, scale.bottom + 0.01, words, **text)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from benchmarks import run_file
-from benchmarks.records import Record
-from benchmarks.run_file import Damaged
-from benchmarks.store import Store
+from benchmarks.history import run_file
+from benchmarks.history.records import Record
+from benchmarks.history.run_file import DamagedLine
+from benchmarks.history.store import Store
 
 
 def write(results: Path, *found: Record) -> Path:
@@ -22,7 +22,7 @@ def everything(results: Path) -> list[Record]:
     return Store(results).records()
 
 
-def damaged(results: Path) -> list[Damaged]:
+def damaged(results: Path) -> list[DamagedLine]:
     return Store(results).damaged()
 
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from benchmarks import console
-from benchmarks.records import Outcome
-from benchmarks.verdict import Comparison
+from benchmarks.history.records import Outcome
+from benchmarks.history.speedup import Comparison
 from tests.benchmarks.synthetic import failed, key, passed
 
 DENSE, NSA = passed(key(implementation="sdpa-flash"), 5.0), passed(key(), 10.0)

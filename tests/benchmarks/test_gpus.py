@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import gpus
 from benchmarks.gpus import Found, WrongMachineError
-from benchmarks.suite import MODES, planned
+from benchmarks.workloads.suite import MODES, planned
 
 NAMES = [
     ("NVIDIA A100-SXM4-80GB", (8, 0), "a100", 2.039),

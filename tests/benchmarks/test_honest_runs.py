@@ -15,23 +15,26 @@ import pytest
 import torch
 
 from benchmarks import __main__ as bench
-from benchmarks import ceilings, device_clock, memory, run_file, runner, suite, timing, worker
+from benchmarks import runner, worker
 from benchmarks.__main__ import main
-from benchmarks.cases import Work, attention
-from benchmarks.ceilings import Ceilings
-from benchmarks.clocks import Clocks, ClockSummary
+from benchmarks.ab.worker import Worker
 from benchmarks.commands import run as bench_run
-from benchmarks.contestant import Contestant
-from benchmarks.device_clock import EventSampler
-from benchmarks.records import Key, Outcome, Record
-from benchmarks.report import build
+from benchmarks.history import run_file
+from benchmarks.history.key import Key
+from benchmarks.history.records import Outcome, Record
+from benchmarks.history.samples import SampleSummary
+from benchmarks.report.pages import build
 from benchmarks.runner import Measurement
-from benchmarks.samples import SampleSummary
-from benchmarks.timing import Plan
+from benchmarks.timing import device_clock, latency, memory, peak
+from benchmarks.timing.clocks import Clocks, ClockSummary
+from benchmarks.timing.device_clock import EventSampler
+from benchmarks.timing.latency import Plan
+from benchmarks.timing.peak import MeasuredPeak
+from benchmarks.workloads import Work, attention, suite
 from docker import pipeline
 from docker.pipeline import Done, Step
 from nsa import nsa_attention
-from tests.benchmarks import whole_results
+from tests.benchmarks import full_results
 from tests.benchmarks.stored import run as at
 from tests.benchmarks.stored import write
 from tests.benchmarks.synthetic import FINGERPRINT, GREEN, failed, key, passed
@@ -88,7 +91,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureF
 
     def of(found: list[Record], *arguments: str) -> tuple[int, dict[str, Any]]:
         monkeypatch.setattr(worker, "run", lambda *_, **__: map(Measurement, found))
-        monkeypatch.setattr(ceilings, "measure", lambda _: None)
+        monkeypatch.setattr(peak, "measure", lambda _: None)
         monkeypatch.setattr(bench_run, "build_page", lambda results: results)
         code = main(["run", "--gpu", "cpu", "--out", str(tmp_path), *arguments])
         return code, json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -207,7 +210,7 @@ def test_a_slowdown_is_bad_and_a_gain_is_good_on_every_page(tmp_path: Path) -> N
         noise = 1 + 0.001 * (day % 3)
         levels = (10.0, 11.0) if day < 6 else (11.0, 10.0)
         write(tmp_path, *at(day, passed(slower, levels[0] * noise), passed(faster, levels[1] * noise)))
-    whole_results.write_verdicts(tmp_path)
+    full_results.write_verdicts(tmp_path)
     index = Cells(build(tmp_path))
     machine = Cells(tmp_path / "report" / "machine-cpu.html")
     changed = {row[1][0]: row[3] for row in machine.rows if len(row) == 5 and row[3][0].endswith(" %")}
@@ -251,7 +254,7 @@ def test_a_ratio_is_never_taken_against_another_shape(tmp_path: Path) -> None:
 
 
 def test_the_share_of_the_limit_is_of_the_nearer_ceiling_and_caches_count_for_nothing() -> None:
-    limits = Ceilings(100.0, 10.0, 1.0, 50.0)
+    limits = MeasuredPeak(100.0, 10.0, 1.0, 50.0)
     where = dataclasses.replace(FINGERPRINT, ceilings=limits)
     made = dataclasses.replace(passed(key(), 1.0), fingerprint=where, flops=2e9, bytes_moved=5e8)
     cached = 50 * 2**20 / 1e9
@@ -273,8 +276,8 @@ def test_tokens_per_second_are_queries_not_keys(mode: str, tokens: int) -> None:
 def test_the_peak_is_the_call_s_not_that_of_the_process() -> None:
     before = torch.ones(500 * memory.MIB // 4)
     del before
-    peak = memory.of_this_process(lambda: torch.ones(400 * memory.MIB // 4))
-    assert peak.mib == pytest.approx(400, abs=5)  # in units of 1000 KiB it would read as 410
+    needed = memory.of_this_process(lambda: torch.ones(400 * memory.MIB // 4))
+    assert needed.mib == pytest.approx(400, abs=5)  # in units of 1000 KiB it would read as 410
 
 
 def test_a_gpu_s_peak_is_the_call_s_above_what_stood_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +334,7 @@ def test_every_cold_call_finds_a_flushed_l2_and_no_warm_one_does(cache: str, mon
         found.append(l2.flushed)
         l2.flushed = 0
 
-    timed = timing.measure(call, "cuda", cache, Plan(3, 0.0, 10.0))
+    timed = latency.measure(call, "cuda", cache, Plan(3, 0.0, 10.0))
     assert (timed.cache, len(timed.samples_ms)) == (cache, 3)
     assert set(found) == {1 if cache == "cold" else 0}
     assert len(found) >= 3 + 2 + 3  # samples, warm-ups, end to end
@@ -342,14 +345,14 @@ def test_the_clocks_are_read_beside_the_samples_of_a_gpu(monkeypatch: pytest.Mon
     looks: list[int] = []
 
     class Watch:
-        def look(self) -> None:
+        def observe(self) -> None:
             looks.append(1)
 
         def clocks(self) -> Clocks:
             return Clocks((1,) * len(looks), (1.0,) * len(looks), (1,) * len(looks))
 
-    monkeypatch.setattr(timing.clocks, "watch", Watch)
-    timed = timing.measure(lambda: None, "cuda", "warm", Plan(4, 0.0, 10.0))
+    monkeypatch.setattr(latency.clocks, "monitor", Watch)
+    timed = latency.measure(lambda: None, "cuda", "warm", Plan(4, 0.0, 10.0))
     assert timed.clocks is not None
     assert len(timed.clocks.sm_mhz) == len(timed.samples_ms) == 4
     assert timed.queued_ahead, "the samples hold launch latency"
@@ -359,7 +362,7 @@ def test_a_gpu_s_work_that_nobody_waits_for_is_refused_by_the_timer(monkeypatch:
     L2(monkeypatch)
     monkeypatch.setattr(EventSampler, "require_joined", lambda self, ms: (_ for _ in ()).throw(UnjoinedError(ms)))
     with pytest.raises(UnjoinedError, match=r"1\.0"):
-        timing.measure(lambda: None, "cuda", "warm", Plan(3, 0.0, 10.0))
+        latency.measure(lambda: None, "cuda", "warm", Plan(3, 0.0, 10.0))
 
 
 class UnjoinedError(device_clock.UnjoinedWorkError):
@@ -374,11 +377,11 @@ def timed_wrong(*arguments: Any, return_aux: bool = False, **options: Any) -> An
 
 def test_compare_asks_the_oracle_again_about_what_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def played() -> list[str]:
-        child = Contestant()
+        child = Worker()
         asked = {"prepare": dataclasses.asdict(key(length=96)), "device": "cpu", "check": True}
         outcomes = [child.answer(asked)["outcome"]]
         child.answer({"slowdowns": []})
-        assert child.answer({"turn": 2})["turn_ms"][0] > 0
+        assert child.answer({"sample": 2})["sample_ms"][0] > 0
         return [*outcomes, child.answer({"finish": True})["outcome"]]
 
     assert played() == ["PASSED", "PASSED"]
@@ -393,7 +396,7 @@ def test_compare_times_nothing_that_is_wrong(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(attention, "nsa_attention", wrong)
     asked = {"prepare": dataclasses.asdict(key(length=96)), "device": "cpu", "check": True}
-    assert Contestant().answer(asked)["outcome"] == "INCORRECT"
+    assert Worker().answer(asked)["outcome"] == "INCORRECT"
 
 
 def test_compare_sees_inputs_that_were_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,7 +406,7 @@ def test_compare_sees_inputs_that_were_changed(monkeypatch: pytest.MonkeyPatch) 
         return nsa_attention(q, k, *arguments, return_aux=return_aux, **options)
 
     monkeypatch.setattr(attention, "nsa_attention", attend)
-    child = Contestant()
+    child = Worker()
     child.answer({"prepare": dataclasses.asdict(key(length=96)), "device": "cpu", "check": True})
     child.answer({"slowdowns": []})
     found = child.answer({"finish": True})

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpus, raw_samples, run_file, runner, worker
+from benchmarks import gpus, runner, worker
 from benchmarks.__main__ import main
-from benchmarks.cases import attention
 from benchmarks.commands.options import chosen
 from benchmarks.gpus import Found
-from benchmarks.records import Outcome
+from benchmarks.history import run_file, samples
+from benchmarks.history.records import Outcome
+from benchmarks.history.samples import SampleSummary
 from benchmarks.runner import Measurement
-from benchmarks.samples import SampleSummary
+from benchmarks.workloads import attention
 from tests.benchmarks.synthetic import failed, key, passed
 
 
@@ -35,7 +36,7 @@ def test_measures_writes_records_and_a_page(tmp_path: Path, capsys: pytest.Captu
     assert [record.key.implementation for record in found] == ["sdpa-flash", "nsa"]
     assert damaged == []
     assert found[1].command.endswith("--cases prefill-forward/8x2x64/b1/s512/float32/nsa")
-    raw = {one.name: SampleSummary.of(one.samples_ms).count for one in raw_samples.read(Path(summary["records"]))}
+    raw = {one.name: SampleSummary.of(one.samples_ms).count for one in samples.read_raw(Path(summary["records"]))}
     assert raw == {record.key.name: record.samples and record.samples.count for record in found}
 
 

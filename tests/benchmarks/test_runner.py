@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 import nsa
-from benchmarks import memory, memory_child, records, runner
+from benchmarks import runner
 from benchmarks.baselines import BASELINES
-from benchmarks.cases import Work, attention
-from benchmarks.records import Gate, Key, Outcome, Record
-from benchmarks.timing import Plan
+from benchmarks.history import records
+from benchmarks.history.key import Key
+from benchmarks.history.records import Gate, Outcome, Record
+from benchmarks.timing import memory, memory_child
+from benchmarks.timing.latency import Plan
+from benchmarks.workloads import Work, attention
 from nsa import NSAConfig
 from tests.benchmarks.synthetic import FINGERPRINT, GREEN, key
 

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks import runner, worker
-from benchmarks.cases import Work
-from benchmarks.records import Key, Outcome, Record
+from benchmarks.history.key import Key
+from benchmarks.history.records import Outcome, Record
 from benchmarks.runner import Measurement
-from benchmarks.timing import Plan
+from benchmarks.timing.latency import Plan
+from benchmarks.workloads import Work
 from tests.benchmarks.synthetic import FINGERPRINT, key
 
 PLAN = Plan(min_samples=3, min_time_s=0.0, wall_limit_s=5.0, warmup_calls=1)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as bench
-from benchmarks.judgements import Rules
+from benchmarks.ab.result import Rules
 from docker import host, pipeline
 from docker.engine import Choice, Engine
 from docker.pipeline import Done, Step

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import raw_samples
+from benchmarks.history import samples
 from docker.host import ROOT
 
 yaml = pytest.importorskip("yaml")
@@ -84,5 +84,5 @@ def test_raw_samples_are_kept_as_long_as_who_asks_for_them_is_told() -> None:
         for path in WORKFLOWS
         if path.stem in ("checks", "gpu")
     }
-    assert kept["checks"] == {raw_samples.RETENTION_DAYS}
-    assert raw_samples.RETENTION_DAYS in kept["gpu"]
+    assert kept["checks"] == {samples.RETENTION_DAYS}
+    assert samples.RETENTION_DAYS in kept["gpu"]

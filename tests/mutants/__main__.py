@@ -83,7 +83,8 @@ def _chosen(arguments: argparse.Namespace, areas: dict[str, Area]) -> list[Plann
 
 def _run(arguments: argparse.Namespace) -> int:
     """Try, record, judge; the last line of stdout is JSON."""
-    from benchmarks import fingerprint, gpus, mutants  # PyTorch, which `check` need not import
+    from benchmarks import gpus  # PyTorch, which `check` need not import
+    from benchmarks.history import fingerprint, mutants
     from tests.mutants import console, tree, trials
 
     if arguments.jobs < 1:
@@ -98,7 +99,7 @@ def _run(arguments: argparse.Namespace) -> int:
     lines = mutants.read(path)[1] if path else []
     if path is None:
         here = gpus.recognise(gpus.visible_gpu())
-        path = mutants.create(results, mutants.Begin(fingerprint.take(here.id, here.device), digest, planned))
+        path = mutants.create(results, mutants.Header(fingerprint.take(here.id, here.device), digest, planned))
     done = {line.id for line in lines}
     left = [one for one in chosen if one.mutant.id not in done]
     print(
@@ -122,7 +123,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _judge(results: Path) -> int:
     """The last line of stdout is JSON."""
-    from benchmarks import mutants
+    from benchmarks.history import mutants
     from benchmarks.report.mutants import read
     from tests.mutants import console
 

@@ -9,7 +9,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from benchmarks.mutants import SEEN, Line, Outcome, rates
+from benchmarks.history.mutants import SEEN, Line, Outcome, rates
 from tests.mutants.standing import Area, Planned
 
 

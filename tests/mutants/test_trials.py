@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import mutants
-from benchmarks.fingerprint import ROOT
-from benchmarks.mutants import Line, Outcome
+from benchmarks.history import mutants
+from benchmarks.history.fingerprint import ROOT
+from benchmarks.history.mutants import Line, Outcome
 from tests.mutants import standing, tree, trials
 from tests.mutants.__main__ import INTERRUPTED, main
 from tests.mutants.standing import Mutant, Planned, Suite

@@ -9,7 +9,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
 
-from benchmarks.mutants import Line, Outcome
+from benchmarks.history.mutants import Line, Outcome
 from tests.mutants import suites
 from tests.mutants.standing import Planned, Suite
 from tests.mutants.suites import SuiteRun

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import fingerprint
-from benchmarks.fingerprint import Fingerprint
+from benchmarks.history import fingerprint
+from benchmarks.history.fingerprint import Fingerprint
 from regression import junit, ledger
 from regression.evidence import Bound, Evidence
 from regression.runner import Finding, Pace, Repro

@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from benchmarks.fingerprint import ROOT
+from benchmarks.history.fingerprint import ROOT
 from regression import __main__ as cli
 from regression import junit, ledger, listing, runner, tie_break
 from regression.evidence import Evidence

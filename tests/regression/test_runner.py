@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.fingerprint import ROOT
+from benchmarks.history.fingerprint import ROOT
 from regression import listing, runner
 from regression.calls import COMPILING_S
 from regression.deadline import Deadline

@@ -104,7 +104,7 @@ def test_nan_gradients_that_the_scaler_hides_are_seen(monkeypatch: pytest.Monkey
 
 def test_a_field_without_a_unit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mib_gb, "_UNITS", {"gib": 2**30})
-    assert "benchmarks.records.Record.peak_mem_mib has no unit" in found(mib_gb.product(QUIET))
+    assert "benchmarks.history.records.Record.peak_mem_mib has no unit" in found(mib_gb.product(QUIET))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,98 @@
+"""Pairs of processes that measured identical code with slowdowns injected, one line each: what `calibrate` draws from.
+
+A line is added when its pair is done, so that a calibration that was killed goes on where it stopped. Lines of another
+machine state or of other sources have another identity and are left alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.ab import trial
+from benchmarks.ab.checkout import Sources
+from benchmarks.ab.result import Rules
+from benchmarks.ab.sequential import PairFailure
+from benchmarks.history import fingerprint, schema
+from benchmarks.history.fingerprint import Fingerprint
+from benchmarks.history.key import Key
+
+SLOWDOWNS = (0.01, 0.03, 0.1)
+"""Injected into one side, beside 0."""
+
+
+@dataclass(frozen=True)
+class CaseSamples:
+    """One case in one pair: `trial.PairedSamples` with its name."""
+
+    case: str
+    base_ms: tuple[float, ...]
+    head_ms: tuple[tuple[float, ...], ...]
+    """Per sample: without a slowdown, then with each of `SLOWDOWNS`."""
+
+    @property
+    def samples(self) -> trial.PairedSamples:
+        return trial.PairedSamples(self.base_ms, self.head_ms)
+
+
+@dataclass(frozen=True)
+class CalibrationPair:
+    """Every case in one pair of processes (`trial.run` shares the cases between two of them)."""
+
+    identity: str
+    seconds: float
+    taken: tuple[CaseSamples, ...]
+
+
+def path(results: Path, machine: str) -> Path:
+    """The machine's file."""
+    return results / "calibration" / f"{machine}.pairs.jsonl"
+
+
+def identity(of: Fingerprint, cases: Sequence[str], rules: Rules) -> str:
+    """One word for all that pairs must share to be judged together."""
+    conditions = {name: str(getattr(of, name)) for name in fingerprint.CONDITIONS}
+    measured = [rules.turns, rules.most_turns, rules.turn_precision, SLOWDOWNS]
+    text = json.dumps([conditions, of.nsa_sha256, list(cases), measured], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def read(results: Path, machine: str, wanted: str) -> list[CalibrationPair]:
+    """The pairs of this identity, oldest first; an incomplete last line counts as not begun."""
+    pairs, _ = schema.read_lines(path(results, machine), CalibrationPair)
+    return [pair for pair in pairs if pair.identity == wanted]
+
+
+class LostPairError(Exception):
+    """A case of a calibration could not be timed: a fault of the code, not of the machine."""
+
+
+def measure(
+    results: Path, machine: str, sources: Sequence[Sources], keys: Sequence[Key], rules: Rules, wanted: str, count: int
+) -> Iterator[CalibrationPair]:
+    """So many new pairs, each in the file before it is yielded. Raises LostPairError naming the case.
+
+    The oracle is asked in the first one: what is published of identical code are rates, not latencies.
+    """
+    base, head = sources
+    for number in range(count):
+        begin = time.perf_counter()
+        found = trial.run(base, head, "cpu", keys, rules, number % 2, SLOWDOWNS, check=number == 0)
+        taken = [_samples(key, result) for key, result in zip(keys, found, strict=True)]
+        pair = CalibrationPair(wanted, round(time.perf_counter() - begin, 1), tuple(taken))
+        schema.append_line(path(results, machine), pair)
+        yield pair
+
+
+def _samples(key: Key, result: trial.PairedSamples | PairFailure) -> CaseSamples:
+    if isinstance(result, PairFailure):
+        raise LostPairError(f"{key.name}: {result.reason}")
+    return CaseSamples(key.name, _to_ns(result.base_ms), tuple(map(_to_ns, result.head_ms)))
+
+
+def _to_ns(times_ms: Sequence[float]) -> tuple[float, ...]:
+    return tuple(round(x, 6) for x in times_ms)

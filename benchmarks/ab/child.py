@@ -1,0 +1,107 @@
+"""A child process that measures one version of nsa/ on request, and never longer than its parent lives."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from benchmarks.ab.checkout import Sources
+from benchmarks.history.records import Outcome
+
+THREADS = 1
+"""On the CPU. Threads that wait for one another double the noise: each of them can be held up."""
+_START_DEADLINE_S = 120.0
+_KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_TOP_PAD_": str(2**26)}
+"""glibc gives freed memory back or keeps it, depending on what happens to lie above it: one process then pays for
+thousands of page faults in every call, and the next one, of the same code, for none (30 ms or 36 ms)."""
+
+
+class ChildError(Exception):
+    """The child ended or fell silent."""
+
+    def __init__(self, outcome: Outcome, reason: str) -> None:
+        self.outcome = outcome
+        super().__init__(reason)
+
+
+class Child:
+    """One `benchmarks.ab.worker` over one version of nsa/."""
+
+    def __init__(self, sources: Sources) -> None:
+        """Raises ChildError where it cannot start or would measure another nsa/."""
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
+        self._answers = bytearray()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.ab.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            cwd=sources.folder,
+            env={
+                **os.environ,
+                **_KEEP_FREED_MEMORY,
+                "PYTHONPATH": os.pathsep.join([str(sources.folder), str(sources.harness)]),
+                "OMP_NUM_THREADS": str(THREADS),
+            },
+        )
+        self._folder = sources.folder
+
+    def begin(self, core: int | None) -> None:
+        """Wait until it has imported; then it keeps to this core. Raises ChildError where nsa/ is not this side's."""
+        self.ask({"threads": THREADS, "core": core})
+        imported = self.answer(_START_DEADLINE_S)["nsa"]
+        if not imported.startswith(str(self._folder)):
+            raise ChildError(Outcome.CRASHED, f"the child imported {imported}, which is not of {self._folder}")
+
+    def ask(self, request: Mapping[str, Any]) -> None:
+        """Send a request; the answer is fetched with `answer`."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise self._ended() from error
+
+    def answer(self, deadline_s: float) -> dict[str, Any]:
+        """The next answer. Raises ChildError: STALLED after the deadline, CRASHED where the process ended."""
+        assert self._process.stdout is not None
+        pipe, end = self._process.stdout.fileno(), time.monotonic() + deadline_s
+        while b"\n" not in self._answers:
+            ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))
+            if not ready:
+                raise ChildError(Outcome.STALLED, f"no answer within {deadline_s:.0f} s")
+            read = os.read(pipe, 65536)
+            if not read:
+                raise self._ended()
+            self._answers += read
+        line, _, rest = bytes(self._answers).partition(b"\n")
+        self._answers = bytearray(rest)
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def kill(self) -> None:
+        """End it, whatever it does; whoever waits for its answer gets a ChildError. It is gone when this returns."""
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """End it and leave nothing behind."""
+        self.kill()
+        for stream in (self._process.stdin, self._process.stdout, self._said):
+            assert stream is not None
+            with suppress(BrokenPipeError):  # of a request that a child which died has never read
+                stream.close()
+
+    def _ended(self) -> ChildError:
+        code = self._process.wait()
+        self._said.seek(0)
+        words = self._said.read().decode(errors="replace").strip().splitlines()
+        return ChildError(Outcome.CRASHED, f"the child ended with code {code}: {words[-1] if words else 'no word'}")

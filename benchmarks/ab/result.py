@@ -1,0 +1,144 @@
+"""What `compare` answers for one case, and the file it is kept in: results/verdicts/<utc>-<base>-<head>.jsonl.
+
+Every change is HEAD's time over BASE's, less 1: 0.03 is 3 % slower. None is unknown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+
+from benchmarks.ab import signed_rank
+from benchmarks.history import schema
+from benchmarks.history.fingerprint import Fingerprint
+from benchmarks.history.key import Key
+from benchmarks.history.records import Outcome
+
+
+class Verdict(str, Enum):
+    """HEAD beside BASE on one case."""
+
+    FASTER = "FASTER"
+    SLOWER = "SLOWER"
+    """Seen, and seen again in new processes."""
+    SAME = "SAME"
+    """No change as large as `Rules.equal_within`."""
+    UNDECIDED = "UNDECIDED"
+    """Too noisy for the pairs of processes that were allowed, or BASE cannot run it; the reason says which."""
+    FAILED = "FAILED"
+    """HEAD does not pass this case; the reason holds its outcome."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """When `compare` answers what. `calibrate` sets the first two for a machine."""
+
+    smallest_change: float = 0.01
+    """A median change below this is never called faster or slower."""
+    equal_within: float = 0.03
+    """SAME where the interval lies within this on both sides."""
+    plainly_same: float = 0.03
+    """SAME before the last interim analysis needs the interval within this too: on a machine that cannot tell 3 % at
+    once, further pairs often can."""
+    looks: tuple[int, ...] = (6, 14, 22)
+    """After how many pairs of processes the undecided cases are analysed; the first analysis can find no change."""
+    false_discovery_rates: tuple[float, ...] = (0.0, 0.04, 0.01)
+    """Of each analysis: the share of its calls FASTER and SLOWER that may be false. Together the share of all."""
+    largest_p: float = 0.005
+    """Of a call FASTER or SLOWER, however few cases share the false discoveries."""
+    alpha: float = 0.05
+    """Two-sided error of an interval."""
+    turns: int = 6
+    """Samples of each process of a pair on a case, interleaved, at least; an even number."""
+    most_turns: int = 40
+    turn_precision: float = 0.015
+    """Standard error of a pair's log-ratio at which they stop earlier."""
+
+    def __post_init__(self) -> None:
+        if len(self.looks) != len(self.false_discovery_rates) or list(self.looks) != sorted(set(self.looks)):
+            raise ValueError(
+                "rules.looks must ascend and have one false_discovery_rates each; got"
+                f" {self.looks} and {self.false_discovery_rates}"
+            )
+        if not signed_rank.enough(self.looks[0], self.alpha):
+            raise ValueError(f"rules.looks must begin with enough pairs for alpha {self.alpha}; got {self.looks}")
+
+    @property
+    def fewest_rounds(self) -> int:
+        """Pairs of processes before a change can be found."""
+        return next(look for look, rate in zip(self.looks, self.false_discovery_rates, strict=True) if rate > 0)
+
+    def same_within(self, pairs: int) -> float:
+        """What the interval must lie within on both sides, for SAME after so many pairs of processes."""
+        return self.equal_within if pairs == self.looks[-1] else min(self.equal_within, self.plainly_same)
+
+    def up_to(self, rounds: int) -> Rules:
+        """Without the analyses after so many pairs of processes. ValueError where none left can find a change."""
+        if rounds < self.fewest_rounds:
+            raise ValueError(f"rounds must be at least {self.fewest_rounds}, fewer can show nothing; got {rounds}")
+        kept = sum(look <= rounds for look in self.looks)
+        return replace(self, looks=self.looks[:kept], false_discovery_rates=self.false_discovery_rates[:kept])
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two versions of nsa/."""
+
+    ref: str
+    """As asked for: "main", "HEAD~3", "working tree"."""
+    commit: str | None
+    """None of a working tree without git."""
+    dirty: bool | None
+    """Whether nsa/ differs from the commit."""
+    nsa_sha256: str
+
+
+@dataclass(frozen=True)
+class ComparisonResult:
+    """What `compare` says of one case."""
+
+    utc: str
+    """When the comparison began: what its results have in common."""
+    base: Side
+    head: Side
+    fingerprint: Fingerprint
+    key: Key
+    rules: Rules
+    verdict: Verdict
+    reason: str | None
+    """Why it is UNDECIDED or FAILED; None otherwise."""
+    command: str
+    """What reproduces it, typed in the repository's root."""
+    change: float | None = None
+    """Hodges-Lehmann estimate over the pairs of processes (`signed_rank`)."""
+    interval: tuple[float, float] | None = None
+    """Where it lies with `1 - rules.alpha`."""
+    detectable: float | None = None
+    """The smallest change that could have been seen in these pairs."""
+    p_value: float | None = None
+    """That identical code looks as changed as this."""
+    base_ms: float | None = None
+    """Median over the processes."""
+    head_ms: float | None = None
+    changes: tuple[float, ...] = ()
+    """Each pair of processes, in the order measured."""
+    base_outcome: Outcome | None = None
+    head_outcome: Outcome | None = None
+
+
+def path(results: Path, utc: str, base: Side, head: Side) -> Path:
+    """The file of one comparison."""
+    names = (side.commit[:10] if side.commit and not side.dirty else side.nsa_sha256[:10] for side in (base, head))
+    return results / "verdicts" / ("-".join([utc.replace("-", "").replace(":", ""), *names]) + ".jsonl")
+
+
+def read(results: Path) -> tuple[list[ComparisonResult], list[str]]:
+    """Every result, oldest comparison first, and every line that is none."""
+    found: list[ComparisonResult] = []
+    damaged: list[str] = []
+    for file in sorted((results / "verdicts").glob("*.jsonl")):
+        results_of_file, wrong = schema.read_lines(file, ComparisonResult)
+        found += results_of_file
+        damaged += wrong
+    return found, damaged

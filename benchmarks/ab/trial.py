@@ -1,0 +1,254 @@
+"""A paired trial: two new processes, one per side, whose samples of a case are interleaved: A B, B A, A B, ...
+
+The pair is what counts as one observation. Both processes are new, so that what a process has for its whole life (where
+its memory lies, in what order it was started) differs from pair to pair; and since the samples of both sides stand next
+to each other within a second or two, what comes and goes on the machine (clocks, neighbours) meets both. Only one of
+the two works at a time.
+
+On a CPU two pairs run at a time, each pinned to a core of its own, because a process that comes back to another core
+starts with cold caches; not more than two, because the cores share the memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import statistics
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.ab import signed_rank
+from benchmarks.ab.checkout import Sources
+from benchmarks.ab.child import Child, ChildError
+from benchmarks.ab.result import Rules
+from benchmarks.ab.sequential import PairFailure, PairTiming
+from benchmarks.history.key import Key
+from benchmarks.history.records import FAULTS, Outcome
+
+PREPARE_DEADLINE_S = 600.0
+"""Compilation and the oracle included."""
+SAMPLE_DEADLINE_S = 120.0
+_SAMPLE_MS = 50.0
+"""A sample of short calls lasts about this long, beside its first call."""
+_MOST_CALLS = 20
+_ONE_CALL_MS = 20.0
+"""From here on a sample on a CPU is one call. Where the host's speed changes within a tenth of a second, neighbouring
+calls differ by 7 %, medians of calls further apart by 8 % in twice the time; caches weigh little in such a call."""
+_MOST_CORES = 2
+_SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+
+
+@dataclass(frozen=True)
+class PairedSamples:
+    """The interleaved samples of a pair's two processes on one case."""
+
+    base_ms: tuple[float, ...]
+    head_ms: tuple[tuple[float, ...], ...]
+    """Per sample: as it is, then with each slowdown injected."""
+
+    def timed(self, level: int = 0) -> PairTiming:
+        """One observation; `level` is 0 for HEAD as it is, i for the i-th slowdown."""
+        head_ms = [sample[level] for sample in self.head_ms]
+        ratio = signed_rank.pseudomedian(self._log_ratios(level))
+        return PairTiming(statistics.median(self.base_ms), statistics.median(head_ms), ratio)
+
+    def enough(self, rules: Rules) -> bool:
+        """Whether further samples would say little more; by the spread alone, so that it favours no answer."""
+        taken = len(self.base_ms)
+        if taken < rules.turns or taken % 2:
+            return False
+        return taken >= rules.most_turns or standard_error(self._log_ratios(0)) <= rules.turn_precision
+
+    def _log_ratios(self, level: int) -> list[float]:
+        pairs = zip(self.base_ms, self.head_ms, strict=True)
+        return [math.log(head_ms[level] / base_ms) for base_ms, head_ms in pairs]
+
+
+def standard_error(ratios: Sequence[float]) -> float:
+    """Of the Hodges-Lehmann estimate, from the median distance to it, which outliers do not widen."""
+    centre = signed_rank.pseudomedian(ratios)
+    spread = 1.4826 * statistics.median(abs(ratio - centre) for ratio in ratios)
+    return 1.05 * spread / math.sqrt(len(ratios))  # efficiency pi / 3 under normal noise
+
+
+class WorkerPair:
+    """Two children, BASE and HEAD, on "cpu" or "cuda"."""
+
+    def __init__(self, base: Child, head: Child, device: str) -> None:
+        self._children, self._device = (base, head), device
+
+    def run(
+        self, key: Key, rules: Rules, first: int, slowdowns: Sequence[float] = (), *, check: bool = True
+    ) -> PairedSamples | PairFailure:
+        """Prepare one case on both sides, then sample them alternately, side `first` (0 BASE, 1 HEAD) before the other.
+
+        Both sides do the work of the slowdowns, so that it leaves the same caches to either's next call; HEAD's is
+        read. `check`: the oracle is asked before the samples, and again after them on other inputs. Raises SideError.
+        """
+        if refused := self._ask_both({"prepare": dataclasses.asdict(key), "device": self._device, "check": check}):
+            return refused
+        latencies_ms = [self._ask_one(side, {"slowdowns": list(slowdowns)})["latency_ms"] for side in (0, 1)]
+        calls = calls_per_sample(min(latencies_ms), self._device)
+        taken = PairedSamples((), ())
+        while not taken.enough(rules):
+            sample_ms = {}
+            for side in (0, 1) if (len(taken.base_ms) + first) % 2 == 0 else (1, 0):
+                sample_ms[side] = self._ask_one(side, {"sample": calls})["sample_ms"]
+            taken = PairedSamples((*taken.base_ms, sample_ms[0][0]), (*taken.head_ms, tuple(sample_ms[1])))
+        if check and (refused := self._ask_both({"finish": True})):
+            return refused
+        return taken
+
+    def _ask_one(self, side: int, request: Mapping[str, Any]) -> dict[str, Any]:
+        with blame(side):
+            self._children[side].ask(request)
+            return self._children[side].answer(SAMPLE_DEADLINE_S)
+
+    def _ask_both(self, request: Mapping[str, Any]) -> PairFailure | None:
+        """Ask both, at the same time on a CPU; on a GPU the oracle's memory is there for one of them."""
+        asked, answers = 0, []
+        for side in (0, 1):
+            while asked <= (1 if self._device == "cpu" else side):
+                with blame(asked):
+                    self._children[asked].ask(request)
+                asked += 1
+            with blame(side):
+                answers.append(self._children[side].answer(PREPARE_DEADLINE_S))
+        base, head = (Outcome(answer["outcome"]) for answer in answers)
+        if base is head is Outcome.PASSED:
+            return None
+        said = ("BASE", base, answers[0]["reason"]), ("HEAD", head, answers[1]["reason"])
+        why = "; ".join(f"{name} {outcome.value}: {text}" for name, outcome, text in said if text)
+        return PairFailure(base, head, why)
+
+
+def calls_per_sample(latency_ms: float, device: str) -> int:
+    """For either side alike, or one of them would count its first call and the other not."""
+    if device == "cpu" and latency_ms >= _ONE_CALL_MS:
+        return 1
+    return 1 + max(1, min(_MOST_CALLS, math.ceil(_SAMPLE_MS / latency_ms)))
+
+
+class SideError(Exception):
+    """A child of this side (0 BASE, 1 HEAD) was lost."""
+
+    def __init__(self, side: int, error: ChildError) -> None:
+        outcomes = [Outcome.PASSED, Outcome.PASSED]
+        outcomes[side] = error.outcome
+        reason = f"{('BASE', 'HEAD')[side]} {error.outcome.value}: {error}"
+        self.result = PairFailure(outcomes[0], outcomes[1], reason)
+        super().__init__(reason)
+
+
+@contextmanager
+def blame(side: int) -> Iterator[None]:
+    """A child that is lost in here is of this side. Raises SideError."""
+    try:
+        yield
+    except ChildError as error:
+        raise SideError(side, error) from error
+
+
+def run(
+    base: Sources,
+    head: Sources,
+    device: str,
+    keys: Sequence[Key],
+    rules: Rules,
+    first: int,
+    slowdowns: Sequence[float] = (),
+    *,
+    check: bool = True,
+) -> list[PairedSamples | PairFailure]:
+    """What came of each case, in order; after a fault the rest goes on in a new pair. For the rest see
+    `WorkerPair.run`."""
+    cores = _cores()[: len(keys)] if device == "cpu" else [None]
+    runners = [_CoreRunner(base, head, device, core, rules, first, slowdowns, check) for core in cores]
+    with ThreadPoolExecutor(len(runners)) as pool:
+        try:
+            shares = [pool.submit(runner.run, keys[i :: len(runners)]) for i, runner in enumerate(runners)]
+            found = [share.result() for share in shares]
+        except BaseException:
+            for runner in runners:
+                runner.stop()
+            raise
+    return [found[i % len(runners)][i // len(runners)] for i in range(len(keys))]
+
+
+def _cores() -> list[int | None]:
+    """Logical CPUs of `_MOST_CORES` different cores, or of as many as there are; [None] where they cannot be told."""
+    if not hasattr(os, "sched_getaffinity"):
+        return [None]
+    first_of: dict[str, int | None] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        siblings = Path(_SIBLINGS.format(cpu))
+        first_of.setdefault(siblings.read_text() if siblings.exists() else str(cpu), cpu)
+    return list(first_of.values())[:_MOST_CORES]
+
+
+class _CoreRunner:
+    """Runs its share of the cases, one pair of processes at a time."""
+
+    def __init__(
+        self,
+        base: Sources,
+        head: Sources,
+        device: str,
+        core: int | None,
+        rules: Rules,
+        first: int,
+        slowdowns: Sequence[float],
+        check: bool,
+    ) -> None:
+        self._sides, self._device, self._core, self._rules = (base, head), device, core, rules
+        self._first, self._slowdowns, self._check = first, slowdowns, check
+        self._children: list[Child] = []
+        self._lock, self._stopped = threading.Lock(), False
+
+    def run(self, keys: Sequence[Key]) -> list[PairedSamples | PairFailure]:
+        """What came of each case, in order."""
+        found: list[PairedSamples | PairFailure] = []
+        while len(found) < len(keys):
+            try:
+                with ExitStack() as stack:
+                    pair = self._pair(stack)
+                    self._until_fault(pair, keys, found)
+            except SideError as error:  # before its first case: this side cannot even be imported
+                found += [error.result] * (len(keys) - len(found))
+        return found
+
+    def stop(self) -> None:
+        """From another thread: end the children, whatever they do, and start no others."""
+        with self._lock:
+            self._stopped = True
+            for child in self._children:
+                child.kill()
+
+    def _pair(self, stack: ExitStack) -> WorkerPair:
+        with self._lock:
+            if self._stopped:
+                raise InterruptedError("the trial was stopped")
+            self._children = [Child(side) for side in self._sides]
+            for child in self._children:
+                stack.callback(child.close)
+        for side, child in enumerate(self._children):
+            with blame(side):
+                child.begin(self._core)
+        return WorkerPair(self._children[0], self._children[1], self._device)
+
+    def _until_fault(self, pair: WorkerPair, keys: Sequence[Key], found: list[PairedSamples | PairFailure]) -> None:
+        """Go on until a case may have left a process that fails at everything, as a kernel's fault does on a GPU."""
+        for key in keys[len(found) :]:
+            try:
+                result = pair.run(key, self._rules, self._first, self._slowdowns, check=self._check)
+            except SideError as error:
+                result = error.result
+            found.append(result)
+            if isinstance(result, PairFailure) and (result.base in FAULTS or result.head in FAULTS):
+                return

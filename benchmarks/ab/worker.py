@@ -1,0 +1,139 @@
+"""One worker process of `compare`: it prepares a case, asks the oracle, and takes samples when it is told to.
+
+Usage: python -m benchmarks.ab.worker, with the sources of one side first on the path. Requests come as JSON lines on
+stdin, each is answered by one JSON line on stdout; end of file ends the process, so that none outlives its parent.
+
+    {"threads": 1, "core": 0}                    -> {"nsa": "/.../nsa/__init__.py"}
+    {"prepare": {...key...}, "device": "cpu", "check": true}    -> {"outcome": "PASSED", "reason": null}
+    {"slowdowns": [0.01, 0.03]}                  -> {"latency_ms": of a call}
+    {"sample": 3}                                -> {"sample_ms": [latency, latency of each slowdown]}, of so many calls
+    {"finish": true}                             -> {"outcome": "PASSED", "reason": null}
+
+An exception of the case becomes its outcome. `finish` asks the oracle again, on inputs that no call has seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+import nsa
+from benchmarks import runner
+from benchmarks.ab import injection
+from benchmarks.correctness import anti_cheat, row_sampling
+from benchmarks.history.key import Key
+from benchmarks.history.records import Outcome
+from benchmarks.timing import latency
+from benchmarks.timing.rotating_inputs import RotatingInputs
+from benchmarks.workloads import NSA
+from benchmarks.workloads.prepare import prepare
+
+_WARM_UPS = 2
+_NO_LIMIT_S = 3600.0  # the parent has the deadline
+
+
+class Worker:
+    """What stands prepared in this process: at most one case."""
+
+    def __init__(self) -> None:
+        self._case: _Case | None = None
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to one request."""
+        if "threads" in request:
+            torch.set_num_threads(request["threads"])
+            if request["core"] is not None:
+                os.sched_setaffinity(0, {request["core"]})
+            return {"nsa": nsa.__file__}
+        if "prepare" in request:
+            self._case = None  # its tensors go before the next one's come
+            return self._outcome(lambda: self._prepare(**request))
+        assert self._case is not None, "a case must be prepared first"
+        if "slowdowns" in request:
+            return {"latency_ms": self._case.inject(request["slowdowns"])}
+        if "sample" in request:
+            return {"sample_ms": self._case.sample(request["sample"])}
+        return self._outcome(self._case.finish)
+
+    def _prepare(self, prepare: Mapping[str, Any], device: str, check: bool) -> None:
+        _free(device)
+        self._case = _Case(Key(**prepare), device, check)
+
+    def _outcome(self, step: Callable[[], None]) -> dict[str, Any]:
+        try:
+            step()
+        except Exception as error:
+            outcome, reason = runner.classify(error, NSA)
+            return {"outcome": outcome.value, "reason": reason}
+        return {"outcome": Outcome.PASSED.value, "reason": None}
+
+
+class _Case:
+    """One case, green if it was checked."""
+
+    def __init__(self, key: Key, device: str, check: bool) -> None:
+        self._key, self._device, self._seed = key, device, row_sampling.new_seed()
+        self._work = prepare(key, device)
+        self._inputs = anti_cheat.digests(self._work.inputs)
+        with self._work.refusals():
+            self._work.check(self._seed) if check else self._work.call()
+        self._rotating = RotatingInputs(self._work, key, device)
+        self._staged: injection.StagedSlowdown | None = None
+
+    def inject(self, slowdowns: Sequence[float]) -> float:
+        """Warm up, find how many ms a call takes, and add the slowdowns to it; for a time when nothing else runs."""
+        latency_ms = min(self._rotating.time(_plan(_WARM_UPS)).samples_ms)
+        if slowdowns:
+            self._staged = injection.StagedSlowdown(self._work.call, latency_ms, slowdowns)
+            self._rotating = RotatingInputs(dataclasses.replace(self._work, call=self._staged), self._key, self._device)
+        return latency_ms
+
+    def sample(self, calls: int) -> list[float]:
+        """[median latency, median with each slowdown injected], ms.
+
+        The first of several is left out: the other side has taken the caches, which costs it 5 % and makes it vary by
+        10 % where calls are short.
+        """
+        counted = slice(min(calls - 1, 1), None)
+        if self._staged is None:
+            return [statistics.median(self._rotating.time(_plan(calls)).samples_ms[counted])]
+        self._staged.samples_ms.clear()
+        self._rotating.time(_plan(calls))
+        return [statistics.median(stage) for stage in zip(*self._staged.samples_ms[counted], strict=True)]
+
+    def finish(self) -> None:
+        """Raises where the calls changed their inputs or are wrong on other ones."""
+        anti_cheat.require_unchanged(self._work.inputs, self._inputs)
+        self._rotating.recheck(self._seed)
+
+
+def _plan(samples: int) -> latency.Plan:
+    return latency.Plan(samples, min_time_s=0.0, wall_limit_s=_NO_LIMIT_S, warmup_calls=0, end_to_end=False)
+
+
+def _free(device: str) -> None:
+    """What the last case left on a GPU."""
+    if device == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    """Answer until stdin ends. What libraries print goes to stderr, so that it cannot break the answers."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    worker = Worker()
+    for line in sys.stdin:
+        print(json.dumps(worker.answer(json.loads(line)), allow_nan=False), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

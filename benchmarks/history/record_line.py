@@ -1,0 +1,282 @@
+"""One record as a compact line of JSON: two years of five GPUs are 600,000 of them.
+
+Left out is what the run line says, and what equals a default of `Line`. A default is therefore never changed: a new
+field gets one, and a new usual value is written out. Figures keep seven significant digits, clocks four, errors of
+the gate three.
+
+Lines of versions 1 and 2 stand alone, with their fingerprint, every sample and the clocks beside each. Version 2 added
+fields, all optional: a line of version 1 reads as one that does not know them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from functools import cache
+from typing import Any
+
+import msgspec  # decodes and checks a line in a fifth of the time that Python's json and a checker of our own need
+
+from benchmarks.history import schema
+from benchmarks.history.fingerprint import Fingerprint
+from benchmarks.history.key import Key
+from benchmarks.history.records import Check, Gate, Outcome, Record, check_figures
+from benchmarks.history.samples import RawSamples, SampleSummary
+from benchmarks.timing.clocks import ClockSummary
+
+_DIGITS, _GATE_DIGITS, _CLOCK_DIGITS = 7, 3, 4
+PAPER = "paper"
+_CONFIGS: dict[str, dict[str, Any]] = {
+    PAPER: {
+        "l": 32, "d": 16, "l_sel": 64, "n_sel": 16, "w": 512, "phi": "avg", "init_blocks": 1, "local_blocks": 2,
+    },
+}  # fmt: skip
+"""Configs that a line names."""
+
+
+class _Check(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """The fields of `Check`, in this order."""
+
+    name: str
+    """Without what stands behind its first comma."""
+    error: float | None
+    budget: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error is not None and self.error <= self.budget
+
+
+class _Gate(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """The fields of `Gate`, in this order."""
+
+    rows_checked: int
+    checks: dict[str, list[_Check]]
+    """By what their names share behind the first comma: "", "fresh inputs", "all rows, fresh inputs"."""
+    path: str
+    seed: int | None = None
+    rows_compared: int | None = None
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for checks in self.checks.values() for check in checks)
+
+
+class _Samples(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """The fields of `SampleSummary`, in this order."""
+
+    count: int
+    min_ms: float
+    p25_ms: float
+    p75_ms: float
+    max_ms: float
+    p99_ms: float | None
+
+    def __post_init__(self) -> None:
+        SampleSummary.__post_init__(self)  # type: ignore[arg-type]
+
+
+class _Clocks(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """The fields of `ClockSummary`, in this order."""
+
+    sm_mhz_min: int
+    sm_mhz_median: float
+    power_w_median: float
+    temperature_c_max: int
+    throttled: dict[str, int]
+
+    def __post_init__(self) -> None:
+        ClockSummary.__post_init__(self)  # type: ignore[arg-type]
+
+
+class Line(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A line as it stands; its values were checked when it was read."""
+
+    key: str | dict[str, Any]
+    """The key's name where that says all but backend and config; else every field."""
+    backend_asked: str | None = None
+    config: str | dict[str, Any] | None = None
+    """One of `_CONFIGS` by name, or in full."""
+    outcome: Outcome = Outcome.PASSED
+    reason: str | None = None
+    command: str | None = None
+    """None where the run line says it."""
+    gate: _Gate | None = None
+    latency_ms: float | None = None
+    interval_ms: tuple[float, float] | None = None
+    end_to_end_ms: float | None = None
+    samples: _Samples | None = None
+    tokens_per_s: float | None = None
+    peak_mem_mib: float | None = None
+    peak_mem_source: str | None = "cuda_allocator"
+    clock: str | None = "cuda_event"
+    queued_ahead: bool | None = True
+    compile_s: float | None = None
+    warmup_calls: int | None = None
+    stop_reason: str | None = "precise_enough"
+    unmet: str | None = None
+    clocks: _Clocks | None = None
+    flops: float | None = None
+    bytes_moved: float | None = None
+
+    def __post_init__(self) -> None:
+        check_figures(self)
+
+
+_SAME = (
+    "outcome", "reason", "peak_mem_source", "clock", "queued_ahead", "warmup_calls", "stop_reason", "unmet",
+)  # fmt: skip
+"""Fields that stand in a line as they are."""
+_FIGURES = (
+    "latency_ms", "end_to_end_ms", "tokens_per_s", "peak_mem_mib", "compile_s", "flops", "bytes_moved",
+)  # fmt: skip
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Line)}
+_ENCODER = msgspec.json.Encoder()
+_DECODER = msgspec.json.Decoder(Line)
+
+
+def encode(record: Record, *, with_command: bool) -> str:
+    """One line, without a line break."""
+    named = _named(record.key.name)
+    line = Line(
+        key=dataclasses.asdict(record.key),
+        command=record.command if with_command else None,
+        gate=_gate_line(record.gate),
+        interval_ms=None if record.interval_ms is None else tuple(map(_rounded, record.interval_ms)),
+        samples=_Samples(*map(_rounded, vars(record.samples).values())) if record.samples else None,
+        clocks=_Clocks(*(_rounded(x, _CLOCK_DIGITS) for x in vars(record.clocks).values())) if record.clocks else None,
+        **{name: _usual(name, getattr(record, name)) for name in _SAME},
+        **{name: _rounded(getattr(record, name)) for name in _FIGURES},
+    )
+    if named == dataclasses.replace(record.key, backend_asked=None, config=None):
+        line.key, line.backend_asked = record.key.name, record.key.backend_asked
+        line.config = next((name for name, config in _CONFIGS.items() if config == record.key.config), None)
+        line.config = line.config or _plain(record.key.config)
+    return _ENCODER.encode(line).decode()
+
+
+def _usual(name: str, value: Any) -> Any:
+    """The default itself where the value equals it: msgspec leaves out what is the same object."""
+    return _DEFAULTS[name] if value == _DEFAULTS.get(name) else value
+
+
+def _gate_line(gate: Gate | None) -> _Gate | None:
+    if gate is None:
+        return None
+    checks: dict[str, list[_Check]] = {}
+    for check in gate.checks:
+        name, _, of = check.name.partition(", ")
+        short = _Check(name, _rounded(check.error, _GATE_DIGITS), _rounded(check.budget, _GATE_DIGITS))
+        checks.setdefault(of, []).append(short)
+    return _Gate(gate.rows_checked, checks, gate.path, gate.seed, gate.rows_compared)
+
+
+def _rounded(value: Any, digits: int = _DIGITS) -> Any:
+    """A float to so many digits, without a fraction where it has none; anything else as it is."""
+    if not isinstance(value, float):
+        return value
+    short = float(f"{value:.{digits}g}")
+    return int(short) if short.is_integer() and abs(short) < 2**53 else short
+
+
+def _plain(config: Any) -> dict[str, Any] | None:
+    return None if config is None else dict(config)
+
+
+def decode(text: bytes) -> tuple[Key, Line]:
+    """A line and its key. Raises ValueError naming the field that is wrong by its path in the line ("$.latency_ms")."""
+    try:
+        line = _DECODER.decode(text)
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from None
+    return _key(line), line
+
+
+def record(line: Line, key: Key, fingerprint: Fingerprint, command: str | None) -> Record:
+    """The record of a line; `command` is what its run line says for the case."""
+    return Record(
+        key=key,
+        fingerprint=fingerprint,
+        command=line.command if line.command is not None else command or "",
+        gate=_gate(line.gate),
+        interval_ms=line.interval_ms,
+        samples=SampleSummary(*_values(line.samples)) if line.samples else None,
+        clocks=ClockSummary(*_values(line.clocks)) if line.clocks else None,
+        **{name: getattr(line, name) for name in (*_SAME, *_FIGURES)},
+    )
+
+
+def _gate(line: _Gate | None) -> Gate | None:
+    if line is None:
+        return None
+    checks = tuple(
+        Check(f"{check.name}, {of}" if of else check.name, check.error, check.budget)
+        for of, group in line.checks.items()
+        for check in group
+    )
+    return Gate(line.rows_checked, checks, line.path, line.seed, line.rows_compared)
+
+
+def _values(struct: msgspec.Struct) -> tuple[Any, ...]:
+    return msgspec.structs.astuple(struct)
+
+
+def _key(line: Line) -> Key:
+    if isinstance(line.key, dict):
+        return _full_key(_ENCODER.encode(line.key))
+    config = line.config if isinstance(line.config, str) else _ENCODER.encode(line.config)
+    return _short_key(line.key, line.backend_asked, config)
+
+
+@cache
+def _full_key(text: bytes) -> Key:
+    return schema.build(Key, json.loads(text), "key")
+
+
+@cache
+def _short_key(name: str, backend_asked: str | None, config: str | bytes) -> Key:
+    """The runs of years have the same few hundred keys."""
+    named = _named(name)
+    if named is None:
+        raise ValueError(f"key must be a case's name or an object with its fields; got {name!r}")
+    if isinstance(config, str) and config not in _CONFIGS:
+        raise ValueError(f"config must be one of {', '.join(_CONFIGS)}, an object or null; got {config!r}")
+    known = _CONFIGS[config] if isinstance(config, str) else msgspec.json.decode(config)
+    return dataclasses.replace(named, backend_asked=backend_asked, config=known)
+
+
+@cache
+def _named(name: str) -> Key | None:
+    """`Key.from_name`; None for a name that does not say all."""
+    try:
+        return Key.from_name(name)
+    except ValueError:
+        return None
+
+
+OLD_VERSIONS = (1, 2)
+
+
+def decode_old(line: bytes) -> tuple[Record, RawSamples | None]:
+    """The record, and its samples where it has any. Raises ValueError or TypeError saying what is wrong with it."""
+    data = json.loads(line.decode())
+    if not isinstance(data, dict):
+        raise TypeError(f"a record must be a JSON object; got {type(data).__name__}")
+    if data.pop("schema_version", None) not in OLD_VERSIONS:
+        known = " or ".join(map(str, OLD_VERSIONS))
+        raise ValueError(f"schema_version must be {known}, or a run line must stand before the record; got neither")
+    samples_ms, clocks = data.pop("samples_ms", None), data.pop("clocks", None)
+    record = schema.build(Record, data, "record")
+    if samples_ms is None and clocks is None:
+        return record, None
+    raw = schema.build(
+        RawSamples, {"name": record.key.name, "samples_ms": samples_ms or [], "clocks": clocks}, "record"
+    )
+    return (
+        dataclasses.replace(
+            record,
+            samples=SampleSummary.of(raw.samples_ms) if raw.samples_ms else None,
+            clocks=raw.clocks.summary if raw.clocks and raw.clocks.sm_mhz else None,
+        ),
+        raw,
+    )

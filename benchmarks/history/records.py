@@ -1,0 +1,200 @@
+"""One measurement. A number exists only where the outcome is PASSED; None is unknown."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from benchmarks.history.fingerprint import Fingerprint
+from benchmarks.history.key import Key
+from benchmarks.history.samples import SampleSummary
+from benchmarks.timing.clocks import ClockSummary
+
+
+class Outcome(str, Enum):
+    """How a measurement ended."""
+
+    PASSED = "PASSED"
+    """Green against the oracle, then measured."""
+    INCORRECT = "INCORRECT"
+    """Further from the oracle than the error budget."""
+    NONFINITE = "NONFINITE"
+    """NaN or infinity in an output or a gradient."""
+    STALLED = "STALLED"
+    """No answer before the deadline."""
+    CRASHED = "CRASHED"
+    """Any other error; the reason holds its type and message."""
+    OUT_OF_MEMORY = "OUT_OF_MEMORY"
+    COMPILE_ERROR = "COMPILE_ERROR"
+    """A kernel could not be compiled or does not fit the device."""
+    UNSUPPORTED = "UNSUPPORTED"
+    """The implementation is there and refuses this case."""
+    THROTTLED = "THROTTLED"
+    """The device lowered its clocks while it was measured."""
+    NOT_PRESENT = "NOT_PRESENT"
+    """The implementation is not on this machine."""
+
+
+FAULTS = (Outcome.INCORRECT, Outcome.NONFINITE, Outcome.CRASHED, Outcome.STALLED, Outcome.COMPILE_ERROR)
+"""Outcomes of NSA that make a run fail; a case too large for the device or unknown to it does not."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison with the oracle."""
+
+    name: str
+    """What was compared: "o", "block_indices", "dq", ..."""
+    error: float | None
+    """Relative to the size of the truth: Euclidean, or for blocks of their best score; None where it is not finite."""
+    budget: float
+    """What is allowed: a multiple of the error of PyTorch in the same dtype, both against float64."""
+
+    @property
+    def passed(self) -> bool:
+        return self.error is not None and self.error <= self.budget
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What was compared with the oracle, on the inputs that are timed, in the same process."""
+
+    rows_checked: int
+    """Query rows compared, over all sequences."""
+    checks: tuple[Check, ...]
+    path: str
+    """What ran, as the implementation recorded it: the backend of NSA, or the baseline's name."""
+    seed: int | None = None
+    """Of the rows that were drawn and of the inputs after the last sample; None in records that drew none."""
+    rows_compared: int | None = None
+    """Query rows of those inputs that were compared with the oracle or with a second implementation, over all
+    sequences; None in records from before there was one, and where a loss stands for all rows."""
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+
+NUMBERS = (
+    "latency_ms", "samples", "interval_ms", "end_to_end_ms", "tokens_per_s", "peak_mem_mib", "compile_s",
+)  # fmt: skip
+"""What was measured: None unless PASSED."""
+_ABOVE_ZERO = ("latency_ms", "end_to_end_ms", "tokens_per_s", "flops", "bytes_moved")
+_NOT_NEGATIVE = ("peak_mem_mib", "compile_s")  # a call can need nothing beside its inputs
+
+
+def check_figures(of: Any) -> None:
+    """Raises ValueError where the figures of a record, or of its line in a file, do not go with its outcome."""
+    if of.outcome is not Outcome.PASSED:
+        if not of.reason:
+            raise ValueError(f"{of.outcome.value} needs a reason")
+        for name in NUMBERS:
+            if getattr(of, name) is not None:
+                raise ValueError(f"{name} must be None with outcome {of.outcome.value}")
+        return
+    if of.gate is None or not of.gate.passed:
+        raise ValueError(f"PASSED needs a green gate; got {of.gate}")
+    if of.latency_ms is None and of.peak_mem_mib is None:
+        raise ValueError("PASSED needs a number")
+    for name in _ABOVE_ZERO:
+        value = getattr(of, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be finite and above 0; got {value}")
+    for name in _NOT_NEGATIVE:
+        value = getattr(of, name)
+        if value is not None and not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be finite and at least 0; got {value}")
+    if of.interval_ms is not None:
+        low_ms, high_ms = of.interval_ms if len(of.interval_ms) == 2 else (math.inf, -math.inf)
+        if of.latency_ms is None or not low_ms <= of.latency_ms <= high_ms:
+            raise ValueError(f"interval_ms must be two bounds around latency_ms; got {of.interval_ms}")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One measurement: one implementation on one case."""
+
+    key: Key
+    outcome: Outcome
+    reason: str | None
+    """Why it is not PASSED; None where it is."""
+    fingerprint: Fingerprint
+    command: str
+    """What reproduces it, typed in the repository's root."""
+    gate: Gate | None = None
+    """None where the case ended before the oracle was asked."""
+    latency_ms: float | None = None
+    """Median of the samples: the device's time alone where `queued_ahead`."""
+    interval_ms: tuple[float, float] | None = None
+    """Confidence interval of that median; None where the samples are too few for one."""
+    end_to_end_ms: float | None = None
+    """Median wall time from the call to the end of the device's work, launch included, measured apart."""
+    samples: SampleSummary | None = None
+    """How the samples spread; the samples themselves lie in `raw_samples` beside the run."""
+    tokens_per_s: float | None = None
+    """Query tokens of all sequences over the median latency."""
+    peak_mem_mib: float | None = None
+    """Peak above what stood before the call (inputs): outputs, saved tensors, scratch. MiB = 2**20 bytes."""
+    peak_mem_source: str | None = None
+    """How the peak was read: "cuda_allocator", or "rss_high_water" of a fresh child process."""
+    clock: str | None = None
+    """"cuda_event", "cuda_graph" (events around a replay) or "perf_counter"."""
+    queued_ahead: bool | None = None
+    """Whether the device's work was queued before it began, so that no sample holds launch latency; False where the
+    call itself waits for the device; None on the CPU."""
+    compile_s: float | None = None
+    """Wall time of the first call: compilation, autotuning, loading of libraries."""
+    warmup_calls: int | None = None
+    """Calls between the first one and the first sample."""
+    stop_reason: str | None = None
+    """"precise_enough" or "wall_limit"; "enough_samples" in records of version 1."""
+    unmet: str | None = None
+    """The condition that the sampling ended without; None where all were met."""
+    clocks: ClockSummary | None = None
+    """The GPU's clocks beside the samples; None without NVML."""
+    flops: float | None = None
+    """Floating-point operations that the case needs at least, a multiply-add being two; from the case, not counted."""
+    bytes_moved: float | None = None
+    """Bytes that the case must read and write at least; from the case, not counted."""
+
+    def __post_init__(self) -> None:
+        try:
+            check_figures(self)
+        except ValueError as error:
+            raise ValueError(f"{self.key.name}: {error}") from None
+
+    @property
+    def identity(self) -> str:
+        """What was measured, as one word that tells any two apart: the whole key, and the path that ran."""
+        path = self.gate.path if self.gate else None
+        return f'{self.key.identity[:-1]},"path":{json.dumps(path)}}}'
+
+    @property
+    def tflops(self) -> float | None:
+        """TFLOP/s reached, by the case's own count; None where that or the latency is unknown."""
+        return None if self.flops is None or self.latency_ms is None else self.flops / self.latency_ms / 1e9
+
+    @property
+    def tb_per_s(self) -> float | None:
+        """TB/s reached, by the case's own count; None where that or the latency is unknown."""
+        return None if self.bytes_moved is None or self.latency_ms is None else self.bytes_moved / self.latency_ms / 1e9
+
+    @property
+    def share_of_limit(self) -> float | None:
+        """The nearer of the two measured peaks, as a share of it: 1.0 leaves nothing to gain. None where unknown.
+
+        What a warm cache can hold counts as no traffic of the memory.
+        """
+        peak = self.fingerprint.ceilings
+        if peak is None or self.latency_ms is None:
+            return None
+        shares = []
+        if self.tflops is not None:
+            shares.append(self.tflops / peak.tflops(self.key.dtype))
+        if self.bytes_moved is not None:
+            cached = 0.0 if self.key.cache == "cold" else (peak.cache_mib or 0.0) * 2**20
+            shares.append(max(self.bytes_moved - cached, 0.0) / self.latency_ms / 1e9 / peak.copy_tb_per_s)
+        return max(shares, default=None)

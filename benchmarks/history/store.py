@@ -1,0 +1,174 @@
+"""Queries over every run. All lines are read and checked once, full records are kept only where a query asks for them:
+two years of five GPUs are 600,000 of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.history import run_file
+from benchmarks.history.fingerprint import Fingerprint
+from benchmarks.history.key import Key
+from benchmarks.history.record_line import Line
+from benchmarks.history.records import Record
+from benchmarks.history.run_file import DamagedLine
+from benchmarks.workloads import NSA
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement of a series: what a trend needs of a record, in the record's words."""
+
+    utc: str
+    latency_ms: float
+    interval_ms: tuple[float, float] | None
+    tokens_per_s: float | None
+    fingerprint: Fingerprint
+
+
+@dataclass(frozen=True)
+class Series:
+    """Measurements with the same `Record.identity`: the whole key, and the path that ran."""
+
+    newest: Record
+    """The last of them in full."""
+    points: list[Point]
+    """Oldest first."""
+
+
+class _Row(NamedTuple):
+    """The columns of one record."""
+
+    fingerprint: Fingerprint
+    key: Key
+    path: str | None
+    """What ran, as the gate recorded it."""
+    latency_ms: float | None
+    interval_ms: tuple[float, float] | None
+    tokens_per_s: float | None
+    file: int
+    """Number of its file."""
+
+    @property
+    def series(self) -> tuple[str, str, str]:
+        """`Record.identity`, in an order for pages: by case, then by what ran."""
+        return self.key.case, self.path or "", self.key.identity
+
+
+class Store:
+    """Every run below a folder of results, or one machine's, as it was when this was made."""
+
+    def __init__(self, results: Path, machine: str = "*") -> None:
+        self._files = sorted((results / "runs").glob(f"{machine}/*.jsonl"))
+        self._rows: list[_Row] = []
+        self._damaged: list[DamagedLine] = []
+        for number, path in enumerate(self._files):
+            for found in run_file.entries(path):
+                if isinstance(found, DamagedLine):
+                    self._damaged.append(found)
+                elif found.fingerprint.machine != path.parent.name:
+                    self._damaged.append(DamagedLine(path, found.number, f"a record of {found.fingerprint.machine!r}"))
+                else:
+                    self._rows.append(_row(found.key, found.fingerprint, found.figures, number))
+        self._rows.sort(key=lambda row: row.fingerprint.utc)  # stable: by file and line within one run
+
+    def __len__(self) -> int:
+        """Records of all runs."""
+        return len(self._rows)
+
+    def machines(self) -> list[str]:
+        """Every machine that has a record, the one with the newest run first."""
+        return list(dict.fromkeys(row.fingerprint.machine for row in reversed(self._rows)))
+
+    def records(
+        self, machine: str | None = None, mode: str | None = None, implementation: str | None = None, since: str = ""
+    ) -> list[Record]:
+        """Full records by run, oldest first. `since`: UTC of the first run wanted, as in the fingerprint."""
+        wanted = {
+            row.file
+            for row in self._rows
+            if row.fingerprint.utc >= since and machine in (None, row.fingerprint.machine)
+        }
+        return [
+            record
+            for record in self._full(wanted)
+            if record.fingerprint.utc >= since
+            and machine in (None, record.fingerprint.machine)
+            and mode in (None, record.key.mode)
+            and implementation in (None, record.key.implementation)
+        ]
+
+    def current(self) -> list[Record]:
+        """As few records as `verdict.comparisons` needs to answer as it would for all of them, oldest run first.
+
+        For each case the newest run with NSA and a baseline, and what came after; NSA's newest where none has both.
+        """
+        oldest = self._oldest_needed()
+        files = {row.file for row in self._rows if row.fingerprint.utc >= oldest.get(_case(row), "~")}
+        return [record for record in self._full(files) if record.fingerprint.utc >= oldest.get(_case(record), "~")]
+
+    def _oldest_needed(self) -> dict[tuple[str, str], str]:
+        """UTC of the first run that `current` needs, by (machine, case) of those that NSA was measured on."""
+        dense = {(*_case(row), row.fingerprint.utc) for row in self._rows if row.key.implementation != NSA}
+        both: dict[tuple[str, str, str | None], str] = {}
+        alone: dict[tuple[str, str, str | None], str] = {}
+        for row in self._rows:  # oldest first: the last one stays
+            if row.key.implementation != NSA:
+                continue
+            name = (*_case(row), row.key.backend_asked)
+            alone[name] = row.fingerprint.utc
+            if (*_case(row), row.fingerprint.utc) in dense:
+                both[name] = row.fingerprint.utc
+        oldest: dict[tuple[str, str], str] = {}
+        for name, utc in alone.items():
+            needed, case = both.get(name, utc), name[:2]
+            oldest[case] = min(needed, oldest.get(case, needed))
+        return oldest
+
+    def history(self, machine: str, implementation: str = NSA) -> list[Series]:
+        """Every latency that this machine measured, by series, in the order of the cases' names."""
+        series: dict[tuple[str, str, str], list[_Row]] = {}
+        for row in self._rows:
+            if (row.fingerprint.machine, row.key.implementation) == (machine, implementation) and row.latency_ms:
+                series.setdefault(row.series, []).append(row)
+        newest = {
+            _row(record.key, record.fingerprint, record, 0).series: record
+            for record in self._full({rows[-1].file for rows in series.values()})
+            if record.latency_ms
+        }
+        return [Series(newest[name], [_point(row) for row in rows]) for name, rows in sorted(series.items())]
+
+    def runs(self, machine: str) -> list[Fingerprint]:
+        """Every run of this machine that has a record, oldest first."""
+        here = {id(row.fingerprint): row.fingerprint for row in self._rows if row.fingerprint.machine == machine}
+        return list(dict.fromkeys(here.values()))  # the lines of an old run have each its own
+
+    def damaged(self) -> list[DamagedLine]:
+        """Every line that is no record, by name."""
+        return list(self._damaged)
+
+    def _full(self, files: set[int]) -> list[Record]:
+        """The records of these files, oldest run first."""
+        found = [
+            record
+            for number in sorted(files)
+            for record in run_file.read(self._files[number])
+            if isinstance(record, Record) and record.fingerprint.machine == self._files[number].parent.name
+        ]
+        return sorted(found, key=lambda record: record.fingerprint.utc)
+
+
+def _row(key: Key, fingerprint: Fingerprint, figures: Record | Line, file: int) -> _Row:
+    path = figures.gate.path if figures.gate else None
+    return _Row(fingerprint, key, path, figures.latency_ms, figures.interval_ms, figures.tokens_per_s, file)
+
+
+def _case(of: _Row | Record) -> tuple[str, str]:
+    return of.fingerprint.machine, of.key.case
+
+
+def _point(row: _Row) -> Point:
+    assert row.latency_ms is not None
+    return Point(row.fingerprint.utc, row.latency_ms, row.interval_ms, row.tokens_per_s, row.fingerprint)

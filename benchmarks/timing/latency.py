@@ -1,0 +1,240 @@
+"""The one timing primitive: warm up, then sample until the median is known well enough or the wall limit is reached.
+
+On the CPU a sample is wall time. On a GPU it is the device's own time between two events (`device_clock`); what a
+caller waits for, launch included, is a second figure taken apart. Samples beside which the GPU lowered its clocks are
+kept and tagged.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache as remember
+
+from benchmarks.timing import clocks, device_clock
+from benchmarks.timing.clocks import Clocks
+
+CONFIDENCE = 0.95
+"""Of the median's interval."""
+_EXACT_COINS = 500  # beyond, the binomial is as good as normal
+_SETTLED = 0.8  # a warm-up call that takes less than this share of the one before shows that something was still made
+_MOST_WARMUPS = 10
+_END_TO_END_SHARE = 0.25  # of the wall limit
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long to measure."""
+
+    min_samples: int
+    """The sampling goes in rounds of this many."""
+    min_time_s: float
+    """Time to be covered by samples, beside their number."""
+    wall_limit_s: float
+    """After this the sampling ends, but never before the first sample."""
+    warmup_calls: int = 2
+    """Calls before the first sample, more while they still get faster; after the wall limit no further ones."""
+    precision: float | None = None
+    """Half the width of the median's interval over the median, that is enough; None: the number of samples is."""
+    end_to_end: bool = True
+    """Whether the latency from the call to the end of a GPU's work is measured too, which takes as many samples."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Every sample of one measurement."""
+
+    samples_ms: tuple[float, ...]
+    clock: str
+    """"cuda_event" or "perf_counter"."""
+    cache: str
+    warmup_calls: int
+    stop_reason: str
+    """"precise_enough", "enough_samples" or "wall_limit"."""
+    unmet: str | None = None
+    """What the plan wanted and did not get; None where it got everything."""
+    end_to_end_ms: float | None = None
+    """Median wall time of a call and of waiting for the device; None where the plan leaves it out."""
+    queued_ahead: bool | None = None
+    """Whether no sample holds launch latency; None on the CPU."""
+    clocks: Clocks | None = None
+
+    @property
+    def latency_ms(self) -> float:
+        """The median."""
+        return statistics.median(self.samples_ms)
+
+    @property
+    def interval_ms(self) -> tuple[float, float] | None:
+        """Where the median lies with `CONFIDENCE`; None for too few samples."""
+        return median_interval(self.samples_ms)
+
+
+def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
+    """Two order statistics that hold the median with at least `CONFIDENCE`, whatever the distribution.
+
+    How many of n samples lie below the median is binomial (n, 1/2), so that the k-th smallest and the k-th largest
+    miss it with probability 2 P(fewer than k below). None for fewer than six samples, which cannot be so sure.
+    """
+    rank = _rank(len(samples))
+    if rank == 0:
+        return None
+    ordered = sorted(samples)
+    return ordered[rank - 1], ordered[-rank]
+
+
+@remember
+def _rank(count: int) -> int:
+    """The largest k with 2 P(fewer than k of `count` fair coins) <= 1 - CONFIDENCE; 0 where there is none."""
+    if count > _EXACT_COINS:
+        return math.floor((count + 1 - statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * math.sqrt(count)) / 2)
+    allowed = (1 - CONFIDENCE) / 2 * 2**count
+    rank, below, ways = 0, 0, 1  # `ways` to have exactly `rank` heads, `below` to have fewer
+    while below + ways <= allowed:
+        below += ways
+        ways = ways * (count - rank) // (rank + 1)
+        rank += 1
+    return rank
+
+
+def measure(
+    call: Callable[[], object], device: str, cache: str, plan: Plan, before: Callable[[], object] | None = None
+) -> Timing:
+    """Time one call on "cuda" or "cpu", with the cache "cold" or "warm"; `before` runs ahead of each, not timed.
+
+    Raises ValueError for a cache that this device cannot have, `device_clock.UnjoinedWorkError` where the device still
+    works after the call's end.
+    """
+    if cache not in ("cold", "warm"):
+        raise ValueError(f"cache must be 'cold' or 'warm'; got {cache!r}")
+    if cache == "cold" and device == "cpu":
+        raise ValueError("cache must be 'warm' on the CPU, whose caches are not flushed; got 'cold'")
+    prepare = before or _nothing
+    with _old_objects_spared():
+        if device == "cuda":
+            return _on_device(call, cache, plan, prepare)
+        sample = wall_sampler(call, prepare)
+        warmups = _warm_up(sample, plan)
+        samples, stop_reason, missing = _samples(sample, plan)
+    return Timing(samples, "perf_counter", cache, warmups, stop_reason, missing, statistics.median(samples))
+
+
+def _on_device(call: Callable[[], object], cache: str, plan: Plan, before: Callable[[], object]) -> Timing:
+    sampler = device_clock.EventSampler(call, before, cold=cache == "cold")
+    warmups = _warm_up(sampler.plain_sample, plan)
+    sampler.queue_ahead()
+    clock_monitor = clocks.monitor()
+
+    def sample() -> float:
+        taken = sampler.sample()
+        if clock_monitor is not None:
+            clock_monitor.observe()
+        return taken
+
+    samples, stop_reason, missing = _samples(sample, plan)
+    sampler.require_joined(statistics.median(samples))
+    return Timing(
+        samples,
+        "cuda_event",
+        cache,
+        warmups,
+        stop_reason,
+        missing,
+        _end_to_end_ms(sampler, plan) if plan.end_to_end else None,
+        sampler.queued_ahead,
+        clock_monitor.clocks() if clock_monitor else None,
+    )
+
+
+def _end_to_end_ms(sampler: device_clock.EventSampler, plan: Plan) -> float:
+    share = Plan(plan.min_samples, 0.0, plan.wall_limit_s * _END_TO_END_SHARE)
+    samples, _, _ = _samples(sampler.end_to_end_sample, share)
+    return statistics.median(samples)
+
+
+def seconds(call: Callable[[], object], device: str) -> float:
+    """Wall time of one call, the device's work included: of the first one, what is compiled and tuned too."""
+    begin = time.perf_counter()
+    call()
+    if device == "cuda":
+        device_clock.wait()
+    return time.perf_counter() - begin
+
+
+def wall_sampler(call: Callable[[], object], before: Callable[[], object]) -> Callable[[], float]:
+    """Samples of a call on the CPU, ms."""
+
+    def sample() -> float:
+        before()
+        begin = time.perf_counter()
+        call()
+        return (time.perf_counter() - begin) * 1e3
+
+    return sample
+
+
+def _warm_up(sample: Callable[[], float], plan: Plan) -> int:
+    """How many calls were made before the first sample."""
+    begin, taken = time.perf_counter(), list[float]()
+    while not _is_warm(taken, plan):
+        taken.append(sample())
+        if time.perf_counter() - begin > plan.wall_limit_s:
+            break
+    return len(taken)
+
+
+def _is_warm(taken: Sequence[float], plan: Plan) -> bool:
+    if len(taken) < plan.warmup_calls:
+        return False
+    faster = len(taken) > 1 and taken[-1] < _SETTLED * taken[-2]
+    return not faster or len(taken) >= _MOST_WARMUPS
+
+
+def _samples(sample: Callable[[], float], plan: Plan) -> tuple[tuple[float, ...], str, str | None]:
+    """(samples, why they ended, what was not reached by then)."""
+    samples: list[float] = []
+    begin = time.perf_counter()
+    while True:
+        samples.append(sample())
+        late = time.perf_counter() - begin >= plan.wall_limit_s
+        if late or len(samples) % plan.min_samples == 0:
+            missing = unmet(samples, plan)
+            if missing is None:
+                return tuple(samples), "enough_samples" if plan.precision is None else "precise_enough", None
+            if late:
+                return tuple(samples), "wall_limit", missing
+
+
+def unmet(samples: Sequence[float], plan: Plan) -> str | None:
+    """The first condition of the plan that these samples do not meet, with figures; None where they meet all."""
+    if len(samples) < plan.min_samples:
+        return f"{len(samples)} of {plan.min_samples} samples"
+    covered_s = sum(samples) / 1e3
+    if covered_s < plan.min_time_s:
+        return f"samples cover {covered_s:.3g} of {plan.min_time_s:g} s"
+    if plan.precision is None:
+        return None
+    interval = median_interval(samples)
+    if interval is None:
+        return f"{len(samples)} samples, too few to say how well the median is known"
+    reached = (interval[1] - interval[0]) / 2 / statistics.median(samples)
+    return None if reached <= plan.precision else f"median known to {reached:.2%}, wanted {plan.precision:.2%}"
+
+
+@contextmanager
+def _old_objects_spared() -> Iterator[None]:
+    """Python's collector would otherwise walk through every object of PyTorch's in the middle of a sample."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _nothing() -> None:
+    """What runs ahead of a call where nothing need be done."""

@@ -1,0 +1,54 @@
+"""Work timed on its inputs and on a copy of them alternately, so that a cold call finds nothing of the last one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.correctness import anti_cheat
+from benchmarks.history.key import Key
+from benchmarks.history.records import Gate
+from benchmarks.timing import cuda_graphs, latency
+from benchmarks.timing.latency import Plan, Timing
+from benchmarks.workloads import Work
+
+_ROOM = 4
+"""A copy is made where this many times the inputs are free on the device: it needs outputs and scratch too."""
+
+
+class RotatingInputs:
+    """What is timed of one key: eager calls or graphs, one or several."""
+
+    def __init__(self, work: Work, key: Key, device: str) -> None:
+        copies = [work.copy()] if work.copy is not None and key.cache == "cold" and _has_room(work) else []
+        self._works = [work, *copies]
+        captured = key.launch == "graph"
+        self._calls = [
+            cuda_graphs.capture(one.call) if captured and not one.replays else one.call for one in self._works
+        ]
+        self._device, self._cache = device, key.cache
+
+    def time(self, plan: Plan) -> Timing:
+        """Time them in turn; ahead of each call one value of each input changes, and at last back."""
+        touch = anti_cheat.Touch(x for work in self._works for x in work.inputs.values())
+        try:
+            return latency.measure(self._in_turn(), self._device, self._cache, plan, touch)
+        finally:
+            touch.undo()
+
+    def recheck(self, seed: int) -> Gate | None:
+        """The last of them on inputs that no call has seen; None where the work cannot."""
+        recheck = self._works[-1].recheck
+        return None if recheck is None else recheck(self._calls[-1], seed)
+
+    def _in_turn(self) -> Callable[[], object]:
+        calls = itertools.cycle(self._calls)
+        return lambda: next(calls)()
+
+
+def _has_room(work: Work) -> bool:
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    return _ROOM * sum(x.numel() * x.element_size() for x in work.inputs.values()) < free

@@ -1,0 +1,166 @@
+"""One candidate of the tuner: whether it fits, whether it is right, how long it takes. Needs Triton, mostly a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+
+import nsa
+from benchmarks.timing import latency
+from benchmarks.tuning import candidates
+from benchmarks.tuning.candidates import Trial
+from nsa.triton_backend import ahead_of_time, dispatch, tuning
+from nsa.triton_backend.ahead_of_time import Heads
+from nsa.triton_backend.tuning import LaunchConfig, Table
+
+PARTS = {
+    "compressed_window_forward": ("compressed", "window"),
+    "compressed_window_backward_q": ("compressed", "window"),
+    "compressed_window_backward_kv": ("compressed", "window"),
+    "scores": ("choice",),
+    "selected_forward": ("selected",),
+    "selected_backward_q": ("selected",),
+    "selected_backward_kv": ("selected",),
+    "selected_kv_major": ("selected",),
+    "hopper.compressed_window_forward": ("compressed", "window"),
+    "hopper.compressed_window_backward_q": ("compressed", "window"),
+    "hopper.scores": ("choice",),
+    "hopper.selected_forward": ("selected",),
+    "hopper.selected_backward_q": ("selected",),
+}
+"""What a kernel is part of."""
+HOPPER = "hopper."
+JIT_NAMES = {
+    "hopper.scores": "hopper.scores._group_probabilities",
+    "scores": "scores._group_probabilities",
+    "selected_kv_major": "selected_kv_major._forward",
+    "selected_backward_kv": "selected_kv_major._backward",
+}
+PLAN = latency.Plan(min_samples=20, min_time_s=0.2, wall_limit_s=5.0, end_to_end=False)
+SAME_BLOCKS = 0.999
+"""Of the chosen blocks: a sum in another order may turn a tie in the last bit."""
+
+
+@contextmanager
+def using(kernel: str, tuned: LaunchConfig, table: Table, workload: Workload) -> Iterator[None]:
+    """Launch one kernel in another way; one that another of `hopper/` stands in for is launched itself."""
+    launches = {table.name(kernel, workload.width, workload.group): tuned}
+    other = candidates.changed(table, workload.width, launches, table.how)
+    if not kernel.startswith(HOPPER):
+        everywhere = {name: launch for name, launch in other.narrow.items() if not name.startswith(HOPPER)}
+        other = dataclasses.replace(other, narrow=everywhere)
+    with mock.patch.object(tuning, "table", return_value=other):
+        yield
+
+
+def fits(kernel: str, tuned: LaunchConfig, table: Table, workload: Workload) -> bool:
+    """Whether every version of the kernel compiles and fits the shared memory of the workload's architecture.
+
+    A kernel of `hopper/` does not where it would not be launched, or its compiler takes no such tile.
+    """
+    name = JIT_NAMES.get(kernel, re.sub("_(?=forward|backward)", "._", kernel, count=1))
+    heads, length = Heads(workload.group, workload.dk, workload.dv, 1), dispatch.KV_MAJOR_MIN_QUERIES
+    if kernel.removeprefix(HOPPER) == "selected_forward":
+        length = dispatch.KV_MAJOR_MIN_QUERIES - 1  # below, a small group goes by query
+    with using(kernel, tuned, table, workload), ahead_of_time.recorded(workload.architecture) as launches:
+        ahead_of_time.call(heads, length, length, backward="backward" in kernel)
+    shared_kib = tuning.SHARED_MEMORY_KIB.get(workload.architecture, tuning.LEAST_SHARED_KIB)
+    asked = [launch for launch in launches if launch.name == name]
+    try:
+        needs = [launch.needs() for launch in asked]
+    except (triton.CompilationError, RuntimeError):  # a layout, or a pass of the compiler, that takes no such tile
+        if kernel.startswith(HOPPER):
+            return False
+        raise
+    launched = bool(asked) or not kernel.startswith(HOPPER)
+    return launched and all(need.shared_bytes <= shared_kib * 1024 for need in needs)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is timed."""
+
+    architecture: int
+    width: str
+    group: int
+    dk: int
+    dv: int
+    kv_heads: int
+    tokens: int
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cuda"
+
+    def trial(self, kernel: str, tuned: LaunchConfig, table: Table) -> Trial:
+        """Run it with the candidate, hold it to the table's own launch, and time it."""
+        work = self._work(kernel)
+        wanted = work()
+        try:
+            with using(kernel, tuned, table, self):
+                if (wrong := difference(work(), wanted)) is not None:
+                    return Trial(kernel, tuned, "wrong", detail=wrong)
+                taken = latency.measure(work, self.device, "cold" if self.device == "cuda" else "warm", PLAN)
+        except (RuntimeError, ValueError) as error:  # what ptxas or the driver refuses
+            return Trial(kernel, tuned, "failed", detail=f"{type(error).__name__}: {error}")
+        return Trial(kernel, tuned, "measured", taken.latency_ms, taken.interval_ms)
+
+    @cached_property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v."""
+        heads = (self.group * self.kv_heads, self.dk), (self.kv_heads, self.dk), (self.kv_heads, self.dv)
+        generator = torch.Generator(self.device).manual_seed(0)
+        q, k, v = (
+            torch.randn(1, self.tokens, *size, generator=generator, device=self.device).to(self.dtype).requires_grad_()
+            for size in heads
+        )
+        return q, k, v
+
+    def _work(self, kernel: str) -> Callable[[], list[Tensor]]:
+        """The parts that the kernel belongs to, forward or backward."""
+        forwards = [self._part(part) for part in PARTS[kernel]]
+        if "backward" not in kernel:
+            return lambda: [x for forward in forwards for x in forward()]
+        outputs = [forward()[0] for forward in forwards]
+        upstream = [torch.ones_like(o) for o in outputs]
+        return lambda: [
+            x
+            for o, do in zip(outputs, upstream, strict=True)
+            for x in torch.autograd.grad(o, self.inputs, do, retain_graph=True, allow_unused=True)
+            if x is not None
+        ]
+
+    def _part(self, part: str) -> Callable[[], tuple[Tensor, ...]]:
+        config, (q, k, v) = nsa.NSAConfig(), self.inputs
+        if part == "window":
+            return lambda: nsa.window_attention(q, k, v, config, backend="triton")
+        k_cmp, v_cmp = nsa.compress(k, config), nsa.compress(v, config)
+        if part == "compressed":
+            return lambda: nsa.compressed_attention(q, k_cmp, v_cmp, config, backend="triton")
+        _, lse = nsa.compressed_attention(q.detach(), k_cmp.detach(), v_cmp.detach(), config, backend="triton")
+        if part == "choice":
+            return lambda: (nsa.select_blocks(q, k_cmp, config, lse=lse, backend="triton"),)
+        blocks = nsa.select_blocks(q, k_cmp, config, lse=lse, backend="triton")
+        return lambda: nsa.selected_attention(q, k, v, blocks, config, backend="triton")
+
+
+def difference(found: list[Tensor], wanted: list[Tensor]) -> str | None:
+    """How one result differs from another more than rounding makes it, or None."""
+    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        if not one.is_floating_point():
+            same = (one == other).double().mean().item()
+            if same < SAME_BLOCKS:
+                return f"result {number}: {same:.4%} of the blocks are the same"
+            continue
+        rounding = 2 * torch.finfo(one.dtype).eps * other.double().norm().item()
+        off = (one.double() - other.double()).norm().item()
+        if not off <= max(rounding, torch.finfo(torch.float32).eps):
+            return f"result {number}: off by {off:.3g}, rounding makes {rounding:.3g}"
+    return None

@@ -1,0 +1,220 @@
+"""Prefill (forward, forward + backward) and decode, for NSA and for what it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.baselines import BASELINES, Baseline
+from benchmarks.correctness import all_rows, anti_cheat, oracle, verify
+from benchmarks.correctness.all_rows import RowComparison
+from benchmarks.correctness.oracle import Row
+from benchmarks.correctness.verify import Answer
+from benchmarks.history.key import Key
+from benchmarks.history.records import Gate
+from benchmarks.workloads import NSA, Call, Work, inputs, roofline
+from benchmarks.workloads.inputs import Problem
+from nsa import Aux, NSAConfig, nsa_attention
+
+NSA_ROWS = 24
+"""Query rows of NSA that meet the oracle; fewer for a baseline, which has no selection to go wrong."""
+DENSE_ROWS = 8
+FRESH_ROWS = 8
+"""Query rows that meet it again on other inputs, after the last sample."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One implementation: how it is called, and how its answers are compared."""
+
+    forward: Callable[[Problem], Tensor]
+    differentiated: tuple[str, ...]
+    """The inputs that it has gradients of."""
+    config: NSAConfig | None
+    """None for dense attention."""
+    check: Callable[[Problem, bool, int], Gate]
+    """Runs it, on the inputs that are timed, with the backward pass or without, on rows that the seed draws."""
+    chosen: Callable[[Problem], Aux | None]
+    """The blocks that it selects, which the timed call does not return; None for dense attention."""
+    compare: Callable[[Problem, Answer, Aux | None, Sequence[Row]], Gate]
+    """Compares these rows of what the timed call returned with the oracle."""
+    compare_all: Callable[[Problem, Answer, Aux | None, Tensor], RowComparison]
+    """Compares these rows [R], all or some of each tile, with the second implementation."""
+    refusals: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+def prepare(key: Key, device: str) -> Work:
+    """The work of a key whose mode is prefill-*, decode, or memory (which is a prefill forward + backward)."""
+    return _work(key, _implementation(key), _problem(key, device))
+
+
+def _implementation(key: Key) -> Implementation:
+    if key.implementation == NSA:
+        return _nsa(key)
+    baseline = BASELINES[key.implementation]
+    return _dense(baseline) if baseline.config is None else _other_nsa(baseline, baseline.config)
+
+
+def _problem(key: Key, device: str, seed: int = 0) -> Problem:
+    problem = inputs.draw(key, device, seed)
+    if key.implementation == NSA and key.mode == "decode":  # the cache holds the compressed keys and values already
+        return inputs.with_compressed(problem, _config(key))
+    return problem
+
+
+def _config(key: Key) -> NSAConfig:
+    assert key.config is not None
+    return NSAConfig.from_mapping(key.config)
+
+
+def _nsa(key: Key) -> Implementation:
+    config, backend = _config(key), key.backend_asked
+    assert backend is not None
+
+    def forward(p: Problem) -> Tensor:
+        return nsa_attention(
+            p.q, p.k, p.v, p.gates, config, k_compressed=p.k_compressed, v_compressed=p.v_compressed, backend=backend
+        )
+
+    def with_aux(p: Problem) -> tuple[Tensor, Aux]:
+        return nsa_attention(
+            p.q,
+            p.k,
+            p.v,
+            p.gates,
+            config,
+            k_compressed=p.k_compressed,
+            v_compressed=p.v_compressed,
+            backend=backend,
+            return_aux=True,
+        )
+
+    return _sparse(config, forward, with_aux)
+
+
+def _other_nsa(baseline: Baseline, config: NSAConfig) -> Implementation:
+    def with_aux(p: Problem) -> tuple[Tensor, Aux]:
+        assert baseline.block_indices is not None
+        with torch.no_grad():
+            blocks = baseline.block_indices(p)
+        return baseline.attend(p), Aux(blocks, {}, {}, baseline.name)
+
+    return _sparse(config, baseline.attend, with_aux, lambda: baseline.refusals(baseline.name))
+
+
+def _sparse(
+    config: NSAConfig,
+    forward: Callable[[Problem], Tensor],
+    with_aux: Callable[[Problem], tuple[Tensor, Aux]],
+    refusals: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Implementation:
+    def check(p: Problem, backward: bool, seed: int) -> Gate:
+        return verify.check_nsa(p, config, with_aux, rows=NSA_ROWS, backward=backward, seed=seed)
+
+    def chosen(p: Problem) -> Aux:
+        with torch.no_grad():
+            return with_aux(p)[1]
+
+    def compare(p: Problem, answer: Answer, aux: Aux | None, picked: Sequence[Row]) -> Gate:
+        assert aux is not None
+        return verify.compare_nsa(p, config, answer, aux, picked)
+
+    def compare_all(p: Problem, answer: Answer, aux: Aux | None, rows: Tensor) -> RowComparison:
+        assert aux is not None
+        return all_rows.compare_nsa(p, config, answer, aux.block_indices, rows)
+
+    return Implementation(forward, verify.NSA_INPUTS, config, check, chosen, compare, compare_all, refusals)
+
+
+def _dense(baseline: Baseline) -> Implementation:
+    name = baseline.name
+
+    def check(p: Problem, backward: bool, seed: int) -> Gate:
+        return verify.check_dense(p, baseline.attend, name, rows=DENSE_ROWS, backward=backward, seed=seed)
+
+    def compare(p: Problem, answer: Answer, _: Aux | None, picked: Sequence[Row]) -> Gate:
+        return verify.compare_dense(p, answer, name, picked)
+
+    def compare_all(p: Problem, answer: Answer, _: Aux | None, rows: Tensor) -> RowComparison:
+        return all_rows.compare_dense(p, answer, rows)
+
+    refusals = lambda: baseline.refusals(name)  # noqa: E731 - as in _other_nsa
+    return Implementation(
+        baseline.attend, verify.DENSE_INPUTS, None, check, lambda _: None, compare, compare_all, refusals
+    )
+
+
+def _work(key: Key, implementation: Implementation, problem: Problem) -> Work:
+    backward = key.mode in ("prefill-forward-backward", "memory")
+    names = implementation.differentiated if backward else ()
+    d_o = _output_gradient(problem) if backward else None
+
+    def recheck(call: Call, seed: int) -> Gate:
+        picked = oracle.random_rows(problem, FRESH_ROWS, seed)
+        before = call()
+        if d_o is not None:
+            d_o.copy_(verify.sparse_gradient(before[0], picked))
+        anti_cheat.poison(before)
+        _overwrite(problem.tensors, _problem(key, problem.q.device.type, seed).tensors)
+        answer, aux = _answer(call, names, d_o), implementation.chosen(problem)
+        gate = implementation.compare(problem, answer, aux, picked)
+        queries, sequences = problem.q.shape[1], problem.q.shape[0]
+        if len(picked) == queries * sequences:
+            return verify.with_comparison(gate, seed, len(picked))
+        rows = all_rows.rows_to_compare(problem, implementation.config, seed, backward=backward)
+        if d_o is not None:
+            d_o.copy_(all_rows.output_gradient(answer.o, rows, seed))
+            del answer  # as large as the outputs that come now
+            answer = _answer(call, names, d_o)
+        compared = implementation.compare_all(problem, answer, aux, rows)
+        return verify.with_comparison(gate, seed, compared.rows, compared.checks)
+
+    minimum = roofline.of(key)
+    return Work(
+        lambda seed: implementation.check(problem, backward, seed),
+        _call(problem, implementation, names, d_o),
+        key.batch * key.num_queries,
+        minimum.flops,
+        minimum.bytes_moved,
+        refusals=implementation.refusals,
+        inputs=problem.tensors,
+        recheck=recheck,
+        copy=lambda: _work(key, implementation, problem.map(torch.clone)),
+    )
+
+
+def _answer(call: Call, names: Sequence[str], d_o: Tensor | None) -> Answer:
+    o, *gradients = anti_cheat.as_read_by_this_stream(call())
+    return Answer(o, d_o, verify.gradients_by_name(names, gradients))
+
+
+def _call(problem: Problem, implementation: Implementation, names: Sequence[str], d_o: Tensor | None) -> Call:
+    if d_o is None:
+
+        def forward() -> tuple[Tensor, ...]:
+            with torch.no_grad():
+                return (implementation.forward(problem),)
+
+        return forward
+
+    leaves = problem.map(lambda x: x.detach().requires_grad_())
+    wanted = [leaves.tensors[name] for name in names]
+
+    def forward_backward() -> tuple[Tensor, ...]:
+        o = implementation.forward(leaves)
+        return o, *torch.autograd.grad(o, wanted, d_o)
+
+    return forward_backward
+
+
+def _output_gradient(problem: Problem) -> Tensor:
+    return torch.randn(*problem.q.shape[:3], problem.v.shape[3], dtype=problem.q.dtype, device=problem.q.device)
+
+
+def _overwrite(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
+    for name, x in old.items():
+        x.copy_(new[name])

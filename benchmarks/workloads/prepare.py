@@ -1,0 +1,83 @@
+"""From a key to its work, unless the implementation is absent or the case cannot fit into memory.
+
+The memory is an estimate, so that a case that cannot fit is not tried and says so. The oracle often takes more than
+what is timed: it holds the inputs of up to four sequences in float64, and gradients.
+"""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from benchmarks.baselines import BASELINES
+from benchmarks.history.key import Key
+from benchmarks.workloads import NSA, Work, attention, parts, train_step
+from benchmarks.workloads.train_step import MODELS
+
+GIB = 2**30
+_SEQUENCES_COMPARED = 4
+_RESERVE_GIB = 1.5
+"""The device's own context, libraries, and the gaps between allocations."""
+
+_COPIES_OF_INPUTS = 3
+"""Those that are timed, the copy that alternates with them, and the fresh ones of the last check."""
+_OUTPUTS = {"nsa": {False: 4.5, True: 9.5}, "dense": {False: 1.1, True: 6.5}}
+"""Peak of a call in sizes of q or o, whichever is larger, by whether there is a backward pass (H200, PyTorch 2.11)."""
+_HELD = {False: 1.1, True: 3.5}
+"""Outputs, and gradients, that stand while the oracle works, in the same sizes; by whether there is a backward pass."""
+_WIDE_COPIES = {False: 1, True: 4}
+"""Of the inputs in float64: themselves, the sum of their gradients, and one row's gradients twice while added."""
+_MATH_BYTES_PER_PAIR = 12
+"""Scores, probabilities and mask of "sdpa-math", which keeps them all."""
+_TRAINED_BYTES = 60
+"""Peak of a train step per token, layer and channel (H200, PyTorch 2.11: 55)."""
+_PARAMETER_BYTES = 16
+"""A float32 weight, its gradient, and AdamW's two moments."""
+
+
+def estimate_gib(key: Key) -> float:
+    """Peak memory of the case on its device, the oracle included."""
+    return (_of_step(key) if key.mode == "train-step" else _of_attention(key)) / GIB + _RESERVE_GIB
+
+
+def _of_attention(key: Key) -> float:
+    size = getattr(torch, key.dtype).itemsize
+    backward = key.mode in ("prefill-forward-backward", "memory")
+    queries, keys = (key.batch * tokens for tokens in (key.num_queries, key.num_keys))
+    per_query = queries * key.heads * max(key.head_dim_k, key.head_dim_v)
+    inputs = per_query + keys * key.kv_heads * (key.head_dim_k + key.head_dim_v)
+    compared = inputs * min(key.batch, _SEQUENCES_COMPARED) / key.batch
+    oracle = size * _HELD[backward] * per_query + 8 * _WIDE_COPIES[backward] * compared
+    is_dense = key.implementation != NSA and BASELINES[key.implementation].config is None
+    call = size * _OUTPUTS["dense" if is_dense else "nsa"][backward] * per_query
+    if key.implementation == "sdpa-math":
+        call += queries * key.num_keys * key.heads * _MATH_BYTES_PER_PAIR * (1 + backward)
+    return size * _COPIES_OF_INPUTS * inputs + max(call, oracle)
+
+
+def _of_step(key: Key) -> float:
+    assert key.model is not None
+    model = MODELS[key.model]
+    hidden = model.dim * model.n_layers
+    parameters = hidden * (4 * model.dim + 3 * model.hidden_dim) + model.vocab_size * model.dim
+    wide = getattr(torch, key.dtype).itemsize / 2
+    return parameters * _PARAMETER_BYTES + key.batch * key.num_keys * hidden * _TRAINED_BYTES * wide
+
+
+def require_room(key: Key, device: str) -> None:
+    """Raises MemoryError where the case cannot fit in the memory of the device."""
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if device == "cuda" else None
+    available_gib = (psutil.virtual_memory().total if total is None else total) / GIB
+    needed_gib = estimate_gib(key)
+    if needed_gib > available_gib:
+        raise MemoryError(f"not tried: it takes about {needed_gib:.1f} GiB, and the device has {available_gib:.1f}")
+
+
+def prepare(key: Key, device: str) -> Work:
+    """The work of any key. Raises NotPresentError or MemoryError before anything is allocated."""
+    if key.implementation != NSA:
+        BASELINES[key.implementation].require(device)
+    require_room(key, device)
+    if key.mode == "train-step":
+        return train_step.prepare(key, device)
+    return (parts if key.mode in parts.PARTS else attention).prepare(key, device)

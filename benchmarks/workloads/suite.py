@@ -1,0 +1,161 @@
+"""Which cases there are on a machine: the shapes of gpus.toml, spelt out as keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.baselines import BASELINES
+from benchmarks.history import schema
+from benchmarks.history.key import Key
+from benchmarks.workloads import NSA
+from benchmarks.workloads.parts import PARTS
+from benchmarks.workloads.train_step import MODELS
+from nsa import NSAConfig
+
+PREFILLS = ("prefill-forward", "prefill-forward-backward")
+MODES = (*PREFILLS, "decode", *PARTS, "train-step", "memory")
+DEFAULT_MODES = MODES[:-1]
+"""Memory takes a child process per case and a couple of minutes: it runs when `--cases` names it."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Heads at several lengths, one sequence each."""
+
+    heads: tuple[int, ...]
+    """Hq, Hkv."""
+    head_dims: tuple[int, ...]
+    """Dk, Dv."""
+    lengths: tuple[int, ...]
+    """Tokens."""
+    quick: tuple[int, ...]
+    """Those of `--quick`."""
+    inputs: str = "random"
+    cache: str | None = None
+    """None is cold on a GPU, warm on the CPU."""
+    baselines: tuple[str, ...] | None = None
+    """None is the suite's own."""
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """Heads at several [sequences, tokens cached by each]."""
+
+    heads: tuple[int, ...]
+    head_dims: tuple[int, ...]
+    steps: tuple[tuple[int, ...], ...]
+    quick: tuple[tuple[int, ...], ...]
+    launches: tuple[str, ...] = ("eager",)
+    cache: str | None = None
+    baselines: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model at several [sequences, tokens each]."""
+
+    model: str
+    steps: tuple[tuple[int, ...], ...]
+    quick: tuple[tuple[int, ...], ...]
+    launches: tuple[str, ...] = ("eager",)
+    baselines: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What one kind of machine is measured with."""
+
+    dtype: str
+    baselines: tuple[str, ...]
+    prefill: tuple[Shape, ...]
+    decode: tuple[DecodeShape, ...]
+    parts: tuple[Shape, ...]
+    train_step: tuple[Training, ...]
+    memory: tuple[Shape, ...] = ()
+
+
+def planned(table: Mapping[str, Any], *, quick: bool, backend: str, on_gpu: bool) -> list[Key]:
+    """Every key of a suite as gpus.toml has it. Raises TypeError or ValueError naming a field that is wrong.
+
+    Of each case the baselines come first, then NSA, so that its line can show the ratios.
+    """
+    suite = schema.build(Suite, dict(table), "suite")
+    cases: dict[str, dict[str, Key]] = {}
+    for key, baselines in _cases(suite, quick, "cold" if on_gpu else "warm"):
+        for name in suite.baselines if baselines is None else baselines:
+            if name not in BASELINES:
+                raise ValueError(f"baselines must be of {', '.join(BASELINES)}; got {name!r}")
+            cases.setdefault(key.case, {})[name] = _of_baseline(key, name)
+        cases.setdefault(key.case, {})[NSA] = dataclasses.replace(key, backend_asked=backend)
+    return [key for implementations in cases.values() for key in sorted(implementations.values(), key=_nsa_last)]
+
+
+def absent_once(keys: Sequence[Key], device: str) -> list[Key]:
+    """The keys without those of a baseline that is not on this machine, but for its first, which says so."""
+    said: set[str] = set()
+    kept = []
+    for key in keys:
+        absent = key.implementation != NSA and BASELINES[key.implementation].absent(device) is not None
+        if not absent or key.implementation not in said:
+            kept.append(key)
+        if absent:
+            said.add(key.implementation)
+    return kept
+
+
+def _of_baseline(key: Key, name: str) -> Key:
+    config = BASELINES[name].config
+    return dataclasses.replace(key, implementation=name, config=None if config is None else dataclasses.asdict(config))
+
+
+def _nsa_last(key: Key) -> bool:
+    return key.implementation == NSA
+
+
+def _cases(suite: Suite, quick: bool, cache: str) -> Iterator[tuple[Key, tuple[str, ...] | None]]:
+    """Each case as NSA's key, and its baselines; None is the suite's own."""
+    for mode in PREFILLS:
+        yield from _of_lengths(mode, suite, suite.prefill, quick, cache)
+    yield from _of_decode(suite, quick, cache)
+    for mode in PARTS:
+        yield from ((key, ()) for key, _ in _of_lengths(mode, suite, suite.parts, quick, cache))
+    yield from _of_training(suite, quick)
+    yield from _of_lengths("memory", suite, suite.memory, quick, cache)
+
+
+def _of_lengths(
+    mode: str, suite: Suite, shapes: Sequence[Shape], quick: bool, cache: str
+) -> Iterator[tuple[Key, tuple[str, ...] | None]]:
+    for shape in shapes:
+        for tokens in shape.quick if quick else shape.lengths:
+            key = _key(mode, suite, shape, 1, tokens, tokens)
+            yield dataclasses.replace(key, inputs=shape.inputs, cache=shape.cache or cache), shape.baselines
+
+
+def _of_decode(suite: Suite, quick: bool, cache: str) -> Iterator[tuple[Key, tuple[str, ...] | None]]:
+    for shape in suite.decode:
+        for batch, tokens in shape.quick if quick else shape.steps:
+            key = _key("decode", suite, shape, batch, 1, tokens)
+            for launch in shape.launches:
+                yield dataclasses.replace(key, cache=shape.cache or cache, launch=launch), shape.baselines
+
+
+def _of_training(suite: Suite, quick: bool) -> Iterator[tuple[Key, tuple[str, ...] | None]]:
+    for training in suite.train_step:
+        model = MODELS[training.model]
+        shape = Shape((model.n_heads, model.n_kv_groups), (model.d_k, model.d_v), (), ())
+        for batch, tokens in training.quick if quick else training.steps:
+            key = _key("train-step", suite, shape, batch, tokens, tokens)
+            config = dataclasses.asdict(model.nsa)
+            for launch in training.launches:
+                named = dataclasses.replace(key, model=training.model, config=config, launch=launch)
+                yield named, training.baselines
+
+
+def _key(mode: str, suite: Suite, shape: Shape | DecodeShape, batch: int, queries: int, keys: int) -> Key:
+    (heads, kv_heads), (head_dim_k, head_dim_v) = shape.heads, shape.head_dims
+    config = dataclasses.asdict(NSAConfig())
+    return Key(mode, NSA, None, suite.dtype, batch, queries, keys, heads, kv_heads, head_dim_k, head_dim_v, config)

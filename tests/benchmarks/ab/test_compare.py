@@ -1,0 +1,244 @@
+"""`compare` from commits to exit code: real processes where they matter, none where only the verdict does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpus
+from benchmarks.__main__ import main
+from benchmarks.ab import calibration, checkout, result, trial
+from benchmarks.ab.calibration import Calibration
+from benchmarks.ab.checkout import Sources
+from benchmarks.ab.result import Rules, Verdict
+from benchmarks.ab.sequential import PairFailure
+from benchmarks.history import fingerprint
+from benchmarks.history.key import Key
+from benchmarks.history.records import Outcome
+from tests.benchmarks.repository import Repository
+from tests.benchmarks.synthetic import FINGERPRINT
+
+CASE = "prefill-forward/8x2x64/b1/s512/float32/nsa"
+OTHER = "decode/8x2x64/b4/s16384/float32/nsa"
+TWICE = """
+def nsa_attention(*arguments, **options):
+    _once(*arguments, **options)
+    return _once(*arguments, **options)
+"""
+
+
+@pytest.fixture
+def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
+    """A repository whose only commit is the nsa/ of this working tree."""
+    made = Repository(tmp_path / "repository")
+    shutil.copytree(fingerprint.ROOT / "nsa", made.folder / "nsa", dirs_exist_ok=True)
+    made.git("add", "--all")
+    made.git("commit", "--quiet", "--message", "as it is")
+    monkeypatch.setattr(checkout, "REPOSITORY", made.folder)
+    return made
+
+
+def change_attention(repository: Repository, text: str) -> None:
+    """In the working tree: nsa_attention becomes what the text makes of `_once`."""
+    path = repository.folder / "nsa" / "attention.py"
+    path.write_text(f"{path.read_text()}\n\n_once = nsa_attention\n{text}")
+
+
+def run(tmp_path: Path, *arguments: str, cases: str = CASE) -> int:
+    return main(["compare", *arguments, "--gpu", "cpu", "--cases", cases, "--out", str(tmp_path / "results")])
+
+
+def summary(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
+    found: dict[str, object] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return found
+
+
+def test_twice_the_work_is_slower(real: Repository, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whole and unreplaced: git, folders, processes, the oracle, turns, confirmation, the file, the exit code.
+
+    With few pairs, as a calibration may allow.
+    """
+    rules = Rules(looks=(3, 4), false_discovery_rates=(0.0, 0.2), alpha=0.25, largest_p=0.25, turns=4, most_turns=6)
+    here = dataclasses.replace(FINGERPRINT, device=fingerprint.device_name(gpus.machine("cpu", None)))
+    calibration.save(tmp_path / "results", Calibration(here, rules, (), (CASE,), 0, 0.0, "calibrate"))
+    change_attention(real, TWICE)
+    assert run(tmp_path, "HEAD") == 1
+    assert summary(capsys)["bad"] == [CASE]
+    ((found,), damaged) = result.read(tmp_path / "results")
+    assert damaged == []
+    assert (found.verdict, found.key.name, found.reason) == (Verdict.SLOWER, CASE, None)
+    assert found.change is not None
+    assert 0.4 < found.change < 3.0
+    assert (found.base.ref, found.head.ref, found.head.dirty) == ("HEAD", "working tree", True)
+    assert found.base.nsa_sha256 != found.head.nsa_sha256
+    assert len(found.changes) == 4
+
+
+def test_a_wrong_head_fails_with_its_outcome(
+    real: Repository, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = """
+def nsa_attention(*arguments, **options):
+    found = _once(*arguments, **options)
+    return (found[0] * 1.01, found[1]) if isinstance(found, tuple) else found * 1.01
+"""
+    change_attention(real, text)
+    assert run(tmp_path, "HEAD") == 1
+    ((found,), _) = result.read(tmp_path / "results")
+    assert (found.verdict, found.head_outcome, found.base_outcome) == (
+        Verdict.FAILED,
+        Outcome.INCORRECT,
+        Outcome.PASSED,
+    )
+    assert found.reason is not None
+    assert found.reason.startswith("HEAD INCORRECT: o: error 1.")
+    assert found.changes == ()
+
+
+def test_a_head_that_cannot_be_imported_fails_every_case(
+    real: Repository, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (real.folder / "nsa" / "attention.py").write_text("def nsa_attention(:\n")
+    assert run(tmp_path, "HEAD", cases=f"{CASE},{OTHER}") == 1
+    assert summary(capsys)["verdicts"] == {"FAILED": 2}
+    (first, _), _ = result.read(tmp_path / "results")
+    assert first.reason == "HEAD CRASHED: the child ended with code 1: SyntaxError: invalid syntax"
+
+
+Play = Callable[[Key, int], trial.PairedSamples | PairFailure]
+
+
+def turns(base_ms: float, head_ms: float) -> trial.PairedSamples:
+    return trial.PairedSamples((base_ms,) * 6, ((head_ms,),) * 6)
+
+
+@pytest.fixture
+def answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Play], None]:
+    """Replaces the processes: each case gets what a function says."""
+    made = Repository(tmp_path / "repository")
+    made.commit("one")
+    made.commit("two")
+    monkeypatch.setattr(checkout, "REPOSITORY", made.folder)
+
+    def replace(play: Play) -> None:
+        done = 0
+
+        def run_trial(
+            base: Sources, head: Sources, device: str, keys: Sequence[Key], rules: Rules, first: int
+        ) -> list[trial.PairedSamples | PairFailure]:
+            nonlocal done
+            texts = [(side.folder / "nsa" / "__init__.py").read_text() for side in (base, head)]
+            assert texts == ["one", "two"]
+            assert (base.harness / "benchmarks" / "ab" / "trial.py").is_file()
+            assert first == done % 2
+            done += 1
+            return [play(key, done) for key in keys]
+
+        monkeypatch.setattr(trial, "run", run_trial)
+
+    return replace
+
+
+def test_identical_times_are_the_same_and_exit_with_0(
+    answered: Callable[[Play], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answered(lambda key, i: turns(10.0, 10.0 + 0.01 * (-1) ** i))
+    assert run(tmp_path, "HEAD~1", "HEAD", cases="prefill-forward") == 0
+    said = capsys.readouterr().out
+    found = json.loads(said.splitlines()[-1])
+    assert list(found["verdicts"]) == ["SAME"]
+    assert "[round 6, " in said
+    assert "s to the analysis after round 6, 22 at most" in said
+
+
+def test_noise_is_undecided_and_exits_with_0_at_the_limit(
+    answered: Callable[[Play], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answered(lambda key, i: turns(10.0, 10.0 * 1.2 ** (-1) ** i))
+    assert run(tmp_path, "HEAD~1", "HEAD", "--rounds", "14") == 0
+    assert summary(capsys)["undecided"] == [CASE]
+    ((found,), _) = result.read(tmp_path / "results")
+    assert (len(found.changes), found.rules.looks) == (14, (6, 14))
+    assert found.detectable == pytest.approx(0.2, abs=0.01)
+
+
+def test_a_confirmed_slowdown_exits_with_1_also_through_a_pipe(
+    answered: Callable[[Play], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answered(lambda key, i: turns(10.0, 11.0 if key.name == CASE else 10.0))
+    assert run(tmp_path, "HEAD~1", "HEAD", cases="prefill-forward") == 1
+    said = capsys.readouterr().out
+    assert json.loads(said.splitlines()[-1])["bad"] == [CASE]
+    first = said.split("\n\n")[1].splitlines()[0]
+    assert first.startswith(f"SLOWER     {CASE}")
+    assert "+10.0% [+10.0%, +10.0%]  10 -> 11 ms  could see 1.0%" in first
+
+
+def test_faster_exits_with_0(answered: Callable[[Play], None], tmp_path: Path) -> None:
+    answered(lambda key, i: turns(10.0, 9.0))
+    assert run(tmp_path, "HEAD~1", "HEAD") == 0
+
+
+def test_what_reproduces_a_result_is_in_it(answered: Callable[[Play], None], tmp_path: Path) -> None:
+    answered(lambda key, i: turns(10.0, 10.0))
+    run(tmp_path, "HEAD~1", "HEAD")
+    ((found,), _) = result.read(tmp_path / "results")
+    assert found.command == (f"python -m benchmarks compare 'HEAD~1' HEAD --gpu cpu --cases {CASE} --rounds 22")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "'nowhere' must name a commit of "),
+        (["--", "-x"], "'-x' must name a commit of "),
+        (["HEAD", "--rounds", "5"], "rounds must be at least 14, fewer can show nothing; got 5"),
+        (["HEAD", "--cases", "memory"], "--cases: 'memory' names no case of NSA that is timed"),
+        (["HEAD", "--cases", "decode/*/sdpa-flash"], "names no case of NSA that is timed"),
+        (["HEAD", "--cases", "prefil"], "--cases: no case here is named 'prefil'"),
+    ],
+)
+def test_wrong_arguments_exit_with_2(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", "--gpu", "cpu", "--out", str(tmp_path), *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_interrupted_contest_keeps_what_it_decided(
+    answered: Callable[[Play], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def play(key: Key, i: int) -> trial.PairedSamples:
+        if key.name == CASE and i == 7:
+            raise KeyboardInterrupt
+        return turns(10.0, 10.0 * 1.2 ** (-1) ** i if key.name == CASE else 10.0)
+
+    answered(play)
+    assert run(tmp_path, "HEAD~1", "HEAD", cases=f"{OTHER},{CASE}") == 130
+    found, _ = result.read(tmp_path / "results")
+    by_case = {one.key.name: one for one in found}
+    assert by_case[OTHER].verdict is Verdict.SAME
+    assert (by_case[CASE].verdict, by_case[CASE].reason) == (
+        Verdict.UNDECIDED,
+        "interrupted after 6 pairs of processes",
+    )
+
+
+def test_an_interrupted_contest_leaves_no_folder(
+    answered: Callable[[Play], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(checkout.tempfile, "tempdir", str(temporary))
+
+    def interrupt(key: Key, i: int) -> trial.PairedSamples:
+        assert len(list(temporary.iterdir())) == 1
+        raise KeyboardInterrupt
+
+    answered(interrupt)
+    assert run(tmp_path, "HEAD~1", "HEAD") == 130
+    assert list(temporary.iterdir()) == []

@@ -1,0 +1,307 @@
+"""Pairs of workers: one that is lost, which is sampled next, when samples are enough, and pairs side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.ab import signed_rank, trial, worker
+from benchmarks.ab.checkout import Sources
+from benchmarks.ab.child import Child, ChildError
+from benchmarks.ab.result import Rules, Side
+from benchmarks.ab.sequential import PairFailure
+from benchmarks.history import fingerprint
+from benchmarks.history.records import Outcome
+from tests.benchmarks.synthetic import key
+
+
+def child(folder: Path, worker_source: str) -> Child:
+    (folder / "harness" / "benchmarks" / "ab").mkdir(parents=True)
+    (folder / "side0").mkdir()
+    (folder / "harness" / "benchmarks" / "__init__.py").touch()
+    (folder / "harness" / "benchmarks" / "ab" / "__init__.py").touch()
+    (folder / "harness" / "benchmarks" / "ab" / "worker.py").write_text(worker_source)
+    return Child(Sources(Side("x", None, None, "0"), folder / "side0", folder / "harness"))
+
+
+@pytest.mark.parametrize(
+    ("worker_source", "outcome", "reason"),
+    [
+        ("import time; time.sleep(60)", Outcome.STALLED, "no answer within 1 s"),
+        ("raise RuntimeError('boom')", Outcome.CRASHED, "the child ended with code 1: RuntimeError: boom"),
+        ("import os; os.abort()", Outcome.CRASHED, "the child ended with code -6: no word"),
+    ],
+    ids=["stalls", "raises", "aborts"],
+)
+def test_a_lost_child_has_an_outcome(tmp_path: Path, worker_source: str, outcome: Outcome, reason: str) -> None:
+    lost = child(tmp_path, worker_source)
+    try:
+        with pytest.raises(ChildError, match=reason) as caught:
+            lost.answer(1.0 if outcome is Outcome.STALLED else 30.0)
+        assert caught.value.outcome is outcome
+    finally:
+        lost.close()
+
+
+def test_a_child_that_measures_another_nsa_is_refused(tmp_path: Path) -> None:
+    lost = child(tmp_path, 'input(); print(\'{"nsa": "/elsewhere/nsa/__init__.py"}\', flush=True); input()')
+    try:
+        with pytest.raises(ChildError, match=r"the child imported /elsewhere/nsa/__init__\.py, which is not of"):
+            lost.begin(None)
+    finally:
+        lost.close()
+
+
+def test_children_end_with_their_parent(tmp_path: Path) -> None:
+    """Killed without a word, the parent leaves no process behind: the child's stdin ends."""
+    (tmp_path / "harness" / "benchmarks" / "ab").mkdir(parents=True)
+    (tmp_path / "harness" / "benchmarks" / "__init__.py").touch()
+    (tmp_path / "harness" / "benchmarks" / "ab" / "__init__.py").touch()
+    (tmp_path / "harness" / "benchmarks" / "ab" / "worker.py").write_text(
+        "import os, sys\nprint(os.getpid(), flush=True)\nfor line in sys.stdin: pass\n"
+    )
+    program = (
+        "import os, pathlib, sys; from benchmarks.ab.child import Child; from benchmarks.ab.checkout import Sources;"
+        " folder = pathlib.Path(sys.argv[1]); child = Child(Sources(None, folder, folder / 'harness'));"
+        " print(child._process.stdout.readline().decode().strip(), flush=True); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(fingerprint.ROOT)},
+    )
+    assert done.returncode == -9, done.stderr
+    pid = int(done.stdout)
+    for _ in range(100):
+        if not _alive(pid):
+            return
+        time.sleep(0.05)
+    pytest.fail(f"process {pid} still runs")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_lanes_share_the_cases_keep_their_order_and_survive_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real children of a harness that answers at once: the third case kills its child."""
+    worker_source = """
+import json, os, pathlib, sys
+for line in sys.stdin:
+    request = json.loads(line)
+    if "threads" in request:
+        answer = {"nsa": os.getcwd() + "/nsa/__init__.py"}
+    elif "prepare" in request:
+        length = request["prepare"]["num_keys"]
+        if length == 3 and os.getcwd().endswith("side1"):
+            os.abort()
+        answer = {"outcome": "PASSED", "reason": None}
+    elif "sample" in request:
+        answer = {"sample_ms": [float(length + 100 * os.getcwd().endswith("side1"))]}
+    elif "slowdowns" in request:
+        answer = {"latency_ms": 1.0}
+    else:
+        answer = {"outcome": "PASSED", "reason": None}
+    print(json.dumps(answer), flush=True)
+"""
+    (tmp_path / "harness" / "benchmarks" / "ab").mkdir(parents=True)
+    (tmp_path / "harness" / "benchmarks" / "__init__.py").touch()
+    (tmp_path / "harness" / "benchmarks" / "ab" / "__init__.py").touch()
+    (tmp_path / "harness" / "benchmarks" / "ab" / "worker.py").write_text(worker_source)
+    sides = []
+    for name in ("side0", "side1"):
+        (tmp_path / name).mkdir()
+        sides.append(Sources(Side(name, None, None, "0"), tmp_path / name, tmp_path / "harness"))
+    monkeypatch.setattr(trial, "_cores", lambda: [None, None])
+    keys = [key(length=length) for length in (1, 2, 3, 4, 5)]
+    played = trial.run(sides[0], sides[1], "cpu", keys, Rules(), 0)
+    base = [found.base_ms[0] if isinstance(found, trial.PairedSamples) else None for found in played]
+    assert base == [1.0, 2.0, None, 4.0, 5.0]
+    assert [found.head_ms[0][0] for found in played if isinstance(found, trial.PairedSamples)] == [
+        101.0,
+        102.0,
+        104.0,
+        105.0,
+    ]
+    lost = played[2]
+    assert isinstance(lost, PairFailure)
+    assert (lost.base, lost.head) == (Outcome.PASSED, Outcome.CRASHED)
+    assert lost.reason == "HEAD CRASHED: the child ended with code -6: no word"
+
+
+@pytest.mark.parametrize("as_a_lane_starts", [False, True])
+def test_an_interrupt_ends_the_children_of_every_lane(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_a_lane_starts: bool
+) -> None:
+    """The parent alone gets the signal, as from a cancelled job; its children would go on for ten minutes.
+
+    Each ends by the parent's kill, and not as one that stalled: `answer` would wait two minutes for that.
+    """
+    (tmp_path / "harness" / "benchmarks" / "ab").mkdir(parents=True)
+    (tmp_path / "harness" / "benchmarks" / "__init__.py").touch()
+    (tmp_path / "harness" / "benchmarks" / "ab" / "__init__.py").touch()
+    (tmp_path / "harness" / "benchmarks" / "ab" / "worker.py").write_text("import time; time.sleep(600)")
+    (tmp_path / "side0").mkdir()
+    side = Sources(Side("x", None, None, "0"), tmp_path / "side0", tmp_path / "harness")
+    monkeypatch.setattr(trial, "_cores", lambda: [None, None])
+    started: list[Child] = []
+    lost: list[Outcome] = []
+    all_there, noticed = threading.Event(), threading.Event()
+    make, answer, start = Child.__init__, Child.answer, threading.Thread.start
+
+    def note(child: Child, sources: Sources) -> None:
+        make(child, sources)
+        started.append(child)
+        if len(started) == 4:
+            all_there.set()
+            if not as_a_lane_starts:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def hear(child: Child, deadline_s: float) -> dict[str, object]:
+        try:
+            return answer(child, deadline_s)
+        except ChildError as error:
+            lost.append(error.outcome)
+            raise
+        finally:
+            if threading.current_thread().name == "unjoined":
+                noticed.wait()  # what this thread does comes too late
+
+    def interrupted(thread: threading.Thread) -> None:
+        last = len(threads) == 1
+        if last and as_a_lane_starts:
+            thread.name = "unjoined"
+        threads.append(thread)
+        start(thread)
+        if last and as_a_lane_starts:
+            all_there.wait()
+            raise KeyboardInterrupt  # the pool does not know this thread, and will not wait for it
+
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(Child, "__init__", note)
+    monkeypatch.setattr(Child, "answer", hear)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trial.run(side, side, "cpu", [key(length=1), key(length=2)], Rules(), 0)
+    codes = [child._process.returncode for child in started]
+    noticed.set()
+    for thread in threads:
+        thread.join()
+    assert codes == [-9] * 4
+    assert Outcome.STALLED not in lost
+
+
+def test_lanes_are_different_cores() -> None:
+    cores = trial._cores()
+    assert 1 <= len(cores) <= 2
+    assert len(set(cores)) == len(cores)
+
+
+class Fake:
+    """A child that answers from a script and notes what it was asked."""
+
+    def __init__(self, log: list[str], name: str, latency_ms: float, fails: Mapping[str, str] | None = None) -> None:
+        self._log, self._name, self._latency_ms, self._fails = log, name, latency_ms, fails or {}
+        self._asked = ""
+
+    def ask(self, request: Mapping[str, object]) -> None:
+        self._asked = next(iter(request))
+        calls = f":{request['sample']}" if self._asked == "sample" else ""
+        self._log.append(f"{self._name}:{self._asked}{calls}")
+
+    def answer(self, deadline_s: float) -> dict[str, object]:
+        if self._asked in ("prepare", "finish"):
+            outcome = self._fails.get(self._asked, "PASSED")
+            return {"outcome": outcome, "reason": None if outcome == "PASSED" else "why"}
+        return {"sample_ms": [self._latency_ms], "latency_ms": self._latency_ms}
+
+
+def pair_of(log: list[str], **fails: Mapping[str, str]) -> trial.WorkerPair:
+    children = [Fake(log, name, latency_ms, fails.get(name)) for name, latency_ms in (("base", 10.0), ("head", 12.0))]
+    return trial.WorkerPair(children[0], children[1], "cpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("first", "order"), [(0, "ABBAABBA"), (1, "BAABBAAB")])
+def test_the_two_take_turns_and_neither_is_always_first(first: int, order: str) -> None:
+    log: list[str] = []
+    found = pair_of(log).run(key(), dataclasses.replace(Rules(), turns=4), first)
+    samples = [entry for entry in log if ":sample:" in entry]
+    assert "".join("A" if entry.startswith("base:") else "B" for entry in samples) == order
+    assert {entry.split(":")[2] for entry in samples} == {"6"}  # of the faster side's 10 ms: five beside the first
+    assert isinstance(found, trial.PairedSamples)
+    assert found.timed().change == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("latency_ms", "device", "calls"),
+    [(0.1, "cpu", 21), (10.0, "cpu", 6), (19.9, "cpu", 4), (20.0, "cpu", 1), (20.0, "cuda", 4), (80.0, "cuda", 2)],
+)
+def test_a_long_call_is_a_turn_on_a_cpu(latency_ms: float, device: str, calls: int) -> None:
+    assert trial.calls_per_sample(latency_ms, device) == calls
+
+
+def test_both_sides_make_the_calls_of_the_faster_one() -> None:
+    log: list[str] = []
+    children = [Fake(log, name, latency_ms) for name, latency_ms in (("base", 30.0), ("head", 15.0))]
+    trial.WorkerPair(children[0], children[1], "cpu").run(key(), Rules(), 0)  # type: ignore[arg-type]
+    assert {entry.split(":", 1)[1] for entry in log if ":sample:" in entry} == {"sample:5"}  # one call for 30 ms alone
+
+
+@pytest.mark.parametrize(("calls", "counted_ms"), [(1, 9.0), (2, 2.0), (4, 3.0)])
+def test_the_first_of_several_calls_does_not_count(calls: int, counted_ms: float) -> None:
+    case = object.__new__(worker._Case)
+    taken_ms = [9.0, 2.0, 3.0, 4.0]
+    rotating = SimpleNamespace(time=lambda plan: SimpleNamespace(samples_ms=taken_ms[: plan.min_samples]))
+    vars(case).update(_rotating=rotating, _staged=None)
+    assert case.sample(calls) == [counted_ms]
+
+
+@pytest.mark.parametrize("step", ["prepare", "finish"])
+def test_a_case_that_fails_before_or_after_the_turns_has_no_time(step: str) -> None:
+    found = pair_of([], head={step: "NONFINITE"}).run(key(), Rules(), 0)
+    assert found == PairFailure(Outcome.PASSED, Outcome.NONFINITE, "HEAD NONFINITE: why")
+
+
+def test_a_wild_turn_in_four_does_not_count() -> None:
+    calm = trial.PairedSamples((10.0,) * 8, ((11.0,),) * 8)
+    disturbed = dataclasses.replace(calm, base_ms=(10.0, 30.0, 10.0, 10.0, 10.0, 99.0, 10.0, 10.0))
+    lucky = dataclasses.replace(calm, head_ms=((5.0,), *calm.head_ms[1:]))
+    assert calm.timed() == disturbed.timed() == lucky.timed()
+
+
+def test_turns_go_on_until_the_ratio_is_known_well_enough() -> None:
+    rules = Rules(turns=4, most_turns=8)
+    calm, noisy = [10.0, 10.1], [10.0, 14.0]
+    for base_ms, wanted in ((calm, 4), (noisy, 8)):
+        ended = next(n for n in range(20) if trial.PairedSamples(tuple(base_ms * 5)[:n], ((10.0,),) * n).enough(rules))
+        assert ended == wanted
+    assert trial.PairedSamples((10.0,) * 4, ((10.0,),) * 4).enough(rules)
+    assert not trial.PairedSamples((10.0,) * 5, ((10.0,),) * 5).enough(
+        rules
+    )  # each side has begun as often as the other
+
+
+def test_the_standard_error_is_that_of_repeated_pairs() -> None:
+    r = random.Random(0)
+    pairs = [[r.gauss(0.0, 0.03) for _ in range(16)] for _ in range(400)]
+    spread = statistics.pstdev(map(signed_rank.pseudomedian, pairs))
+    assert statistics.median(map(trial.standard_error, pairs)) == pytest.approx(spread, rel=0.15)

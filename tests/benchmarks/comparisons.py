@@ -1,0 +1,39 @@
+"""Results and calibration pairs as `compare` and `calibrate` would make them, without measuring."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from benchmarks.ab.calibration_samples import SLOWDOWNS, CalibrationPair, CaseSamples
+from benchmarks.ab.result import ComparisonResult, Rules, Side, Verdict
+from tests.benchmarks.synthetic import FINGERPRINT, key
+
+Noise = Callable[[random.Random], float]
+
+
+def comparison_result(verdict: Verdict) -> ComparisonResult:
+    """One case of one comparison."""
+    base, head = (Side(ref, ref * 10, False, ref * 4) for ref in ("a1b2", "c3d4"))
+    return ComparisonResult(
+        FINGERPRINT.utc, base, head, FINGERPRINT, key(), Rules(), verdict, None, "python -m benchmarks compare"
+    )
+
+
+def calibration_pairs(pairs: int, cases: int, noise: Noise, seed: int = 0, turns: int = 8) -> list[CalibrationPair]:
+    """Pairs of identical code of 50 ms, each turn longer by the noise, the injected work too."""
+    r = random.Random(seed)
+
+    def work(share: float) -> float:
+        return 50.0 * share * (1 + noise(r))
+
+    def head_turn() -> tuple[float, ...]:
+        call = work(1.0)
+        return (call, *(call + work(slowdown) for slowdown in SLOWDOWNS))
+
+    def taken(case: int) -> CaseSamples:
+        return CaseSamples(
+            f"case {case}", tuple(work(1.0) for _ in range(turns)), tuple(head_turn() for _ in range(turns))
+        )
+
+    return [CalibrationPair("identity", 1.0, tuple(taken(case) for case in range(cases))) for _ in range(pairs)]

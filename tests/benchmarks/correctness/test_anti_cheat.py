@@ -1,0 +1,260 @@
+"""Every way to look fast without doing the work that is asked for ends without a number, and is named."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import runner
+from benchmarks.correctness import anti_cheat
+from benchmarks.history import records
+from benchmarks.history.records import Outcome, Record
+from benchmarks.timing.latency import Plan
+from benchmarks.workloads import attention
+from nsa import nsa_attention
+from tests.benchmarks.synthetic import FINGERPRINT, key
+
+PLAN = Plan(min_samples=5, min_time_s=0.0, wall_limit_s=5.0, warmup_calls=1)
+MODES = ["prefill-forward", "decode"]
+
+Attend = Callable[..., Any]
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, attend: Attend, mode: str = "prefill-forward", **changes: Any) -> Record:
+    """The record of an implementation that stands in for NSA."""
+    monkeypatch.setattr(attention, "nsa_attention", attend)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return runner.measure(key(mode, **changes), device, PLAN, FINGERPRINT, "command").record
+
+
+def caught(record: Record, outcome: Outcome, said: str) -> None:
+    assert (record.outcome, said in (record.reason or "")) == (outcome, True), record.reason
+    assert all(getattr(record, name) is None for name in records.NUMBERS)
+
+
+@pytest.mark.parametrize("mode", [*MODES, "prefill-forward-backward"])
+def test_an_honest_implementation_is_let_through(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = measured(monkeypatch, nsa_attention, mode)
+    assert (record.outcome, record.reason) == (Outcome.PASSED, None)
+    assert record.gate is not None
+    fresh = [check.name for check in record.gate.checks if check.name.endswith(", fresh inputs")]
+    assert fresh[:2] == ["block_indices, fresh inputs", "o, fresh inputs"]
+    assert ("dq, fresh inputs" in fresh) == (mode == "prefill-forward-backward")
+
+
+class Remembering:
+    """Returns what it returned before for inputs that have the same word."""
+
+    def __init__(self, word: Callable[[Tensor], object], give: Callable[[Tensor], Tensor]) -> None:
+        self._word, self._give = word, give
+        self._memory: dict[object, Tensor] = {}
+        self.computed = 0
+
+    def __call__(self, q: Tensor, *arguments: Any, return_aux: bool = False, **options: Any) -> Any:
+        if return_aux:
+            return nsa_attention(q, *arguments, return_aux=True, **options)
+        word = self._word(q)
+        if word not in self._memory:
+            self.computed += 1
+            self._memory[word] = nsa_attention(q, *arguments, **options)
+        return self._give(self._memory[word])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_output_remembered_by_address(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = measured(monkeypatch, Remembering(Tensor.data_ptr, torch.clone), mode)
+    caught(copies, Outcome.INCORRECT, "o: error")
+    itself = measured(monkeypatch, Remembering(Tensor.data_ptr, lambda o: o), mode)
+    caught(itself, Outcome.NONFINITE, "values that are not finite")
+
+
+def test_output_remembered_by_version_or_content_gains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inputs change between calls, so that every sample holds the work."""
+    words: list[Callable[[Tensor], object]] = [
+        lambda q: (q.data_ptr(), q._version),
+        lambda q: q.flatten()[:8].tolist()[0],
+    ]
+    by_version, by_content = (Remembering(word, torch.clone) for word in words)
+    record = measured(monkeypatch, by_version)
+    assert record.samples is not None
+    assert by_version.computed >= record.samples.count
+    monkeypatch.setattr(anti_cheat.Touch, "__call__", lambda self: None)
+    idle = Remembering(words[0], torch.clone)
+    measured(monkeypatch, idle)
+    assert idle.computed < 4  # without the guard it would have gained
+    assert measured(monkeypatch, by_content).outcome is Outcome.PASSED
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("change", [lambda k: k.mul_(1.0001), lambda k: k.clamp_(-1, 1)], ids=["each time", "once"])
+def test_inputs_changed_in_place(
+    change: Callable[[Tensor], Tensor], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attend(q: Tensor, k: Tensor, *arguments: Any, **options: Any) -> Any:
+        change(k)
+        return nsa_attention(q, k, *arguments, **options)
+
+    caught(measured(monkeypatch, attend, mode), Outcome.INCORRECT, "the call changed its inputs: k")
+
+
+class Lazy(torch.Tensor):
+    """Computes when something is done with it."""
+
+    compute: Callable[[], Tensor]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def real(x: Any) -> Any:
+            return x.compute() if isinstance(x, Lazy) else x
+
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*(real(x) for x in args), **{name: real(x) for name, x in (kwargs or {}).items()})
+
+
+def test_output_computed_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(q: Tensor, *arguments: Any, return_aux: bool = False, **options: Any) -> Any:
+        if return_aux:
+            return nsa_attention(q, *arguments, return_aux=True, **options)
+        later = torch.empty(0).as_subclass(Lazy)
+        later.compute = lambda: nsa_attention(q, *arguments, **options)
+        return later
+
+    caught(
+        measured(monkeypatch, attend),
+        Outcome.INCORRECT,
+        "output 0 is a tests.benchmarks.correctness.test_anti_cheat.Lazy, not a",
+    )
+
+
+def test_rows_that_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a buffer that an earlier call has filled with the right values, so that nothing looks wrong."""
+    kept: list[Tensor] = []
+
+    def attend(q: Tensor, *arguments: Any, return_aux: bool = False, **options: Any) -> Any:
+        if return_aux:
+            return nsa_attention(q, *arguments, return_aux=True, **options)
+        o = nsa_attention(q, *arguments, **options)
+        if not kept:
+            kept.append(o.clone())
+        kept[0][:, :-1] = o[:, :-1]
+        return kept[0]
+
+    caught(measured(monkeypatch, attend), Outcome.NONFINITE, "o holds 64 values that are not finite")
+
+
+@pytest.mark.parametrize("mode", [*MODES, "prefill-forward-backward"])
+def test_another_path_in_the_timing_than_in_the_check(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(*arguments: Any, return_aux: bool = False, **options: Any) -> Any:
+        found = nsa_attention(*arguments, return_aux=return_aux, **options)
+        return found if return_aux else found * 1.001
+
+    caught(measured(monkeypatch, attend, mode), Outcome.INCORRECT, "o: error")
+
+
+@pytest.mark.parametrize("wrong", [1, 15])
+def test_a_batch_of_which_one_sequence_is_not_computed(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(*arguments: Any, return_aux: bool = False, **options: Any) -> Any:
+        found = nsa_attention(*arguments, return_aux=return_aux, **options)
+        if not return_aux:  # only what is timed, so that the recheck must see it
+            found[wrong] = 123.0
+        return found
+
+    caught(measured(monkeypatch, attend, "decode", batch=16), Outcome.INCORRECT, "o: error")
+
+
+def test_gradients_that_the_check_did_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(q: Tensor, *arguments: Any, return_aux: bool = False, **options: Any) -> Any:
+        if not return_aux:
+            q = q.detach() * 1.0 + (q - q.detach()) * 1.001
+        return nsa_attention(q, *arguments, return_aux=return_aux, **options)
+
+    caught(measured(monkeypatch, attend, "prefill-forward-backward"), Outcome.INCORRECT, "dq: error")
+
+
+def test_a_train_step_that_does_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"l": 16, "d": 8, "l_sel": 32, "n_sel": 8, "w": 64}
+    the_key = key("train-step", length=96, heads=8, model="showcase", config=config)
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, closure=None: None)
+    record = runner.measure(the_key, "cpu", PLAN, FINGERPRINT, "command").record
+    caught(record, Outcome.INCORRECT, "the step left every weight as it was")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int64])
+def test_a_digest_sees_every_element(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anti_cheat, "_CHUNK", 8)
+    x = (torch.arange(35).view(5, 7) % 11).to(dtype)
+    words = {anti_cheat.digest(x)}
+    for i in range(35):
+        other = x.clone()
+        other.view(-1)[i] += 1
+        words.add(anti_cheat.digest(other))
+    assert len(words) == 36
+    swapped = x.clone()
+    swapped.view(-1)[[0, 1]] = x.view(-1)[[1, 0]]
+    assert anti_cheat.digest(swapped) not in words
+    assert anti_cheat.digest(x.t()) == anti_cheat.digest(x.t().contiguous())
+    assert anti_cheat.digest(x) == anti_cheat.digest(x.clone())
+
+
+def test_a_touch_changes_each_input_and_leaves_it_as_it_was() -> None:
+    tensors = {"x": torch.randn(3, 4), "scalar": torch.tensor(2.0), "index": torch.arange(4), "none": torch.zeros(0, 3)}
+    before, versions = anti_cheat.digests(tensors), {name: x._version for name, x in tensors.items()}
+    touch = anti_cheat.Touch(tensors.values())
+    for _ in range(3):
+        touch()
+    changed = anti_cheat.digests(tensors)
+    assert [name for name in tensors if changed[name] != before[name]] == ["x", "scalar"]
+    touch.undo()
+    touch.undo()
+    anti_cheat.require_unchanged(tensors, before)
+    assert tensors["x"]._version > versions["x"]
+
+
+def on_a_stream_of_its_own(join: bool) -> Attend:
+    side = torch.cuda.Stream()
+
+    def attend(*arguments: Any, return_aux: bool = False, **options: Any) -> Any:
+        if return_aux:
+            return nsa_attention(*arguments, return_aux=True, **options)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            o = nsa_attention(*arguments, **options)
+        if join:
+            torch.cuda.current_stream().wait_stream(side)
+        return o
+
+    return attend
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", ["warm", "cold"])
+def test_work_on_a_stream_that_nobody_waits_for(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"length": 2048, "cache": cache}
+    record = measured(monkeypatch, on_a_stream_of_its_own(join=False), **sizes)
+    caught(record, Outcome.INCORRECT, "work on another stream is not waited for")
+    assert measured(monkeypatch, on_a_stream_of_its_own(join=True), **sizes).outcome is Outcome.PASSED
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", ["warm", "cold"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_graph_is_checked_as_it_is_replayed(mode: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"launch": "graph", "cache": cache, "backend_asked": "auto", "dtype": "bfloat16"}
+    honest = measured(monkeypatch, nsa_attention, mode, **changes)
+    assert (honest.outcome, honest.reason, honest.clock) == (Outcome.PASSED, None, "cuda_graph")
+    empty = measured(monkeypatch, Remembering(Tensor.data_ptr, lambda o: o), mode, **changes)
+    caught(empty, Outcome.INCORRECT, "gave the device nothing to do when its CUDA graph was made")
+    stale = measured(monkeypatch, Remembering(Tensor.data_ptr, torch.clone), mode, **changes)  # captures the copy only
+    caught(stale, Outcome.INCORRECT, "o: error")
+
+
+def test_the_inputs_of_the_recheck_are_new_and_the_same_every_time() -> None:
+    the_key = dataclasses.replace(key(), num_queries=16, num_keys=16)
+    timed, fresh, again = (attention._problem(the_key, "cpu", seed).q for seed in (0, 1, 1))
+    assert not torch.equal(timed, fresh)
+    assert torch.equal(fresh, again)

@@ -1,0 +1,122 @@
+"""Change points where they are, none where there are none, and runs that cannot be compared kept apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import statistics
+
+import pytest
+
+from benchmarks.history import trend
+from benchmarks.history.fingerprint import Fingerprint
+from benchmarks.history.store import Point
+from tests.benchmarks.synthetic import FINGERPRINT
+
+
+def of(latencies_ms: list[float], fingerprints: list[Fingerprint] | None = None) -> trend.Trend:
+    return trend.of_series(latencies_ms, fingerprints or [FINGERPRINT] * len(latencies_ms))
+
+
+def noisy(levels_ms: list[float], seed: int, noise: float = 0.015) -> list[float]:
+    r = random.Random(seed)
+    return [level_ms * (1 + r.gauss(0.0, noise)) for level_ms in levels_ms]
+
+
+def test_no_change_is_found_where_there_is_none() -> None:
+    alarms = sum(bool(of(noisy([10.0] * (5 + seed), seed)).changes) for seed in range(150))
+    assert alarms <= 2
+
+
+@pytest.mark.parametrize("factor", [1.06, 0.94])
+@pytest.mark.parametrize("at", [5, 40, 70])
+def test_a_change_is_found_where_it_is(factor: float, at: int) -> None:
+    for seed in range(10):
+        found = of(noisy([10.0] * at + [10.0 * factor] * (80 - at), seed))
+        (change,) = found.changes
+        assert abs(change.index - at) <= 3
+        assert change.change == pytest.approx(factor - 1, abs=0.025)
+        assert change.confirmed
+        assert found.level_begin == change.index
+        assert found.level_ms == pytest.approx(10.0 * factor, rel=0.01)
+
+
+def test_two_changes_are_told_apart() -> None:
+    found = of(noisy([10.0] * 30 + [12.0] * 30 + [11.0] * 30, seed=1))
+    assert [change.index for change in found.changes] == [30, 60]
+    assert [change.change for change in found.changes] == pytest.approx([0.2, -1 / 12], abs=0.02)
+
+
+def test_a_slow_drift_does_not_slip_through_in_small_steps() -> None:
+    for seed in range(5):
+        found = of(noisy([10.0 * 1.002**i for i in range(100)], seed, noise=0.01))
+        total = 1.0
+        for change in found.changes:
+            assert change.change >= trend.SMALLEST_CHANGE
+            total *= 1 + change.change
+        assert total == pytest.approx(1.002**100, rel=0.07)
+
+
+def test_a_change_too_small_to_matter_is_none() -> None:
+    levels = [10.0] * 50 + [10.15] * 50
+    assert of(levels).changes == ()
+    fine = trend.of_series(levels, [FINGERPRINT] * 100, smallest=0.01)
+    assert [change.index for change in fine.changes] == [50]
+
+
+def test_one_wild_run_is_no_change() -> None:
+    found = of([10.0, 10.1, 9.9, 10.0, 10.1, 20.0, 9.9, 10.0, 10.1, 10.0])
+    assert found.changes == ()
+    assert found.level_ms == 10.0
+
+
+def test_the_last_point_alone_asks_for_another_run() -> None:
+    calm = noisy([10.0] * 20, seed=3, noise=0.005)
+    asked = of([*calm, 11.0])
+    assert asked.confirmation_wanted
+    (change,) = asked.changes
+    assert (change.index, change.confirmed) == (20, False)
+    assert asked.level_ms == statistics.median(calm)  # until then the old level stands
+
+    refuted, confirmed = of([*calm, 11.0, 10.0]), of([*calm, 11.0, 11.05])
+    assert (refuted.changes, refuted.confirmation_wanted) == ((), False)
+    assert [(change.index, change.confirmed) for change in confirmed.changes] == [(20, True)]
+    assert confirmed.level_ms == pytest.approx(11.0, rel=0.01)
+
+
+def test_runs_that_cannot_be_compared_split_the_series() -> None:
+    newer = dataclasses.replace(FINGERPRINT, torch="2.14.0")
+    found = of([10.0] * 10 + [13.0] * 10, [FINGERPRINT] * 10 + [newer] * 10)
+    assert found.changes == ()
+    assert found.breaks == (trend.Break(10, ("torch 2.13.0 -> 2.14.0",)),)
+    assert (found.level_ms, found.level_begin) == (13.0, 10)
+
+
+def test_two_hosts_that_take_turns_hide_no_change() -> None:
+    other = dataclasses.replace(FINGERPRINT, cpu="Another CPU")
+    levels = [10.0, 20.0] * 10 + [11.0, 20.0] * 10
+    found = of(levels, [FINGERPRINT, other] * 20)
+    assert found.breaks == (trend.Break(1, ("cpu A CPU -> Another CPU",)),)
+    assert [(change.index, round(change.change, 3), change.confirmed) for change in found.changes] == [(20, 0.1, True)]
+    assert (found.level_ms, found.level_begin) == (20.0, 1)
+    assert of(levels[:-1], [FINGERPRINT, other] * 19 + [FINGERPRINT]).level_ms == 11.0
+
+
+def test_commits_and_times_do_not_split_it() -> None:
+    runs = [dataclasses.replace(FINGERPRINT, commit=str(i), nsa_sha256=str(i), load=float(i)) for i in range(20)]
+    found = of([10.0] * 10 + [13.0] * 10, runs)
+    assert found.breaks == ()
+    assert [change.index for change in found.changes] == [10]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_short_series_have_a_level_and_no_change(length: int) -> None:
+    found = of([10.0] * length)
+    assert (found.changes, found.level_ms) == ((), 10.0)
+
+
+def test_points_of_the_store_are_series() -> None:
+    points = [Point("2026-01-02T03:04:05Z", x, None, None, FINGERPRINT) for x in [10.0] * 9 + [12.0] * 9]
+    assert trend.of_points(points) == of([10.0] * 9 + [12.0] * 9)
+    with pytest.raises(ValueError, match="latencies_ms must hold at least one point"):
+        trend.of_points([])

@@ -1,0 +1,179 @@
+"""The pictures: every line told apart in any colour vision and in print, published figures apart from measured ones."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+
+from benchmarks.history import speedup
+from benchmarks.history.store import Series, Store
+from benchmarks.history.trend import Change
+from benchmarks.report import lengths, style, trends
+from benchmarks.report.folder import ReportFolder
+from benchmarks.report.references import Reference
+from benchmarks.report.trends import Boundary, Row, Scale
+from tests.benchmarks import full_results
+from tests.benchmarks.synthetic import key, passed
+
+# Complete deuteranopia and protanopia on linear RGB: Machado, Oliveira and Fernandes, IEEE TVCG 15 (2009), table 1.
+DEUTERANOPIA = ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881))
+PROTANOPIA = ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998))
+NORMAL = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
+CLEARLY_APART = 10.0
+"""CIE 1976 distance; about 2.3 is just noticeable."""
+
+
+def linear(colour: str) -> list[float]:
+    return [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+
+
+def seen_as(colour: str, vision: Sequence[Sequence[float]]) -> list[float]:
+    rgb = linear(colour)
+    return [min(1.0, max(0.0, sum(a * b for a, b in zip(row, rgb, strict=True)))) for row in vision]
+
+
+def lab(rgb: Sequence[float]) -> tuple[float, float, float]:
+    """Linear sRGB to CIE L*a*b*, D65."""
+    to_xyz = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
+    white = (0.9505, 1.0, 1.089)
+    xyz = [sum(a * b for a, b in zip(row, rgb, strict=True)) / w for row, w in zip(to_xyz, white, strict=True)]
+    f = [t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in xyz]
+    return 116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])
+
+
+def distance(one: str, other: str, vision: Sequence[Sequence[float]]) -> float:
+    pairs = zip(lab(seen_as(one, vision)), lab(seen_as(other, vision)), strict=True)
+    return float(sum((a - b) ** 2 for a, b in pairs) ** 0.5)
+
+
+@pytest.mark.parametrize("vision", [NORMAL, DEUTERANOPIA, PROTANOPIA], ids=["normal", "deuteranopia", "protanopia"])
+def test_colours_are_apart_in_any_colour_vision(vision: Sequence[Sequence[float]]) -> None:
+    too_near = {
+        (one, other): round(distance(one, other, vision), 1)
+        for one, other in itertools.combinations(style.COLOURS, 2)
+        if distance(one, other, vision) < CLEARLY_APART
+    }
+    assert not too_near
+
+
+def test_red_and_green_would_not_be() -> None:
+    assert distance("#c00000", "#407000", DEUTERANOPIA) < CLEARLY_APART < distance("#c00000", "#407000", NORMAL)
+
+
+def test_marker_and_dash_alone_tell_lines_apart_in_print() -> None:
+    looks = [(style.nth(number)["marker"], style.nth(number)["linestyle"]) for number in range(32)]
+    assert len(set(looks)) == 32
+    known = [style.of_implementation(name) for name in style.IMPLEMENTATIONS]
+    assert len({(one["marker"], one["linestyle"]) for one in known}) == len(known)
+
+
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """Every figure that an album saves from here on."""
+    figures: list[Figure] = []
+    save = Figure.savefig
+
+    def keeping(figure: Figure, *arguments: object, **options: object) -> None:
+        if figure not in figures:
+            figures.append(figure)
+        save(figure, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Figure, "savefig", keeping)
+    return figures
+
+
+def words(figure: Figure) -> str:
+    return "\n".join(text.get_text() for axis in figure.axes for text in axis.texts)
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> list[Series]:
+    full_results.write_runs(tmp_path, 12)
+    opened = Store(tmp_path)
+    return [one for one in opened.history("h200") if one.newest.key.mode == "decode"]
+
+
+def test_a_trend_shows_band_change_boundary_and_reference(
+    history: list[Series], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = drawn(monkeypatch)
+    level = history[0].points[-1].tokens_per_s or 0.0
+    near = Reference("a", "published: a (x)", [(8192, level * 1.01)])
+    far = Reference("a", "published: a (y)", [(8192, level * 9)])
+    changes = [Change(full_results.SLOWER_FROM, 0.08, True), Change(11, -0.02, False)]
+    marked = [Boundary(history[0].points[full_results.NEW_DRIVER_FROM].utc, ("driver 555 -> 560",))]
+    row = Row("8k", history[0], changes, [near, far])
+    (picture,) = trends.draw(ReportFolder(tmp_path), "h200", "Decode", [row], marked)
+    (axis,) = figures[0].axes
+    assert len(axis.collections) == 1, "the band"
+    said = words(figures[0]).replace("\u00a0", " ")
+    assert "−7.4 %\n" in said
+    assert "+2.0 %?" in said
+    assert "published: a (x)" in said
+    assert "published: a 218k" in said, "the far one in words"
+    dashed = [line for line in axis.lines if list(line.get_xdata()) == [full_results.NEW_DRIVER_FROM - 0.5] * 2]
+    assert len(dashed) == 1
+    assert (tmp_path / picture.svg).is_file()
+
+
+def test_a_row_has_a_scale_of_its_own_that_no_reference_flattens(history: list[Series]) -> None:
+    far = Reference("a", "published: a (y)", [(8192, 1e9)])
+    for row in (Row("8k", history[0], [], []), Row("8k", history[0], [], [far])):
+        scale = Scale.of(row, bottom=-3)
+        heights = scale.all(point.tokens_per_s or 0.0 for point in row.series.points)
+        assert -2.83 < min(heights) < -2.7
+        assert -2.16 < max(heights) < -2.05
+        assert 0.04 < scale.reach < 0.06
+    assert str(Scale(0, 2.02e6, 0.08)) == "2.02M/s ±8\u00a0%"
+
+
+def test_many_cases_take_several_pictures(history: list[Series], tmp_path: Path) -> None:
+    rows = [Row(str(number), one, [], []) for number, one in enumerate(history * 3)]
+    pictures = trends.draw(ReportFolder(tmp_path), "h200", "Decode", rows, [])
+    assert [picture.title.partition(":")[0] for picture in pictures] == ["Decode (1 of 2)", "Decode (2 of 2)"]
+
+
+def test_one_run_is_no_trend(history: list[Series], tmp_path: Path) -> None:
+    alone = Series(history[0].newest, history[0].points[:1])
+    assert trends.draw(ReportFolder(tmp_path), "h200", "Decode", [Row("8k", alone, [], [])], []) == []
+
+
+def test_runs_are_parted_where_they_are_not_comparable(tmp_path: Path) -> None:
+    runs = [full_results.run_of(number) for number in range(6)]
+    (boundary,) = trends.boundaries(runs)
+    assert boundary.utc == runs[full_results.NEW_DRIVER_FROM].utc
+    assert boundary.differences == ("driver 555.42.02 -> 560.35.03",)
+
+
+def test_labels_survive_whatever_a_record_says() -> None:
+    assert style.drawable("a\x00b\n漢" + "x" * 99, 10) == "a?b??xx..."
+    assert [style.in_k(x) for x in (512, 1000, 1024, 65536)] == ["512", "1000", "1k", "64k"]
+    assert [style.in_short(x) for x in (0.5, 12_000, 3.04e6)] == ["0.5", "12k", "3.04M"]
+
+
+def test_a_group_keeps_the_largest_batch_of_each_length(tmp_path: Path) -> None:
+    found = [passed(key("decode", length=length, batch=batch)) for length in (128, 64) for batch in (1, 8, 2)]
+    (group,) = lengths.groups(speedup.comparisons(found))
+    assert [(one.nsa.key.num_keys, one.nsa.key.batch) for one in group.compared] == [(64, 8), (128, 8)]
+    assert group.label == "4x2x16 float32"
+
+
+@pytest.mark.parametrize(
+    ("batches", "wanted", "axis_label"),
+    [
+        ({4096: 1, 8192: 256}, ["4k\n× 1", "8k\n× 256"], "length in tokens × sequences"),
+        ({4096: 1, 8192: 1}, ["4k", "8k"], "length in tokens"),
+        ({}, ["4k", "8k"], "length in tokens"),
+    ],
+)
+def test_lengths_name_their_sequences_where_they_differ(
+    batches: dict[int, int], wanted: list[str], axis_label: str
+) -> None:
+    axis = Figure().subplots()
+    style.over_lengths(axis, [4096, 8192], batches)
+    assert [label.get_text() for label in axis.get_xticklabels()] == wanted
+    assert axis.get_xlabel() == axis_label

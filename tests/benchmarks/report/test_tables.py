@@ -1,0 +1,261 @@
+"""What the tables of the pages say, and in which order: verdicts, incidents, calibration, references."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+import regression.ledger
+from benchmarks.ab import result
+from benchmarks.ab.result import Side, Verdict
+from benchmarks.baselines.published import Series, Source
+from benchmarks.history import accepted, speedup
+from benchmarks.history.store import Store
+from benchmarks.report import calibration, changes, comparisons, ledger, lengths, machine_tables, references
+from benchmarks.report.calibration import wilson
+from benchmarks.report.folder import ReportFolder
+from benchmarks.report.machine_tables import Race, faster_from
+from benchmarks.report.table import NBSP, Cell, Table, percent
+from regression.evidence import Bound, Evidence
+from regression.ledger import Entry
+from regression.runner import Pace
+from regression.verdict import Verdict as Fault
+from regression.verdict import aspects
+from tests.benchmarks import full_results
+from tests.benchmarks.synthetic import key, passed
+
+
+def texts(table: Table) -> list[list[str]]:
+    assert all(len(row) == len(table.head) for row in table.rows)
+    return [[cell.text.replace(NBSP, " ") for cell in row] for row in table.rows]
+
+
+def column(table: Table, name: str) -> list[str]:
+    return [row[list(table.head).index(name)] for row in texts(table)]
+
+
+def comparisons_of(results: Path) -> list[comparisons.Comparison]:
+    found, damaged = result.read(results)
+    assert damaged == []
+    return comparisons.comparisons(found)
+
+
+def test_the_gravest_verdict_comes_first(tmp_path: Path) -> None:
+    full_results.write_verdicts(tmp_path)
+    (comparison,) = comparisons_of(tmp_path)
+    assert column(comparison.table, "verdict") == ["FAILED", "SLOWER", "UNDECIDED", "FASTER", "SAME"]
+    assert column(comparison.table, "time, change") == ["–", "+8.1 %", "+2.0 %", "−6.0 %", "+0.2 %"]
+    assert comparison.summary.text.replace(NBSP, " ") == "1 FAILED, 1 SLOWER, 1 UNDECIDED, 1 FASTER, 1 SAME"
+    assert comparison.summary.kind == "bad"
+
+
+def test_the_newest_contest_of_each_machine_is_shown_the_others_in_a_line(tmp_path: Path) -> None:
+    elsewhere = full_results.run_of(1, "cpu", "A CPU")
+    full_results.write_verdicts(tmp_path, "2026-01-01T00:00:00Z", fingerprint=elsewhere)
+    full_results.write_verdicts(tmp_path, "2026-02-01T00:00:00Z")
+    full_results.write_verdicts(tmp_path, "2026-03-01T00:00:00Z", verdict=Verdict.SAME, reason=None)
+    found = comparisons_of(tmp_path)
+    assert [(one.machine, one.utc[5:7]) for one in comparisons.newest(found)] == [("h200", "03"), ("cpu", "01")]
+    assert column(comparisons.earlier(found), "when") == ["2026-02-01 00:00"]
+
+
+def test_speed_is_of_exactly_that_commit(tmp_path: Path) -> None:
+    full_results.write_verdicts(tmp_path, "2026-03-01T00:00:00Z", verdict=Verdict.SAME, reason=None)
+    full_results.write_verdicts(tmp_path, "2026-04-01T00:00:00Z", head=Side("working tree", "c" * 40, True, "d" * 16))
+    speed = comparisons.speed(comparisons_of(tmp_path))
+    commit = full_results.run_of(full_results.SLOWER_FROM).commit
+    assert {place: cell.text for place, cell in speed.items()} == {("h200", commit): f"5{NBSP}SAME"}
+
+
+def test_the_ledger_has_a_row_per_commit_newest_first(tmp_path: Path) -> None:
+    full_results.write_incidents(tmp_path, 1)
+    full_results.write_incidents(tmp_path, 2, red="window-leak")
+    entries, damaged = ledger.read(tmp_path)
+    assert damaged == []
+    old, new = (str(full_results.run_of(number).commit) for number in (1, 2))
+    table = ledger.rows(entries, {("h200", old): Cell("12 SAME")})
+    assert column(table, "commit") == [new[:10], old[:10]]
+    assert column(table, "speed") == ["not judged", "12 SAME"]
+    assert column(table, "causality") == ["RED: window-leak", "1 of 1 green"]
+    assert column(table, "NaN") == column(table, "stalls") == ["1 of 1 green"] * 2
+    assert column(table, "detectors") == ["4 of 4 fire"] * 2
+    assert column(ledger.red(entries), "incident") == ["window-leak"]
+    assert column(table, "not run") == ["none", "none"]
+
+
+def test_a_run_that_was_cut_off_says_what_it_did_not_replay(tmp_path: Path) -> None:
+    full_results.write_incidents(tmp_path, 1)
+    full_results.write_incidents(tmp_path, 2)
+    newer = max((tmp_path / "regression").rglob("*.jsonl"))
+    lines = newer.read_text().splitlines()
+    for kept, wanted in ((len(lines) - 1, json.loads(lines[-1])["incident"]), (1, "4 incidents")):
+        newer.write_text("\n".join(lines[:kept]) + "\n")
+        table = ledger.rows(ledger.read(tmp_path)[0], {})
+        assert column(table, "not run") == [wanted, "none"]
+
+
+@pytest.mark.parametrize(
+    ("aspect", "judgement", "wanted"),
+    [
+        ("future_seen", "LEAK", "causality"),
+        ("loss_nats", "TOO_GOOD", "causality"),
+        ("loss_nats", "NONFINITE", "NaN"),
+        ("nonfinite", "PASSED", "NaN"),
+        ("end", "STALLED", "stalls"),
+        ("host_syncs", "PASSED", "stalls"),
+        ("end", "CRASHED", "other promises"),
+        ("error", "PASSED", "other promises"),
+    ],
+)
+def test_an_aspect_stands_in_its_column(aspect: str, judgement: str, wanted: str) -> None:
+    assert ledger.column_of(ledger.Aspect(aspect, judgement, "")) == wanted
+
+
+def test_a_detector_that_does_not_fire_is_red(tmp_path: Path) -> None:
+    full_results.write_incidents(tmp_path, 1)
+    (path,) = (tmp_path / "regression").rglob("*.jsonl")
+    entry = json.loads(path.read_text().splitlines()[0])
+    path.write_text(json.dumps({**entry, "part": "faulty", "verdict": "PASSED", "ok": False}) + "\n")
+    table = ledger.rows(ledger.read(tmp_path)[0], {})
+    assert column(table, "detectors") == ["RED: window-leak"]
+    assert column(table, "causality") == ["not looked at"]
+
+
+def test_the_newest_entry_counts_and_an_injected_fault_does_not(tmp_path: Path) -> None:
+    full_results.write_incidents(tmp_path, 1, red="window-leak")
+    (path,) = (tmp_path / "regression").rglob("*.jsonl")
+    lines = path.read_text().splitlines()
+    full_results.write_incidents(tmp_path, 1)
+    injected = [json.dumps({**json.loads(line), "injected": "window-leak"}) for line in lines]
+    path.write_text("\n".join([*lines, *path.read_text().splitlines(), *injected, "torn"]))
+    entries, damaged = ledger.read(tmp_path)
+    assert column(ledger.rows(entries, {}), "causality") == ["1 of 1 green"]
+    assert [line.partition(".jsonl:")[2][:19] for line in damaged] == ["25: JSONDecodeError"]
+
+
+def test_the_calibration_is_told_in_a_sentence(tmp_path: Path) -> None:
+    full_results.write_calibration(tmp_path)
+    (tmp_path / "calibration" / "h100.json").write_text("{")
+    (one,), (damaged,) = calibration.read(tmp_path)
+    assert "h100.json is no calibration" in damaged
+    shown = calibration.show(ReportFolder(tmp_path / "report"), one)
+    sentence = shown.sentence.replace(NBSP, " ")
+    assert "2 of 240 comparisons: a false-alarm rate of 0.833 %." in sentence
+    assert "A slowdown of 3 % was found in 95 %." in sentence
+    assert column(shown.rates, "called SLOWER") == ["0.417 %", "25.4 %", "95 %", "100 %"]
+
+
+def test_wilson_agrees_with_the_book() -> None:
+    assert wilson(0, 200) == (0.0, pytest.approx(0.01885, abs=1e-5))
+    assert wilson(10, 20) == (pytest.approx(0.2993, abs=1e-4), pytest.approx(0.7007, abs=1e-4))
+
+
+def test_headlines_name_the_fastest_baseline(tmp_path: Path) -> None:
+    found = []
+    for length, flash_ms, cudnn_ms in ((64, 5.0, 4.0), (128, 30.0, 20.0)):
+        found += [passed(key(implementation="sdpa-flash", length=length), flash_ms)]
+        found += [passed(key(implementation="sdpa-cudnn", length=length), cudnn_ms), passed(key(length=length), 10.0)]
+    table = machine_tables.headlines(lengths.groups(speedup.comparisons(found)))
+    wanted = ["Prefill, forward, 4x2x16 float32", "128", "10 ms", "sdpa-cudnn 20 ms", "2.00×", "128"]
+    assert texts(table) == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "wanted"),
+    [((0.5, 1.1, 2.0), "2k"), ((1.5, 0.9, 2.0), "4k"), ((2.0, 0.9), "no measured length"), ((2.0, 2.0), "1k")],
+)
+def test_faster_from_means_at_every_longer_length(ratios: tuple[float, ...], wanted: str) -> None:
+    record = passed(key())
+    races = [Race(1024 * 2**number, record, record, ratio) for number, ratio in enumerate(ratios)]
+    assert faster_from(races) == wanted
+
+
+SURVEY = Source("survey", "A survey", "NVIDIA H200", "h200")
+SHAPE = (4, 2, 16, 16)
+
+
+def series(**changes: object) -> Series:
+    values = ((1.0, 3.0), (8.0, 8.0))
+    one = Series(SURVEY, "prefill-forward", "flash-attn-4", "ms", (64, 128), values, shape=SHAPE, batch=1)
+    return dataclasses.replace(one, **changes)  # type: ignore[arg-type]
+
+
+def test_a_reference_is_of_the_same_case_on_the_same_machine() -> None:
+    (line,) = references.throughput([series()], key(), "h200", {})
+    assert line.points == [(64, 32_000.0), (128, 16_000.0)]
+    assert line.label == "published: flash-attn-4 (survey, NVIDIA H200)"
+    assert references.throughput([series()], key(), "a100", {}) == []
+    for name, other in (("mode", "decode"), ("shape", (4, 4, 16, 16)), ("shape", None), ("dtype", "float16")):
+        assert references.throughput([series(**{name: other})], key(), "h200", {}) == [], other
+    assert references.throughput([series(batch=None)], key(), "h200", {}) == [], "a batch that is unknown"
+
+
+def test_decode_makes_one_token_per_sequence() -> None:
+    one = series(mode="decode", batch=None, cached_tokens=1024)
+    (line,) = references.throughput([one], key("decode"), "h200", {128: 8})
+    assert line.points == [(64, 8000.0), (128, 1000.0)]
+    (line,) = references.throughput([one], key("decode"), "h200", {128: 1})
+    assert line.points == [(64, 8000.0)], "another batch"
+
+
+def test_a_ratio_never_becomes_a_throughput_nor_the_other_way() -> None:
+    ratio = series(unit="ratio", against="flash-attn", expected=True, source=dataclasses.replace(SURVEY, machine=None))
+    assert references.throughput([ratio], key(), "h200", {}) == []
+    assert references.speed_up([series()], key()) == []
+    (line,) = references.speed_up([ratio], key())
+    assert line.label == "computed: flash-attn-4 (survey, NVIDIA H200) / flash-attn"
+    assert line.points == [(64, 2.0), (128, 8.0)]
+
+
+def test_percent_has_a_true_minus() -> None:
+    assert percent(-0.0312) == f"−3.1{NBSP}%"
+
+
+def test_changes_are_told_newest_first_and_where_a_case_stands(tmp_path: Path) -> None:
+    full_results.write_runs(tmp_path, 12)
+    full_results.write_accepted(tmp_path)
+    opened = Store(tmp_path)
+    history = [one for one in opened.history("h200") if one.newest.key.mode == "decode"]
+    standings = accepted.standings("h200", history, accepted.current(tmp_path))
+    followed = changes.follow(history)
+    table = changes.table(followed)
+    commit = str(full_results.run_of(full_results.SLOWER_FROM).commit)
+    assert column(table, "commit") == [commit[:10]] * 4
+    assert all(change.startswith("+") for change in column(table, "time, change"))
+    assert column(table, "seen again") == ["yes"] * 4
+    assert column(changes.standings(standings), "beside its baseline") == ["MISSING", "NEW", "NEW", "NEW", "NEW"]
+    wanted = "Changes of level over the runs: 4 slower, 0 faster, 0 not seen again yet. Beside the accepted baselines: "
+    assert changes.news(followed, standings) == wanted + "1 MISSING, 4 NEW."
+
+
+def test_a_change_that_one_run_saw_asks_for_another(tmp_path: Path) -> None:
+    full_results.write_runs(tmp_path, full_results.SLOWER_FROM + 1)
+    opened = Store(tmp_path)
+    followed = changes.follow(one for one in opened.history("h200") if one.newest.key.mode == "decode")
+    assert column(changes.table(followed), "seen again") == ["not yet: python -m benchmarks run"] * 4
+    assert changes.news(followed, []).endswith("4 slower, 0 faster, 4 not seen again yet. No baseline is accepted.")
+
+
+def test_the_ledger_reads_what_the_regression_suite_writes(tmp_path: Path) -> None:
+    where = full_results.run_of(1)
+    evidence = Evidence(future_seen=(), host_syncs=Bound(3.0, 1.0))
+    judged_so = aspects(evidence)
+    pace = Pace(1.0, 0.5, 0.1, 3, 0.2, 30.0, {})
+    written = Entry(
+        where, "step2-stall", "product", "cuda", None, Fault.PASSED, Fault.SLOW, False, "too many", judged_so, evidence,
+        pace, "python -m regression run step2-stall",
+    )  # fmt: skip
+    path = regression.ledger.create(tmp_path, where)
+    regression.ledger.append(path, written)
+    entries, damaged = ledger.read(tmp_path)
+    assert damaged == []
+    table = ledger.rows(entries, {})
+    assert (column(table, "causality"), column(table, "stalls")) == (["1 of 1 green"], ["RED: step2-stall"])
+
+
+def test_every_sign_of_a_column_is_one_of_the_regression_suite() -> None:
+    known = {field.name for field in dataclasses.fields(Evidence)} | {fault.value for fault in Fault}
+    assert {sign for signs in ledger.COLUMNS.values() for sign in signs} <= known

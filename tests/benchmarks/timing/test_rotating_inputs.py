@@ -1,0 +1,105 @@
+"""Cold calls take turns on copies of the inputs, warm ones stay on theirs; the inputs are left as they were."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.correctness import anti_cheat
+from benchmarks.history.records import Gate
+from benchmarks.timing import cuda_graphs, latency, rotating_inputs
+from benchmarks.timing.latency import Plan, Timing
+from benchmarks.timing.rotating_inputs import RotatingInputs
+from benchmarks.workloads import Work
+from tests.benchmarks.synthetic import GREEN, key
+
+
+class Log:
+    """What was called, on which copy."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def work(self, name: str, x: Tensor, copy: Callable[[], Work] | None = None) -> Work:
+        def call() -> tuple[Tensor, ...]:
+            self.calls.append(name)
+            return (x * 2,)
+
+        def recheck(timed: Callable[[], tuple[Tensor, ...]], seed: int) -> Gate:
+            timed()
+            self.calls.append(f"rechecked {name} with {seed}")
+            return GREEN
+
+        return Work(lambda _: GREEN, call, 1, inputs={"x": x}, recheck=recheck, copy=copy)
+
+
+def five_calls(call: Callable[[], object], device: str, cache: str, plan: Plan, before: Callable[[], object]) -> Timing:
+    for _ in range(5):
+        before()
+        call()
+    return Timing((1.0,), "cuda_event", cache, 0, "enough_samples")
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Log:
+    monkeypatch.setattr(latency, "measure", five_calls)
+    monkeypatch.setattr(cuda_graphs, "capture", lambda call: call)
+    return Log()
+
+
+@pytest.mark.parametrize("launch", ["eager", "graph"])
+@pytest.mark.parametrize(
+    ("cache", "room", "expected"),
+    [("cold", True, "abab"), ("cold", False, "aaaa"), ("warm", True, "aaaa")],
+)
+def test_cold_calls_take_turns_where_there_is_room(
+    cache: str, room: bool, expected: str, launch: str, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rotating_inputs, "_has_room", lambda work: room)
+    work = log.work("a", torch.ones(4), copy=lambda: log.work("b", torch.ones(4)))
+    both = RotatingInputs(work, key(cache=cache, launch=launch), "cuda")
+    both.time(Plan(1, 0.0, 1.0))
+    assert "".join(log.calls) == (expected * 2)[:5]
+    log.calls.clear()
+    last = max(expected)
+    assert both.recheck(7) == GREEN
+    assert log.calls == [last, f"rechecked {last} with 7"]
+
+
+def test_the_inputs_change_between_calls_and_at_last_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, seen = torch.ones(4), []
+    work = Work(lambda _: GREEN, lambda: (seen.append(x.clone()) or x,), 1, inputs={"x": x})
+    before = anti_cheat.digests(work.inputs)
+    timed = RotatingInputs(work, key(), "cpu").time(Plan(3, 0.0, 5.0, warmup_calls=0))
+    assert len(timed.samples_ms) == 3
+    assert [a.equal(b) for a, b in itertools.pairwise(seen)] == [False, False]
+    anti_cheat.require_unchanged(work.inputs, before)
+
+
+def test_the_inputs_are_as_they_were_when_a_call_fails() -> None:
+    x = torch.ones(4)
+
+    def call() -> tuple[Tensor, ...]:
+        raise RuntimeError("boom")
+
+    work = Work(lambda _: GREEN, call, 1, inputs={"x": x})
+    with pytest.raises(RuntimeError, match="boom"):
+        RotatingInputs(work, key(), "cpu").time(Plan(1, 0.0, 1.0))
+    assert x.tolist() == [1.0] * 4
+
+
+@pytest.mark.gpu
+def test_a_graph_gives_what_the_call_gives_and_a_call_that_waits_has_none() -> None:
+    x = torch.arange(4.0, device="cuda")
+    replay = cuda_graphs.capture(lambda: (x * 2,))
+    x += 1
+    assert replay()[0].tolist() == [2.0, 4.0, 6.0, 8.0]
+    with pytest.raises(cuda_graphs.CannotCaptureError, match="no CUDA graph can be made of this call"):
+        cuda_graphs.capture(lambda: (x * float(x.sum()),))
+    assert (x + 1).tolist() == [2.0, 3.0, 4.0, 5.0]  # the device is as well as before
+    assert torch.rand_like(x).isfinite().all()
+    assert cuda_graphs.capture(lambda: (torch.rand_like(x),))()[0].isfinite().all()

@@ -1,0 +1,137 @@
+"""One candidate at a time: small calls in Triton's interpreter, and what an architecture can hold, without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from benchmarks.history import schema
+from benchmarks.timing import latency
+from benchmarks.tuning import run, trials
+from benchmarks.tuning.trials import Workload, difference
+from nsa.triton_backend import hopper, tuning
+from nsa.triton_backend.tuning import LaunchConfig
+
+SMALL = LaunchConfig(16, 16, 1, 1)
+
+
+@pytest.fixture
+def workload(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Workload:
+    once = latency.Plan(min_samples=1, min_time_s=0.0, wall_limit_s=0.0, warmup_calls=0, end_to_end=False)
+    monkeypatch.setattr(trials, "PLAN", once)
+    return Workload(86, "narrow", 2, 16, 16, 1, 40, torch.float32, device.type)
+
+
+@pytest.mark.parametrize("kernel", ["scores", "compressed_window_backward_q"])
+def test_a_candidate_that_is_right_is_timed(workload: Workload, kernel: str) -> None:
+    trial = workload.trial(kernel, SMALL, tuning.table(86))
+    assert trial.outcome == "measured", trial.detail
+    assert trial.latency_ms is not None
+    assert trial.latency_ms > 0
+
+
+def test_a_candidate_is_launched_and_a_wrong_one_is_found(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = tuning.fit
+
+    def faulty(kernel: str, *sizes: object) -> tuning.Shape:
+        if tuning.table(86).narrow["compressed_window_forward"] == SMALL:
+            monkeypatch.setattr("nsa.triton_backend.compressed_window.LOG2E", 1.0)  # the scores of another scale
+        return real(kernel, *sizes)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tuning, "fit", faulty)
+    trial = workload.trial("compressed_window_forward", SMALL, tuning.table(86))
+    assert trial.outcome == "wrong"
+    assert trial.latency_ms is None
+
+
+def test_a_candidate_that_the_device_refuses_is_kept_as_failed(
+    workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise RuntimeError("out of resource: shared memory")
+
+    monkeypatch.setattr(latency, "measure", refused)
+    trial = workload.trial("scores", SMALL, tuning.table(86))
+    assert (trial.outcome, trial.detail) == ("failed", "RuntimeError: out of resource: shared memory")
+
+
+def test_a_trial_is_on_the_disk_before_the_next_one_begins(workload: Workload, tmp_path: Path) -> None:
+    table = tuning.table(86)
+    trials = run._tried("scores", [SMALL, SMALL], table, workload, tmp_path)
+    first = next(trials)
+    found, damaged = schema.read_lines(tmp_path / "tuning" / "sm86.jsonl", run.TrialRecord)
+    assert not damaged
+    (line,) = found
+    assert line.trial == first
+    assert (line.group, line.head_dim_k, line.head_dim_v, line.kv_heads, line.tokens) == (2, 16, 16, 1, 40)
+    assert line.fingerprint.torch == torch.__version__
+
+
+def test_rounding_is_no_difference_and_more_is() -> None:
+    wanted = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    assert difference([wanted * (1 + 1e-7)], [wanted]) is None
+    assert "off by" in str(difference([wanted * 1.001], [wanted]))
+    assert "off by nan" in str(difference([wanted * torch.nan], [wanted]))
+    blocks = torch.arange(100)
+    assert difference([blocks], [blocks]) is None
+    assert "98.0000%" in str(difference([blocks.clamp(max=97)], [blocks]))
+
+
+def test_what_does_not_fit_an_architecture_is_dropped() -> None:
+    program = (
+        "from benchmarks.tuning.trials import *\n"
+        "table = tuning.table(90)\n"
+        "for architecture in (90, 86):\n"
+        "    workload = Workload(architecture, 'narrow', 16, 128, 128, 1, 0)\n"
+        "    print(fits('scores', LaunchConfig(128, 128, 4, 4), table, workload))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["True", "False"], done.stderr
+
+
+@pytest.mark.skipif(not hopper.AVAILABLE, reason="kernels of hopper/ need a version of Triton that was tried")
+def test_what_hopper_does_not_serve_or_take_is_dropped() -> None:
+    """Other heads; one stage, with which the scores would wait for ever; 32 rows, which are no warpgroup."""
+    program = (
+        "from benchmarks.tuning.trials import *\n"
+        "table, launch = tuning.table(90), LaunchConfig(64, 64, 4, 2)\n"
+        "narrow = Workload(90, 'narrow', 16, 128, 128, 1, 0)\n"
+        "print(fits('hopper.scores', launch, table, narrow))\n"
+        "print(fits('hopper.scores', launch, table, Workload(90, 'slim', 6, 64, 64, 1, 0)))\n"
+        "print(fits('hopper.scores', LaunchConfig(64, 64, 4, 1), table, narrow))\n"
+        "print(fits('hopper.compressed_window_forward', LaunchConfig(32, 64, 4, 2), table, narrow))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["True", "False", "False", "False"], done.stderr
+
+
+def test_a_kernel_that_no_candidate_serves_is_passed_over_unless_it_was_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "fits", lambda *_: False)
+    monkeypatch.setattr(run, "_architecture", lambda _: 90)
+    given = {"dry_run": False, "architecture": 90, "heads": "6,64,64", "kv_heads": 2, "tokens": 64, "out": tmp_path}
+    assert run.run(argparse.Namespace(**given, kernels=None)) == 0
+    assert "hopper.scores: 0 of " in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"hopper.scores does not serve --heads 6,64,64"):
+        run.run(argparse.Namespace(**given, kernels="hopper.scores"))
+
+
+def test_a_table_is_replaced_in_one_step(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    monkeypatch.setattr(tuning, "TABLES", tmp_path)
+    path = run._write(86, "old")
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        run._write(86, "new")
+    assert path.read_text() == "old"
+    assert list(path.parent.iterdir()) == [path]
