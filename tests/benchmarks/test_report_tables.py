@@ -18,11 +18,10 @@ from benchmarks.report.calibrated import wilson
 from benchmarks.report.headlines import Race, faster_from
 from benchmarks.report.table import NBSP, Cell, Table, percent
 from benchmarks.store import Store
-from regression.evidence import Bound, Evidence
+from regression.contract import Bound, Evidence, aspects
+from regression.contract import Verdict as Fault
 from regression.ledger import Entry
 from regression.runner import Pace
-from regression.verdict import Verdict as Fault
-from regression.verdict import aspects
 from tests.benchmarks import whole_results
 from tests.benchmarks.synthetic import key, passed
 

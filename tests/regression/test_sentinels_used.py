@@ -7,8 +7,8 @@ from types import ModuleType
 import pytest
 
 from nsa.train import sentinels
-from regression import no_label_shift, slow_drift
-from regression.verdict import aspects
+from regression.contract import aspects
+from regression.incidents import no_label_shift, slow_drift
 from tests.regression.test_attention_incidents import Quiet
 
 

@@ -19,27 +19,25 @@ from nsa.train.distributed import Ranks
 from nsa.train.first_batch import FirstBatch, Loader
 from nsa.train.packing import Row
 from nsa.train.settings import Settings
-from regression import (
+from regression.contract import Bound, Evidence, Verdict, verdict
+from regression.detectors import host_cost, public_api
+from regression.detectors.calls import in_every_backend
+from regression.incidents import (
     blind_gate,
     dead_route,
     fp16_adamw,
     grad_none_ddp,
-    host_cost,
     int32_scatter,
     loader_stall,
     mib_gb,
-    public_face,
     step2_stall,
     strict_mode_crash,
     toy_config_run,
     unique_60x,
     workspace_inplace,
 )
-from regression.calls import in_every_backend
-from regression.evidence import Bound, Evidence
 from regression.injection import NeverEnteredError
-from regression.verdict import Verdict, verdict
-from tests.regression.spoilt import spoil_every_gradient
+from tests.regression.nonfinite_gradients import fill_gradients_of_one_weight
 from tests.regression.test_attention_incidents import Quiet
 
 QUIET = Quiet(("reference", "torch"), "cpu")
@@ -54,7 +52,7 @@ def test_a_new_flag_without_a_value_is_named() -> None:
     def with_flag(x: Tensor, *, batched: bool = False, strict: bool = False) -> Tensor:
         return x
 
-    entry = public_face.Entry(with_flag, (torch.ones(1),), {"batched": (False, True)})
+    entry = public_api.Entry(with_flag, (torch.ones(1),), {"batched": (False, True)})
     assert found(strict_mode_crash.run_all({"prefill": entry}, QUIET)) == "prefill: no value for strict"
 
 
@@ -65,7 +63,7 @@ def test_a_new_public_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_every_combination_is_run() -> None:
-    entry = public_face.Entry(print, (), {"a": (0, 1), "b": (0, 1, 2)})
+    entry = public_api.Entry(print, (), {"a": (0, 1), "b": (0, 1, 2)})
     assert len(entry.combinations(all_of_them=True)) == 6
     assert entry.combinations(all_of_them=False) == [{"a": 0, "b": 0}, {"a": 1, "b": 2}]
 
@@ -96,7 +94,7 @@ def test_weights_in_fp16_that_preflight_lets_start_are_seen(monkeypatch: pytest.
 
 
 def test_nan_gradients_that_the_scaler_hides_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    spoil_every_gradient(monkeypatch, float("nan"), precision="fp16")
+    fill_gradients_of_one_weight(monkeypatch, float("nan"), precision="fp16")
     evidence = fp16_adamw.product(QUIET)
     assert evidence.nonfinite
     assert all(name.startswith("fp16: non_finite") and "grad_norm" in name for name in evidence.nonfinite)
@@ -155,8 +153,8 @@ def test_every_way_to_pipe_is_known(script: str, loses: bool) -> None:
     ],
 )
 def test_a_gate_that_breaks_has_not_fired(code: int, out: str, seen: list[str]) -> None:
-    def gate(broken: bool) -> blind_gate.Ended:
-        return blind_gate.Ended(code, out) if broken else blind_gate.Ended(0, "")
+    def gate(broken: bool) -> blind_gate.GateResult:
+        return blind_gate.GateResult(code, out) if broken else blind_gate.GateResult(0, "")
 
     assert blind_gate._blind("a gate", gate, QUIET, "dup-blocks") == seen
 
