@@ -1,24 +1,19 @@
-"""Attention calls that incidents put to every backend, and how a fault takes the place of one of its parts."""
+"""Attention calls that incidents put to every backend, their branches and their gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import nsa
-from nsa import Aux, NSAConfig, backends
-from regression.injection import Fault, injected
+from nsa import Aux, NSAConfig
 
 SMALL = NSAConfig(l=4, d=2, l_sel=4, n_sel=4, w=8)
 """One config for most incidents: a GPU compiles its kernels once, and the interpreter's tiles stay small."""
 BRANCHES = ("compressed", "selected", "window", "whole")
-COMPILING_S = 180.0
-"""Silence that is no stall where kernels may have to be compiled: on a GPU all of a call come in one step."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +39,20 @@ class Call:
         """The same numbers, each tensor a leaf that takes a gradient."""
         q, k, v, gates = (x.detach().requires_grad_() for x in (self.q, self.k, self.v, self.gates))
         return replace(self, q=q, k=k, v=v, gates=gates)
+
+    def gradients(
+        self, o: Tensor, upstream: Tensor | None = None, of: Sequence[str] = ("q", "k", "v", "gates")
+    ) -> dict[str, Tensor]:
+        """By name ("dq", ...), of `upstream · o` or of the sum of o²; the call is of leaves, and o of this call.
+
+        Without `upstream` a tensor that o does not depend on has no entry.
+        """
+        leaves = [getattr(self, name) for name in of]
+        if upstream is None:
+            found = torch.autograd.grad(o.square().sum(), leaves, allow_unused=True)
+        else:
+            found = torch.autograd.grad(o, leaves, upstream)
+        return {f"d{name}": x for name, x in zip(of, found, strict=True) if x is not None}
 
     def compressed_keys(self, backend: str) -> Tensor:
         """[B, blocks, Hkv, D]."""
@@ -92,26 +101,3 @@ def draw(
     )
     gates = torch.rand(batch, tokens, heads, 3, generator=generator).to(device, dtype)
     return Call(q, k, v, gates, config)
-
-
-def interpreted(backend: str, device: str) -> bool:
-    """Whether the kernels run in Triton's interpreter, where a call takes 0.1 to 1 s."""
-    return backend == "triton" and device == "cpu"
-
-
-@contextmanager
-def in_every_backend(part: str, fault: Callable[..., Any]) -> Iterator[None]:
-    """Put `fault` in the place of one part of `nsa.backends.Backend`, in each backend that can be imported."""
-    with injected(*replacing(part, fault)):
-        yield
-
-
-def replacing(part: str, fault: Callable[..., Any]) -> list[Fault]:
-    """The fault for each backend that can be imported."""
-    found = []
-    for name in backends.NAMES[1:]:
-        try:
-            found.append(Fault(backends.load(name), part, fault))
-        except ImportError:  # no Triton on this machine
-            continue
-    return found

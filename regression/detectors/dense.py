@@ -94,8 +94,3 @@ def error(o: Tensor, call: Call, branch: str, block_indices: Tensor) -> Bound:
         own = (pytorch.double() - truth).abs().max().item()
         value = (o.double() - truth).abs().max().item()
     return Bound(value, FORWARD * own + floor, "greatest error against float64")
-
-
-def worst(bounds: list[Bound]) -> Bound:
-    """The bound that is missed by most, or met by least."""
-    return max(bounds, key=lambda bound: float("inf") if bound.value is None else bound.value / bound.limit)

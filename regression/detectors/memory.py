@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from nsa import NSAConfig
 from regression.contract import Bound
-from regression.detectors.calls import SMALL, Call, draw, interpreted
+from regression.detectors.backends import interpreted
+from regression.detectors.calls import SMALL, Call, draw
 
 MIB = 2**20
 TIMES = 2

@@ -17,6 +17,7 @@ import nsa
 from nsa import model as lm
 from nsa.config import PHIS
 from regression.detectors import calls
+from regression.detectors.backends import interpreted
 
 Flags = Mapping[str, Sequence[Any]]
 TOKENS, _DIM = 12, 16
@@ -88,7 +89,7 @@ def modules(backend: str, device: str, documents: Tensor | None) -> dict[str, En
         "rope_base": (10000.0,),
         "backend": (backend,),
     }
-    phis = PHIS[-1:] if calls.interpreted(backend, device) else PHIS
+    phis = PHIS[-1:] if interpreted(backend, device) else PHIS
     configs = [dataclasses.replace(calls.SMALL, phi=phi) for phi in phis]
     through = functools.partial(_through_a_layer, documents=documents)
     through_model = functools.partial(_through_a_model, device=device, documents=documents)

@@ -20,7 +20,8 @@ from nsa.geometry import Layout
 from nsa.torch_backend.scores import select_blocks as healthy
 from regression.contract import Bound, Evidence, Incident, Step, Verdict
 from regression.detectors import dense
-from regression.detectors.calls import COMPILING_S, Call, draw, in_every_backend, interpreted
+from regression.detectors.backends import COMPILING_S, in_every_backend, interpreted, proofs, worst
+from regression.detectors.calls import Call, draw
 
 INCIDENT = Incident(
     id="diverging-choices",
@@ -121,7 +122,7 @@ def _reproduced(call: Call, backend: str) -> Bound:
     for part in (call, call.rows(last - 1, last)):
         o, aux = part.whole(backend)
         errors.append(dense.error(o, part, "whole", aux.block_indices))
-    return dense.worst(errors)
+    return worst(errors)
 
 
 def _examine(step: Step, names: Sequence[str]) -> Evidence:
@@ -143,20 +144,12 @@ def _examine(step: Step, names: Sequence[str]) -> Evidence:
         step(n)
     if step.device != "cuda":
         notes.append("in a graph: needs CUDA, and was not tried")
-    return Evidence(wrong=tuple(wrong), error=dense.worst(errors), paths=tuple(names), notes=tuple(notes))
-
-
-def faulty(step: Step) -> Evidence:
-    """The fault in the torch backend."""
-    with inject():
-        return _examine(step, ("torch",))
-
-
-def product(step: Step) -> Evidence:
-    """The same on every backend."""
-    return _examine(step, step.backends)
+    return Evidence(wrong=tuple(wrong), error=worst(errors), paths=tuple(names), notes=tuple(notes))
 
 
 def inject() -> AbstractContextManager[None]:
     """Put it into the product."""
     return in_every_backend("select_blocks", _by_the_batch)
+
+
+faulty, product = proofs(_examine, inject)

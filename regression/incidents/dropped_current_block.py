@@ -14,9 +14,10 @@ from torch import Tensor
 
 from nsa.geometry import Layout
 from nsa.torch_backend.scores import select_blocks as healthy
-from regression.contract import Evidence, Incident, Step, Verdict
+from regression.contract import Evidence, Incident, Verdict
 from regression.detectors import selection
-from regression.detectors.calls import COMPILING_S, Call, draw, in_every_backend, interpreted
+from regression.detectors.backends import COMPILING_S, each_backend, in_every_backend, interpreted, proofs
+from regression.detectors.calls import Call, draw
 
 INCIDENT = Incident(
     id="dropped-current-block",
@@ -59,26 +60,14 @@ def _broken(call: Call, backend: str, alone: Sequence[int]) -> list[str]:
     return found
 
 
-def _examine(step: Step, backends: Sequence[str]) -> Evidence:
-    wrong: list[str] = []
-    for n, backend in enumerate(backends):
-        tokens, alone = (24, (0, 22)) if interpreted(backend, step.device) else (24, tuple(range(24)))
-        wrong += _broken(draw(tokens, step.device), backend, alone)
-        step(n)
-    return Evidence(wrong=tuple(wrong), paths=tuple(backends))
-
-
-def faulty(step: Step) -> Evidence:
-    """The fault in the torch backend."""
-    with inject():
-        return _examine(step, ("torch",))
-
-
-def product(step: Step) -> Evidence:
-    """The same on every backend."""
-    return _examine(step, step.backends)
+def _detect(backend: str, device: str) -> Evidence:
+    alone = (0, 22) if interpreted(backend, device) else tuple(range(24))
+    return Evidence(wrong=tuple(_broken(draw(24, device), backend, alone)))
 
 
 def inject() -> AbstractContextManager[None]:
     """Put it into the product."""
     return in_every_backend("select_blocks", _ended_blocks_only)
+
+
+faulty, product = proofs(each_backend(_detect), inject)

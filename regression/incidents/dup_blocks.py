@@ -6,7 +6,6 @@ keep duplicates, and what a row keeps depends on its batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -15,8 +14,9 @@ from torch import Tensor
 
 from nsa.geometry import Layout
 from nsa.torch_backend.scores import select_blocks as healthy
-from regression.contract import Evidence, Incident, Step, Verdict
-from regression.detectors.calls import COMPILING_S, Call, draw, in_every_backend, interpreted
+from regression.contract import Evidence, Incident, Verdict
+from regression.detectors.backends import COMPILING_S, each_backend, in_every_backend, interpreted, proofs
+from regression.detectors.calls import Call, draw
 from regression.detectors.selection import ascending
 
 INCIDENT = Incident(
@@ -55,28 +55,16 @@ def _broken(call: Call, backend: str) -> list[str]:
     return found
 
 
-def _examine(step: Step, backends: Sequence[str]) -> Evidence:
-    wrong: list[str] = []
-    for n, backend in enumerate(backends):
-        tokens, last = (24, range(22, 24)) if interpreted(backend, step.device) else (48, range(32, 48))
-        call = draw(tokens, step.device, batch=2)
-        for part in (call, *(call.rows(t, t + 1) for t in last)):  # prefill, and decode of some tokens
-            wrong += _broken(part, backend)
-        step(n)
-    return Evidence(wrong=tuple(wrong), paths=tuple(backends))
-
-
-def faulty(step: Step) -> Evidence:
-    """The fault in the torch backend."""
-    with inject():
-        return _examine(step, ("torch",))
-
-
-def product(step: Step) -> Evidence:
-    """The same on every backend."""
-    return _examine(step, step.backends)
+def _detect(backend: str, device: str) -> Evidence:
+    tokens, last = (24, range(22, 24)) if interpreted(backend, device) else (48, range(32, 48))
+    call = draw(tokens, device, batch=2)
+    parts = (call, *(call.rows(t, t + 1) for t in last))  # prefill, and decode of some tokens
+    return Evidence(wrong=tuple(found for part in parts for found in _broken(part, backend)))
 
 
 def inject() -> AbstractContextManager[None]:
     """Put it into the product."""
     return in_every_backend("select_blocks", _unique_slices)
+
+
+faulty, product = proofs(each_backend(_detect), inject)

@@ -7,7 +7,6 @@ same, and without the one that it asks for. Short texts show nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -17,9 +16,9 @@ from torch import Tensor
 import nsa
 from nsa import NSAConfig
 from nsa.geometry import Layout
-from regression.contract import Bound, Evidence, Incident, Step, Verdict
+from regression.contract import Bound, Evidence, Incident, Verdict
 from regression.detectors import dense, selection
-from regression.detectors.calls import COMPILING_S, in_every_backend, interpreted
+from regression.detectors.backends import COMPILING_S, each_backend, in_every_backend, interpreted, proofs
 
 INCIDENT = Incident(
     id="equal-scores-when-long",
@@ -88,40 +87,32 @@ def _mass(text: Text, k_cmp: Tensor) -> Tensor:
     return mass.index_add_(1, stride // per_block, p).index_add_(1, (stride + 1) // per_block, p)
 
 
-def _examine(step: Step, backends: Sequence[str]) -> Evidence:
-    wrong, lost, notes = [], [], []
-    for n, backend in enumerate(backends):
-        slow = backend == "reference" or interpreted(backend, step.device)
-        text = _text(FEW_TOKENS if slow else FULL_TOKENS, step.device)
-        tokens = text.k.shape[1]
-        k_cmp = nsa.compress(text.k, CONFIG, backend=backend)
-        chosen = nsa.select_blocks(text.q, k_cmp, CONFIG, tokens, backend=backend)[0, :, 0].long()
-        found = sum(block in row for block, row in zip(text.blocks, chosen.tolist(), strict=True))
-        if found < len(text.blocks):
-            wrong.append(f"{backend}: {found} of {len(text.blocks)} needles are in the choice of {tokens} tokens")
-        if len({tuple(row) for row in chosen.tolist()}) == 1:
-            wrong.append(f"{backend}: every query of {tokens} tokens chooses the same blocks")
-        mass = _mass(text, k_cmp)
-        best = mass.topk(CONFIG.n_sel - 3).values.sum(-1)  # beside three that are forced
-        held = mass.gather(-1, chosen.clamp(min=0)).masked_fill(chosen < 0, 0).sum(-1)
-        worst = float((1 - held / best).max())
-        lost.append(Bound(worst, LOST_MASS, "of the best blocks' mass is not in the choice"))
-        notes.append(f"{backend}: {1 - worst:.4f} of the best blocks' mass, at {tokens} tokens")
-        step(n)
-    return Evidence(wrong=tuple(wrong), error=dense.worst(lost), paths=tuple(backends), notes=tuple(notes))
-
-
-def faulty(step: Step) -> Evidence:
-    """The fault in the torch backend."""
-    with inject():
-        return _examine(step, ("torch",))
-
-
-def product(step: Step) -> Evidence:
-    """The same on every backend."""
-    return _examine(step, step.backends)
+def _detect(backend: str, device: str) -> Evidence:
+    slow = backend == "reference" or interpreted(backend, device)
+    text = _text(FEW_TOKENS if slow else FULL_TOKENS, device)
+    tokens = text.k.shape[1]
+    k_cmp = nsa.compress(text.k, CONFIG, backend=backend)
+    chosen = nsa.select_blocks(text.q, k_cmp, CONFIG, tokens, backend=backend)[0, :, 0].long()
+    wrong = []
+    found = sum(block in row for block, row in zip(text.blocks, chosen.tolist(), strict=True))
+    if found < len(text.blocks):
+        wrong.append(f"{backend}: {found} of {len(text.blocks)} needles are in the choice of {tokens} tokens")
+    if len({tuple(row) for row in chosen.tolist()}) == 1:
+        wrong.append(f"{backend}: every query of {tokens} tokens chooses the same blocks")
+    mass = _mass(text, k_cmp)
+    best = mass.topk(CONFIG.n_sel - 3).values.sum(-1)  # beside three that are forced
+    held = mass.gather(-1, chosen.clamp(min=0)).masked_fill(chosen < 0, 0).sum(-1)
+    lost = float((1 - held / best).max())
+    return Evidence(
+        wrong=tuple(wrong),
+        error=Bound(lost, LOST_MASS, "of the best blocks' mass is not in the choice"),
+        notes=(f"{backend}: {1 - lost:.4f} of the best blocks' mass, at {tokens} tokens",),
+    )
 
 
 def inject() -> AbstractContextManager[None]:
     """Put it into the product."""
     return in_every_backend("select_blocks", _in_float16)
+
+
+faulty, product = proofs(each_backend(_detect), inject)

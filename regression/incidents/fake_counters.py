@@ -16,6 +16,7 @@ from nsa import torch_backend
 from nsa.geometry import Layout
 from regression.contract import Evidence, Incident, Step, Verdict
 from regression.detectors import calls
+from regression.detectors.backends import in_every_backend, interpreted
 
 INCIDENT = Incident(
     id="fake-counters",
@@ -44,7 +45,7 @@ def product(step: Step) -> Evidence:
     wrong: list[str] = []
     total: Counter[str] = Counter()
     for n, backend in enumerate(step.backends, start=1):
-        rows = (2, 17, 20) if calls.interpreted(backend, step.device) else range(_TOKENS)
+        rows = (2, 17, 20) if interpreted(backend, step.device) else range(_TOKENS)
         counted, seen = Counter[str](), Counter[str]()
         for t in rows:
             row_counted, row_seen = _of_one_row(prefill.rows(t, t + 1), backend)
@@ -90,7 +91,7 @@ def _differences(where: str, counted: Counter[str], seen: Counter[str]) -> list[
 
 @contextmanager
 def inject() -> Iterator[None]:
-    with calls.in_every_backend("selected_attention", copied_from_the_prediction):
+    with in_every_backend("selected_attention", copied_from_the_prediction):
         yield
 
 

@@ -6,7 +6,6 @@ heads of a group are then added with wrong weights, and blocks of the future dec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -16,9 +15,10 @@ from torch import Tensor
 import nsa
 from nsa.geometry import Layout
 from nsa.torch_backend.scores import select_blocks as healthy
-from regression.contract import Evidence, Incident, Step, Verdict
+from regression.contract import Evidence, Incident, Verdict
 from regression.detectors import causality, dense
-from regression.detectors.calls import COMPILING_S, SMALL, draw, in_every_backend, interpreted
+from regression.detectors.backends import COMPILING_S, each_backend, in_every_backend, interpreted, proofs
+from regression.detectors.calls import SMALL, draw
 
 INCIDENT = Incident(
     id="future-normaliser",
@@ -57,28 +57,16 @@ def _trial(seed: int, backend: str, device: str) -> str | None:
     return f"{backend}, trial {seed}: {len(moved)} rows choose otherwise" if moved else None
 
 
-def _examine(step: Step, backends: Sequence[str]) -> Evidence:
-    found, notes = [], []
-    for n, backend in enumerate(backends):
-        trials = INTERPRETED_TRIALS if interpreted(backend, step.device) else TRIALS
-        moved = [trial for seed in range(trials) if (trial := _trial(seed, backend, step.device))]
-        notes.append(f"{backend}: {len(moved)} of {trials} trials changed the selection")
-        found += moved
-        step(n)
-    return Evidence(future_seen=tuple(found), notes=tuple(notes), paths=tuple(backends))
-
-
-def faulty(step: Step) -> Evidence:
-    """The fault in the torch backend."""
-    with inject():
-        return _examine(step, ("torch",))
-
-
-def product(step: Step) -> Evidence:
-    """The same on every backend."""
-    return _examine(step, step.backends)
+def _detect(backend: str, device: str) -> Evidence:
+    trials = INTERPRETED_TRIALS if interpreted(backend, device) else TRIALS
+    moved = [trial for seed in range(trials) if (trial := _trial(seed, backend, device))]
+    note = f"{backend}: {len(moved)} of {trials} trials changed the selection"
+    return Evidence(future_seen=tuple(moved), notes=(note,))
 
 
 def inject() -> AbstractContextManager[None]:
     """Put it into the product."""
     return in_every_backend("select_blocks", _over_all_blocks)
+
+
+faulty, product = proofs(each_backend(_detect), inject)

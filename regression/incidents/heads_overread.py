@@ -6,7 +6,6 @@ of the tile it reads on into the next token's heads, or past the end of the tens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -15,9 +14,10 @@ from torch import Tensor
 import nsa
 from nsa.geometry import Layout
 from nsa.torch_backend import window_attention as healthy
-from regression.contract import Evidence, Incident, Step, Verdict
+from regression.contract import Evidence, Incident, Verdict
 from regression.detectors import memory
-from regression.detectors.calls import COMPILING_S, SMALL, Call, draw, in_every_backend, interpreted
+from regression.detectors.backends import COMPILING_S, each_backend, in_every_backend, interpreted, nonfinite, proofs
+from regression.detectors.calls import SMALL, Call, draw
 
 INCIDENT = Incident(
     id="heads-overread",
@@ -72,9 +72,7 @@ def _inside(call: Call) -> tuple[Call, list[Tensor]]:
 
 def _run(call: Call, backend: str, upstream: Tensor) -> dict[str, Tensor]:
     o, aux = call.whole(backend)
-    named = {"q": call.q, "k": call.k, "v": call.v, "gates": call.gates}
-    gradients = torch.autograd.grad(o, list(named.values()), upstream)
-    found = {"o": o.detach(), **{f"d{name}": g for name, g in zip(named, gradients, strict=True)}}
+    found = {"o": o.detach(), **call.gradients(o, upstream)}
     with torch.no_grad():  # the last tokens again, as a step of decoding
         found["o of a step"] = nsa.nsa_attention(
             call.q[:, -2:], call.k, call.v, call.gates[:, -2:], call.config, backend=backend
@@ -82,43 +80,33 @@ def _run(call: Call, backend: str, upstream: Tensor) -> dict[str, Tensor]:
     return found | {"lse": torch.stack([x.detach().nan_to_num(neginf=0.0) for x in aux.lse.values()])}
 
 
-def _examine(step: Step, backends: Sequence[str]) -> Evidence:
-    nonfinite, wrong = [], []
-    for n, backend in enumerate(backends):
-        few = backend == "reference" or interpreted(backend, step.device)
-        for kv_heads, group in FEW_HEADS if few else HEADS:
-            call = draw(6 if few else 18, step.device, config=SMALL, kv_heads=kv_heads, group=group)
-            upstream = torch.ones_like(call.q)
-            inside, around = _inside(call)
-            before = [int(x.isnan().sum()) for x in around]
-            found = _run(inside, backend, memory.surrounded_by_nan(upstream)[0])
-            shape = f"{backend}, Hkv {kv_heads}, G {group}"
-            nonfinite += [f"{shape}: {name}" for name, x in found.items() if not bool(x.isfinite().all())]
-            if [int(x.isnan().sum()) for x in around] != before:
-                wrong.append(f"{shape}: memory beside the inputs was written")
-            if interpreted(backend, step.device):
-                continue  # seconds each; what is read of the NaN around shows without it
-            plain = _run(call.leaves(), backend, upstream)
-            wrong += [
-                f"{shape}: {name} is not what it is alone in memory"
-                for name, x in plain.items()
-                if not torch.allclose(x, found[name], rtol=1e-5, atol=1e-5)
-            ]
-        step(n)
-    return Evidence(nonfinite=tuple(nonfinite), wrong=tuple(wrong), paths=tuple(backends))
-
-
-def faulty(step: Step) -> Evidence:
-    """The fault in the torch backend."""
-    with inject():
-        return _examine(step, ("torch",))
-
-
-def product(step: Step) -> Evidence:
-    """The same on every backend."""
-    return _examine(step, step.backends)
+def _detect(backend: str, device: str) -> Evidence:
+    bad, wrong = [], []
+    few = backend == "reference" or interpreted(backend, device)
+    for kv_heads, group in FEW_HEADS if few else HEADS:
+        call = draw(6 if few else 18, device, config=SMALL, kv_heads=kv_heads, group=group)
+        upstream = torch.ones_like(call.q)
+        inside, around = _inside(call)
+        before = [int(x.isnan().sum()) for x in around]
+        found = _run(inside, backend, memory.surrounded_by_nan(upstream)[0])
+        shape = f"{backend}, Hkv {kv_heads}, G {group}"
+        bad += nonfinite(shape, found)
+        if [int(x.isnan().sum()) for x in around] != before:
+            wrong.append(f"{shape}: memory beside the inputs was written")
+        if interpreted(backend, device):
+            continue  # seconds each; what is read of the NaN around shows without it
+        plain = _run(call.leaves(), backend, upstream)
+        wrong += [
+            f"{shape}: {name} is not what it is alone in memory"
+            for name, x in plain.items()
+            if not torch.allclose(x, found[name], rtol=1e-5, atol=1e-5)
+        ]
+    return Evidence(nonfinite=tuple(bad), wrong=tuple(wrong))
 
 
 def inject() -> AbstractContextManager[None]:
     """Put it into the product."""
     return in_every_backend("window_attention", _whole_tiles)
+
+
+faulty, product = proofs(each_backend(_detect), inject)

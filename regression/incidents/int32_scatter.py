@@ -17,7 +17,8 @@ from nsa.geometry import Layout
 from nsa.model import SHOWCASE, DecoderLM, next_token_loss
 from regression.contract import Evidence, Incident, Step, Verdict
 from regression.detectors import selection
-from regression.detectors.calls import COMPILING_S, Call, draw, in_every_backend
+from regression.detectors.backends import COMPILING_S, in_every_backend, proofs
+from regression.detectors.calls import Call, draw
 
 INCIDENT = Incident(
     id="int32-scatter",
@@ -102,17 +103,9 @@ def _examine(step: Step, backends: Sequence[str]) -> Evidence:
     return Evidence(wrong=tuple(wrong), paths=tuple(backends))
 
 
-def faulty(step: Step) -> Evidence:
-    """The fault in the torch backend."""
-    with inject():
-        return _examine(step, ("torch",))
-
-
-def product(step: Step) -> Evidence:
-    """The same on every backend."""
-    return _examine(step, step.backends)
-
-
 def inject() -> AbstractContextManager[None]:
     """Put it into the product."""
     return in_every_backend("select_blocks", _scattered)
+
+
+faulty, product = proofs(_examine, inject)

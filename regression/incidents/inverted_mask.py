@@ -6,7 +6,6 @@ not chosen, on every version; the NaN, of a last row that may attend to nothing,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -15,8 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nsa.geometry import Layout
 from nsa.torch_backend import selected_attention as healthy
-from regression.contract import Evidence, Incident, Step, Verdict
-from regression.detectors.calls import COMPILING_S, draw, in_every_backend, interpreted
+from regression.contract import Evidence, Incident, Verdict
+from regression.detectors.backends import COMPILING_S, each_backend, in_every_backend, interpreted, proofs
+from regression.detectors.calls import draw
 from regression.detectors.causality import leaks
 from regression.detectors.dense import per_query_head
 
@@ -43,26 +43,14 @@ def _inverted(
     return o.transpose(1, 2), lse, read
 
 
-def _examine(step: Step, backends: Sequence[str]) -> Evidence:
-    seen: list[str] = []
-    for n, backend in enumerate(backends):
-        tokens, cuts = (20, (7,)) if interpreted(backend, step.device) else (40, (1, 2, 7, 20, 39))
-        seen += leaks(draw(tokens, step.device), backend, cuts)
-        step(n)
-    return Evidence(future_seen=tuple(seen), paths=tuple(backends))
-
-
-def faulty(step: Step) -> Evidence:
-    """The fault in the torch backend."""
-    with inject():
-        return _examine(step, ("torch",))
-
-
-def product(step: Step) -> Evidence:
-    """The same on every backend."""
-    return _examine(step, step.backends)
+def _detect(backend: str, device: str) -> Evidence:
+    tokens, cuts = (20, (7,)) if interpreted(backend, device) else (40, (1, 2, 7, 20, 39))
+    return Evidence(future_seen=tuple(leaks(draw(tokens, device), backend, cuts)))
 
 
 def inject() -> AbstractContextManager[None]:
     """Put it into the product."""
     return in_every_backend("selected_attention", _inverted)
+
+
+faulty, product = proofs(each_backend(_detect), inject)

@@ -6,7 +6,6 @@ finite, and 0 · NaN comes back in the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -15,9 +14,10 @@ from torch import Tensor
 import nsa
 from nsa.geometry import Layout
 from nsa.torch_backend import selected_attention as healthy
-from regression.contract import Evidence, Incident, Step, Verdict
+from regression.contract import Evidence, Incident, Verdict
 from regression.detectors import dense
-from regression.detectors.calls import COMPILING_S, SMALL, Call, draw, in_every_backend
+from regression.detectors.backends import COMPILING_S, each_backend, in_every_backend, nonfinite, proofs
+from regression.detectors.calls import SMALL, Call, draw
 
 INCIDENT = Incident(
     id="nan-empty-row",
@@ -50,36 +50,24 @@ def _selected(call: Call, backend: str) -> Tensor:
     return nsa.selected_attention(call.q, call.k, call.v, indices, call.config, backend=backend)[0]
 
 
-def _examine(step: Step, backends: Sequence[str]) -> Evidence:
+def _detect(backend: str, device: str) -> Evidence:
     """Empty rows: chosen blocks taken away, and in the compressed branch the tokens before the first full block."""
-    nonfinite, wrong = [], []
-    for n, backend in enumerate(backends):
-        call = draw(12, step.device).leaves()
-        outputs = {"selected": (_selected(call, backend), slice(0, None, 2))}
-        outputs["compressed"] = (call.attend("compressed", backend), slice(0, SMALL.l - 1))
-        outputs["whole"] = (call.attend("whole", backend), slice(0, 0))
-        for name, (o, empty) in outputs.items():
-            leaves = {"q": call.q, "k": call.k, "v": call.v}
-            gradients = torch.autograd.grad(o.square().sum(), list(leaves.values()))
-            named = {"o": o, **{f"d{leaf}": g for leaf, g in zip(leaves, gradients, strict=True)}}
-            nonfinite += [f"{backend}, {name}: {part}" for part, x in named.items() if not bool(x.isfinite().all())]
-            if bool(o[:, empty].count_nonzero()) or bool(named["dq"][:, empty].count_nonzero()):
-                wrong.append(f"{backend}, {name}: a row that sees nothing is not exactly 0")
-        step(n)
-    return Evidence(nonfinite=tuple(nonfinite), wrong=tuple(wrong), paths=tuple(backends))
-
-
-def faulty(step: Step) -> Evidence:
-    """The fault in the torch backend."""
-    with inject():
-        return _examine(step, ("torch",))
-
-
-def product(step: Step) -> Evidence:
-    """The same on every backend."""
-    return _examine(step, step.backends)
+    bad, wrong = [], []
+    call = draw(12, device).leaves()
+    outputs = {"selected": (_selected(call, backend), slice(0, None, 2))}
+    outputs["compressed"] = (call.attend("compressed", backend), slice(0, SMALL.l - 1))
+    outputs["whole"] = (call.attend("whole", backend), slice(0, 0))
+    for name, (o, empty) in outputs.items():
+        named = {"o": o, **call.gradients(o, of=("q", "k", "v"))}
+        bad += nonfinite(f"{backend}, {name}", named)
+        if bool(o[:, empty].count_nonzero()) or bool(named["dq"][:, empty].count_nonzero()):
+            wrong.append(f"{backend}, {name}: a row that sees nothing is not exactly 0")
+    return Evidence(nonfinite=tuple(bad), wrong=tuple(wrong))
 
 
 def inject() -> AbstractContextManager[None]:
     """Put it into the product."""
     return in_every_backend("selected_attention", _masked_afterwards)
+
+
+faulty, product = proofs(each_backend(_detect), inject)

@@ -7,7 +7,6 @@ model that generates was not the one that had been trained.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -19,9 +18,10 @@ from nsa import backends
 from nsa.decode import Decoded, Decoder, Rows
 from nsa.geometry import Layout
 from nsa.torch_backend.scores import select_blocks as healthy
-from regression.contract import Bound, Evidence, Incident, Step, Verdict
+from regression.contract import Bound, Evidence, Incident, Verdict
 from regression.detectors import causality, dense
-from regression.detectors.calls import COMPILING_S, SMALL, Call, draw, interpreted, replacing
+from regression.detectors.backends import COMPILING_S, each_backend, interpreted, proofs, replacing, worst
+from regression.detectors.calls import SMALL, Call, draw
 from regression.injection import Fault, injected
 
 INCIDENT = Incident(
@@ -61,7 +61,7 @@ def _functions(call: Call, backend: str, first: int) -> tuple[list[str], Bound]:
         if split:
             found.append(f"{backend}, {name}: {len(split)} of {last - first} rows choose otherwise than in prefill")
         errors.append(dense.error(torch.cat([o for o, _ in parts], 1), call.rows(first, last), "whole", blocks))
-    return found, dense.worst(errors)
+    return found, worst(errors)
 
 
 def _layer(backend: str, device: str) -> list[str]:
@@ -80,17 +80,12 @@ def _layer(backend: str, device: str) -> list[str]:
     return found
 
 
-def _examine(step: Step, backends: Sequence[str]) -> Evidence:
-    wrong, errors = [], []
-    for n, backend in enumerate(backends):
-        rows, first = INTERPRETED_ROWS if interpreted(backend, step.device) else (ROWS, 0)
-        found, error = _functions(draw(rows, step.device), backend, first)
-        errors.append(error)
-        wrong += found
-        if backend != "triton":  # its kernels know no float64; the layer calls the same function
-            wrong += _layer(backend, step.device)
-        step(n)
-    return Evidence(wrong=tuple(wrong), error=dense.worst(errors), paths=tuple(backends))
+def _detect(backend: str, device: str) -> Evidence:
+    rows, first = INTERPRETED_ROWS if interpreted(backend, device) else (ROWS, 0)
+    wrong, error = _functions(draw(rows, device), backend, first)
+    if backend != "triton":  # its kernels know no float64; the layer calls the same function
+        wrong += _layer(backend, device)
+    return Evidence(wrong=tuple(wrong), error=error)
 
 
 def _fused_decode_of_its_own(healthy: Decoder) -> Decoder:
@@ -112,17 +107,6 @@ def _fused_decode_of_its_own(healthy: Decoder) -> Decoder:
     return decode_attention
 
 
-def faulty(step: Step) -> Evidence:
-    """The fault in the torch backend."""
-    with inject():
-        return _examine(step, ("torch",))
-
-
-def product(step: Step) -> Evidence:
-    """The same on every backend."""
-    return _examine(step, step.backends)
-
-
 def inject() -> AbstractContextManager[None]:
     """Put it into the product."""
     faults = replacing("select_blocks", _decode_of_its_own)
@@ -130,3 +114,6 @@ def inject() -> AbstractContextManager[None]:
         module = backends.load("triton")
         faults.append(Fault(module, "decode_attention", _fused_decode_of_its_own(vars(module)["decode_attention"])))
     return injected(*faults)
+
+
+faulty, product = proofs(each_backend(_detect), inject)

@@ -7,7 +7,6 @@ reached its keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -17,9 +16,10 @@ from torch.nn.functional import scaled_dot_product_attention
 import nsa
 from nsa.geometry import Layout, num_visible_compressed
 from nsa.torch_backend import compressed_attention as healthy
-from regression.contract import Bound, Evidence, Incident, Step, Verdict
+from regression.contract import Bound, Evidence, Incident, Verdict
 from regression.detectors import dense
-from regression.detectors.calls import COMPILING_S, Call, draw, in_every_backend, interpreted
+from regression.detectors.backends import COMPILING_S, each_backend, in_every_backend, interpreted, proofs, worst
+from regression.detectors.calls import Call, draw
 
 INCIDENT = Incident(
     id="single-query-causal",
@@ -70,27 +70,15 @@ def _untrained(call: Call, backend: str) -> list[str]:
     return [f"{backend}: no gradient reaches the {name}" for name in untrained]
 
 
-def _examine(step: Step, backends: Sequence[str]) -> Evidence:
-    errors, wrong = [], []
-    for n, backend in enumerate(backends):
-        call = draw(24, step.device)
-        errors += _errors(call, backend, 22 if interpreted(backend, step.device) else 0)
-        wrong += _untrained(call, backend)
-        step(n)
-    return Evidence(error=dense.worst(errors), wrong=tuple(wrong), paths=tuple(backends))
-
-
-def faulty(step: Step) -> Evidence:
-    """The fault in the torch backend."""
-    with inject():
-        return _examine(step, ("torch",))
-
-
-def product(step: Step) -> Evidence:
-    """The same on every backend."""
-    return _examine(step, step.backends)
+def _detect(backend: str, device: str) -> Evidence:
+    call = draw(24, device)
+    errors = _errors(call, backend, 22 if interpreted(backend, device) else 0)
+    return Evidence(error=worst(errors), wrong=tuple(_untrained(call, backend)))
 
 
 def inject() -> AbstractContextManager[None]:
     """Put it into the product."""
     return in_every_backend("compressed_attention", _top_left)
+
+
+faulty, product = proofs(each_backend(_detect), inject)

@@ -5,7 +5,6 @@ Really: the selected branch wrote its choice out as a mask [B, G, S, S] in float
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -13,9 +12,9 @@ from torch import Tensor
 
 from nsa.geometry import Layout
 from nsa.torch_backend import selected_attention as healthy
-from regression.contract import Evidence, Incident, Step, Verdict
+from regression.contract import Evidence, Incident, Verdict
 from regression.detectors import dense, memory
-from regression.detectors.calls import COMPILING_S, in_every_backend
+from regression.detectors.backends import COMPILING_S, each_backend, in_every_backend, proofs, worst
 
 INCIDENT = Incident(
     id="square-mask",
@@ -43,25 +42,13 @@ def _square(
     return dense.outputs(p, v), lse, read
 
 
-def _examine(step: Step, backends: Sequence[str]) -> Evidence:
-    found = []
-    for n, backend in enumerate(backends):
-        found += [memory.largest_growth(branch, backend, step.device) for branch in BRANCHES]
-        step(n)
-    return Evidence(memory=dense.worst(found), paths=tuple(backends))
-
-
-def faulty(step: Step) -> Evidence:
-    """The fault in the torch backend."""
-    with inject():
-        return _examine(step, ("torch",))
-
-
-def product(step: Step) -> Evidence:
-    """The same on every backend."""
-    return _examine(step, step.backends)
+def _detect(backend: str, device: str) -> Evidence:
+    return Evidence(memory=worst([memory.largest_growth(branch, backend, device) for branch in BRANCHES]))
 
 
 def inject() -> AbstractContextManager[None]:
     """Put it into the product."""
     return in_every_backend("selected_attention", _square)
+
+
+faulty, product = proofs(each_backend(_detect), inject)

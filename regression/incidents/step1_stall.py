@@ -16,7 +16,8 @@ from torch import Tensor
 from nsa.gates import Gates
 from regression.contract import Bound, Evidence, Incident, Step, Verdict
 from regression.detectors import host_cost
-from regression.detectors.calls import COMPILING_S, draw
+from regression.detectors.backends import COMPILING_S
+from regression.detectors.calls import draw
 from regression.detectors.host_cost import Operators
 from regression.injection import Fault, injected
 

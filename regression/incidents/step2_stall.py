@@ -17,7 +17,8 @@ from nsa.geometry import Layout
 from nsa.torch_backend import selected_attention as healthy
 from regression.contract import Evidence, Incident, Step, Verdict
 from regression.detectors import host_cost
-from regression.detectors.calls import COMPILING_S, draw, in_every_backend
+from regression.detectors.backends import COMPILING_S, in_every_backend
+from regression.detectors.calls import draw
 
 INCIDENT = Incident(
     id="step2-stall",

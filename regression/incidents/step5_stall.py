@@ -18,7 +18,7 @@ from nsa import layer, nsa_attention
 from nsa.geometry import num_compressed_blocks
 from regression.contract import Evidence, Incident, Step, Verdict
 from regression.detectors import host_cost
-from regression.detectors.calls import COMPILING_S
+from regression.detectors.backends import COMPILING_S
 from regression.injection import Fault, injected
 
 INCIDENT = Incident(

@@ -16,7 +16,8 @@ from torch import Tensor
 
 import nsa
 from regression.contract import Evidence, Incident, Step, Verdict
-from regression.detectors import calls, public_api
+from regression.detectors import public_api
+from regression.detectors.backends import interpreted
 from regression.detectors.public_api import Entry, Flags
 from regression.injection import Fault, injected
 
@@ -62,7 +63,7 @@ def product(step: Step) -> Evidence:
             }
             if unknown := public_api.functions_missing_in(entries):
                 return Evidence(wrong=tuple(f"nsa.{name} is not run" for name in unknown))
-            found = run_all(entries, step, all_of_them=not calls.interpreted(backend, step.device))
+            found = run_all(entries, step, all_of_them=not interpreted(backend, step.device))
             if found.exception or found.wrong:
                 return dataclasses.replace(found, paths=(backend,))
     return Evidence(wrong=(), paths=step.backends)

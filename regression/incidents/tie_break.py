@@ -6,7 +6,6 @@ choice was whatever the sort left, and differed from batch to batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -16,9 +15,10 @@ from torch import Tensor
 import nsa
 from nsa import NSAConfig
 from nsa.geometry import Layout
-from regression.contract import Evidence, Incident, Step, Verdict
+from regression.contract import Evidence, Incident, Verdict
 from regression.detectors import selection
-from regression.detectors.calls import COMPILING_S, draw, in_every_backend, interpreted
+from regression.detectors.backends import COMPILING_S, each_backend, in_every_backend, interpreted, proofs
+from regression.detectors.calls import draw
 
 INCIDENT = Incident(
     id="tie-break",
@@ -57,39 +57,28 @@ def _lowest(t: int) -> list[int]:
     return chosen + [-1] * (TIED.n_sel - len(chosen))
 
 
-def _examine(step: Step, backends: Sequence[str]) -> Evidence:
+def _detect(backend: str, device: str) -> Evidence:
     wrong: list[str] = []
-    for n, backend in enumerate(backends):
-        shapes = ((1, 1, 24),) if interpreted(backend, step.device) else SHAPES
-        for batch, kv_heads, tokens in shapes:
-            call = draw(tokens, step.device, config=TIED, batch=batch, kv_heads=kv_heads, group=16)
-            equal = torch.zeros_like(call.compressed_keys(backend))
-            lowest = torch.tensor([_lowest(t) for t in range(tokens)], device=step.device)[:, None]
-            chosen = {
-                "all rows": nsa.select_blocks(call.q, equal, TIED, tokens, backend=backend),
-                "the last row": nsa.select_blocks(call.q[:, -1:], equal, TIED, tokens, backend=backend),
-                "nsa_attention": replace(call, k=torch.zeros_like(call.k)).whole(backend)[1].block_indices,
-            }
-            for name, indices in chosen.items():
-                other = int((indices != lowest[-indices.shape[1] :]).any(-1).sum())
-                if other:
-                    shape = f"B {batch}, Hkv {kv_heads}, T {tokens}"
-                    wrong.append(f"{backend}, {shape}, {name}: {other} do not take the lowest of equal blocks")
-        step(n)
-    return Evidence(wrong=tuple(wrong), paths=tuple(backends))
-
-
-def faulty(step: Step) -> Evidence:
-    """The fault in the torch backend."""
-    with inject():
-        return _examine(step, ("torch",))
-
-
-def product(step: Step) -> Evidence:
-    """The same on every backend."""
-    return _examine(step, step.backends)
+    for batch, kv_heads, tokens in ((1, 1, 24),) if interpreted(backend, device) else SHAPES:
+        call = draw(tokens, device, config=TIED, batch=batch, kv_heads=kv_heads, group=16)
+        equal = torch.zeros_like(call.compressed_keys(backend))
+        lowest = torch.tensor([_lowest(t) for t in range(tokens)], device=device)[:, None]
+        chosen = {
+            "all rows": nsa.select_blocks(call.q, equal, TIED, tokens, backend=backend),
+            "the last row": nsa.select_blocks(call.q[:, -1:], equal, TIED, tokens, backend=backend),
+            "nsa_attention": replace(call, k=torch.zeros_like(call.k)).whole(backend)[1].block_indices,
+        }
+        for name, indices in chosen.items():
+            other = int((indices != lowest[-indices.shape[1] :]).any(-1).sum())
+            if other:
+                shape = f"B {batch}, Hkv {kv_heads}, T {tokens}"
+                wrong.append(f"{backend}, {shape}, {name}: {other} do not take the lowest of equal blocks")
+    return Evidence(wrong=tuple(wrong))
 
 
 def inject() -> AbstractContextManager[None]:
     """Put it into the product."""
     return in_every_backend("select_blocks", _jittered)
+
+
+faulty, product = proofs(each_backend(_detect), inject)

@@ -6,7 +6,6 @@ allocated empty and never written. What they hold is what was in memory: often z
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,9 +14,10 @@ from torch import Tensor
 
 from nsa.geometry import Layout
 from nsa.torch_backend import window_attention as healthy
-from regression.contract import Evidence, Incident, Step, Verdict
+from regression.contract import Evidence, Incident, Verdict
 from regression.detectors import memory
-from regression.detectors.calls import BRANCHES, COMPILING_S, Call, draw, in_every_backend, interpreted
+from regression.detectors.backends import COMPILING_S, each_backend, in_every_backend, interpreted, nonfinite, proofs
+from regression.detectors.calls import BRANCHES, Call, draw
 
 INCIDENT = Incident(
     id="unwritten-gradients",
@@ -64,39 +64,27 @@ def _run(call: Call, branch: str, backend: str) -> dict[str, Tensor]:
     """Output and gradients by name."""
     leaves = call.leaves()
     o = leaves.attend(branch, backend)
-    named = {"q": leaves.q, "k": leaves.k, "v": leaves.v, "gates": leaves.gates}
-    gradients = torch.autograd.grad(o.square().sum(), list(named.values()), allow_unused=True)
-    return {"o": o.detach()} | {f"d{name}": g for name, g in zip(named, gradients, strict=True) if g is not None}
+    return {"o": o.detach(), **leaves.gradients(o)}
 
 
-def _examine(step: Step, backends: Sequence[str]) -> Evidence:
-    nonfinite, wrong = [], []
-    for n, backend in enumerate(backends):
-        few = interpreted(backend, step.device)
-        for kv_heads, group in INTERPRETED_HEADS if few else HEADS:
-            call = draw(6 if few else 20, step.device, batch=1 if few else 2, kv_heads=kv_heads, group=group)
-            for branch in BRANCHES[-1:] if few else BRANCHES:  # the whole has all of them
-                with memory.poisoned_allocations():
-                    found = _run(call, branch, backend)
-                shape = f"{backend}, {branch}, Hkv {kv_heads}, G {group}"
-                nonfinite += [f"{shape}: {name}" for name, x in found.items() if not bool(x.isfinite().all())]
-                clean = {} if few else _run(call, branch, backend)
-                wrong += [f"{shape}: {name} differs" for name, x in clean.items() if not torch.equal(x, found[name])]
-        step(n)
-    return Evidence(nonfinite=tuple(nonfinite), wrong=tuple(wrong), paths=tuple(backends))
-
-
-def faulty(step: Step) -> Evidence:
-    """The fault in the torch backend."""
-    with inject():
-        return _examine(step, ("torch",))
-
-
-def product(step: Step) -> Evidence:
-    """The same on every backend."""
-    return _examine(step, step.backends)
+def _detect(backend: str, device: str) -> Evidence:
+    bad, wrong = [], []
+    few = interpreted(backend, device)
+    for kv_heads, group in INTERPRETED_HEADS if few else HEADS:
+        call = draw(6 if few else 20, device, batch=1 if few else 2, kv_heads=kv_heads, group=group)
+        for branch in BRANCHES[-1:] if few else BRANCHES:  # the whole has all of them
+            with memory.poisoned_allocations():
+                found = _run(call, branch, backend)
+            shape = f"{backend}, {branch}, Hkv {kv_heads}, G {group}"
+            bad += nonfinite(shape, found)
+            clean = {} if few else _run(call, branch, backend)
+            wrong += [f"{shape}: {name} differs" for name, x in clean.items() if not torch.equal(x, found[name])]
+    return Evidence(nonfinite=tuple(bad), wrong=tuple(wrong))
 
 
 def inject() -> AbstractContextManager[None]:
     """Put it into the product."""
     return in_every_backend("window_attention", _one_stride)
+
+
+faulty, product = proofs(each_backend(_detect), inject)

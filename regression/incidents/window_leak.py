@@ -20,7 +20,8 @@ from nsa.geometry import Layout
 from regression import training
 from regression.contract import Bound, Evidence, Incident, Step, Verdict
 from regression.detectors import causality, dense
-from regression.detectors.calls import COMPILING_S, SMALL, draw, in_every_backend, interpreted
+from regression.detectors.backends import COMPILING_S, in_every_backend, interpreted, proofs
+from regression.detectors.calls import SMALL, draw
 
 INCIDENT = Incident(
     id="window-leak",
@@ -90,17 +91,9 @@ def _examine(step: Step, backends: Sequence[str]) -> Evidence:
     return Evidence(future_seen=tuple(seen), loss_nats=loss, notes=(note,), paths=tuple(backends))
 
 
-def faulty(step: Step) -> Evidence:
-    """The fault in the torch backend."""
-    with inject():
-        return _examine(step, ("torch",))
-
-
-def product(step: Step) -> Evidence:
-    """The same on every backend."""
-    return _examine(step, step.backends)
-
-
 def inject() -> AbstractContextManager[None]:
     """Put it into the product."""
     return in_every_backend("window_attention", _by_absolute_position)
+
+
+faulty, product = proofs(_examine, inject)

@@ -6,7 +6,6 @@ channels are 3 GiB in float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -14,10 +13,9 @@ from torch import Tensor
 
 from nsa.geometry import Layout
 from nsa.torch_backend import window_attention as healthy
-from regression.contract import Evidence, Incident, Step, Verdict
+from regression.contract import Evidence, Incident, Verdict
 from regression.detectors import memory
-from regression.detectors.calls import COMPILING_S, in_every_backend, interpreted
-from regression.detectors.dense import worst
+from regression.detectors.backends import COMPILING_S, each_backend, in_every_backend, interpreted, proofs, worst
 
 INCIDENT = Incident(
     id="window-oom",
@@ -43,28 +41,17 @@ def _keys_per_query(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: floa
     return o.reshape(batch, queries, heads, -1), lse, read
 
 
-def _examine(step: Step, backends: Sequence[str]) -> Evidence:
+def _detect(backend: str, device: str) -> Evidence:
     """The window everywhere; the whole call where memory is a promise, which of the reference it is not."""
-    found = []
-    for n, backend in enumerate(backends):
-        found.append(memory.peak_growth("window", backend, step.device))
-        if backend != "reference" and not interpreted(backend, step.device):
-            found.append(memory.peak_growth("whole", backend, step.device))
-        step(n)
-    return Evidence(memory=worst(found), paths=tuple(backends))
-
-
-def faulty(step: Step) -> Evidence:
-    """The fault in the torch backend."""
-    with inject():
-        return _examine(step, ("torch",))
-
-
-def product(step: Step) -> Evidence:
-    """The same on every backend."""
-    return _examine(step, step.backends)
+    found = [memory.peak_growth("window", backend, device)]
+    if backend != "reference" and not interpreted(backend, device):
+        found.append(memory.peak_growth("whole", backend, device))
+    return Evidence(memory=worst(found))
 
 
 def inject() -> AbstractContextManager[None]:
     """Put it into the product."""
     return in_every_backend("window_attention", _keys_per_query)
+
+
+faulty, product = proofs(each_backend(_detect), inject)

@@ -17,7 +17,8 @@ import nsa
 from nsa import NSAConfig
 from nsa.torch_backend import combine as healthy
 from regression.contract import Evidence, Incident, Step, Verdict
-from regression.detectors.calls import COMPILING_S, SMALL, Call, draw, in_every_backend, interpreted
+from regression.detectors.backends import COMPILING_S, in_every_backend, interpreted, proofs
+from regression.detectors.calls import SMALL, Call, draw
 
 INCIDENT = Incident(
     id="workspace-inplace",
@@ -98,17 +99,9 @@ def _examine(step: Step, backends: Sequence[str]) -> Evidence:
     return Evidence(wrong=tuple(wrong), paths=tuple(backends))
 
 
-def faulty(step: Step) -> Evidence:
-    """The fault in the torch backend."""
-    with inject():
-        return _examine(step, ("torch",))
-
-
-def product(step: Step) -> Evidence:
-    """The same on every backend."""
-    return _examine(step, step.backends)
-
-
 def inject() -> AbstractContextManager[None]:
     """Put it into the product."""
     return in_every_backend("combine", _Workspace())
+
+
+faulty, product = proofs(_examine, inject)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import nsa
-from regression.contract import verdict
+from regression.contract import Bound, verdict
 from regression.detectors import causality, dense, memory, selection
+from regression.detectors.backends import worst
 from regression.detectors.calls import BRANCHES, SMALL, draw
 from regression.listing import module_of
 
@@ -64,9 +65,9 @@ def test_oracle_agrees_with_the_specification(branch: str, rows: tuple[int, int]
 
 
 def test_worst_is_the_bound_missed_by_most() -> None:
-    near, far, lost = (dense.Bound(value, 2.0) for value in (1.0, 5.0, None))
-    assert dense.worst([near, far]) is far
-    assert dense.worst([far, lost, near]) is lost
+    near, far, lost = (Bound(value, 2.0) for value in (1.0, 5.0, None))
+    assert worst([near, far]) is far
+    assert worst([far, lost, near]) is lost
 
 
 def test_faulty_choices_start_from_healthy_scores() -> None:

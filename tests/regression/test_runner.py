@@ -10,7 +10,7 @@ import pytest
 
 from regression import listing, runner
 from regression.contract import Bound, Evidence, Incident, Needs, Verdict
-from regression.detectors.calls import COMPILING_S
+from regression.detectors.backends import COMPILING_S
 from regression.runner import Finding, Repro
 from tests.regression import repros
 from tests.regression.test_ledger import PACE

@@ -21,7 +21,7 @@ from nsa.train.packing import Row
 from nsa.train.settings import Settings
 from regression.contract import Bound, Evidence, Verdict, verdict
 from regression.detectors import host_cost, public_api
-from regression.detectors.calls import in_every_backend
+from regression.detectors.backends import in_every_backend
 from regression.incidents import (
     blind_gate,
     dead_route,
