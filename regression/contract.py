@@ -8,8 +8,8 @@ Each `regression/incidents/<id with underscores>.py` exports
     def inject() -> AbstractContextManager[None]: ...  # puts the fault into the product, in this process
 
 `faulty` and `product` run in a child process each. They call `step(n)` after every unit of work; silence beyond a
-deadline that is scaled from these steps is a stall. Only a machine without the GPUs that `needs` names is a lawful
-skip. `inject` opens `regression.injection.injected`, which counts what enters the fault: a run that never does is an
+deadline that is scaled from these steps is a stall. Only a machine without the GPUs that `needs` names may
+skip it. `inject` opens `regression.injection.injected`, which counts what enters the fault: a run that never does is an
 error, not a pass.
 
 `Evidence` holds facts only, no judgement: None is "not looked at", () is "looked, and found nothing". `aspects` and

@@ -48,7 +48,7 @@ class TrainingResult:
 
     settings: Settings
     steps: tuple[dict[str, Any], ...]
-    """The heartbeats of this life's steps."""
+    """The heartbeats of this attempt's steps."""
     alarms: dict[str, str]
     """Sentinel and why, also those that stop nothing."""
     stopped: str | None
@@ -107,7 +107,7 @@ def run(chosen: Settings, beat: Beat, *, resume: bool = False) -> TrainingResult
 
 
 def heartbeat(chosen: Settings) -> Iterator[dict[str, Any]]:
-    """What the first rank has written, steps and events, life after life."""
+    """What the first rank has written, steps and events, attempt after attempt."""
     return files.json_lines(Path(chosen.out_dir) / "heartbeat_rank0.jsonl")
 
 

@@ -26,19 +26,19 @@ Examine = Callable[[Step, Sequence[str]], Evidence]
 
 
 def each_backend(detect: Callable[[str, str], Evidence]) -> Examine:
-    """`detect(backend, device)` on one backend after another, its evidence taken together."""
+    """`detect(backend, device)` on one backend after another, its evidence merged."""
 
     def examine(step: Step, names: Sequence[str]) -> Evidence:
         found = []
         for n, backend in enumerate(names):
             found.append(detect(backend, step.device))
             step(n)
-        return together(found, names)
+        return merged(found, names)
 
     return examine
 
 
-def together(parts: Sequence[Evidence], paths: Iterable[str]) -> Evidence:
+def merged(parts: Sequence[Evidence], paths: Iterable[str]) -> Evidence:
     """All findings and notes in order, and of each bound the one that is missed by most."""
 
     def joined(name: str) -> tuple[str, ...] | None:

@@ -49,7 +49,7 @@ def product(step: Step) -> Evidence:
     broken: list[str] = []
     recorded: list[str] = []
     for n, asked in enumerate((*step.backends, "auto"), start=1):
-        with _watched(step.backends) as ran:
+        with _recorded_backends(step.backends) as ran:
             path = x.whole(asked)[1].backend
         recorded.append(path)
         if ran != {path} or asked not in (path, "auto"):
@@ -74,23 +74,23 @@ def _refuses(call: calls.Call, backend: str) -> bool:
 
 
 @contextmanager
-def _watched(names: tuple[str, ...]) -> Iterator[set[str]]:
+def _recorded_backends(names: tuple[str, ...]) -> Iterator[set[str]]:
     """Collects the backends whose parts are called."""
     ran: set[str] = set()
     with ExitStack() as stack:
         for name in names:
             module = backends.load(name)
             for part in _PARTS:
-                stack.enter_context(mock.patch.object(module, part, _noting(name, getattr(module, part), ran)))
+                stack.enter_context(mock.patch.object(module, part, _recording_calls(name, getattr(module, part), ran)))
         yield ran
 
 
-def _noting(name: str, part: Callable[..., Any], ran: set[str]) -> Callable[..., Any]:
-    def noted(*arguments: Any) -> Any:
+def _recording_calls(name: str, part: Callable[..., Any], ran: set[str]) -> Callable[..., Any]:
+    def recorded(*arguments: Any) -> Any:
         ran.add(name)
         return part(*arguments)
 
-    return noted
+    return recorded
 
 
 @contextmanager

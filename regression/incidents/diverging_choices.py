@@ -79,11 +79,11 @@ def _ranks(device: str, names: Sequence[str]) -> dict[str, list[list[int]]]:
     """What each rank chooses, by backend, in two processes."""
     how = "fork" if device == "cpu" else "spawn"  # a process that has used CUDA cannot be forked
     with ProcessPoolExecutor(RANKS, mp_context=multiprocessing.get_context(how)) as pool:
-        told = {}
+        pending = {}
         for name in names:
             fault = vars(backends.load(name))["select_blocks"] is _by_the_batch
-            told[name] = [pool.submit(_of_rank, rank, device, name, fault) for rank in range(RANKS)]
-        return {name: [future.result() for future in futures] for name, futures in told.items()}
+            pending[name] = [pool.submit(_of_rank, rank, device, name, fault) for rank in range(RANKS)]
+        return {name: [future.result() for future in futures] for name, futures in pending.items()}
 
 
 def _graph(call: Call, backend: str) -> Tensor:

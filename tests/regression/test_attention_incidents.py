@@ -37,7 +37,7 @@ ATTENTION = (
 
 
 @dataclass
-class Quiet:
+class SilentStep:
     """A heartbeat that nobody listens to."""
 
     backends: tuple[str, ...]
@@ -52,7 +52,7 @@ def test_fault_in_a_backend_is_seen_there(incident_id: str, backend: str, device
     """The suite itself tries each fault on the torch backend; this is each backend's own proof."""
     module = importlib.import_module(module_of(incident_id))
     with module.inject():
-        assert verdict(module.product(Quiet((backend,), device.type))) is module.INCIDENT.expects
+        assert verdict(module.product(SilentStep((backend,), device.type))) is module.INCIDENT.expects
 
 
 @pytest.mark.parametrize("branch", BRANCHES)

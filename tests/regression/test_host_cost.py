@@ -13,9 +13,9 @@ from nsa import layer, nsa_attention
 from regression.contract import Verdict, verdict
 from regression.detectors.host_cost import Operators
 from regression.incidents import step5_stall
-from tests.regression.test_attention_incidents import Quiet
+from tests.regression.test_attention_incidents import SilentStep
 
-QUIET = Quiet(("reference", "torch"), "cpu")
+STEP = SilentStep(("reference", "torch"), "cpu")
 
 
 def _per_token(q: Tensor, *tensors: Any, **more: Any) -> Tensor:
@@ -33,12 +33,12 @@ def test_step5_stall_fires_by_its_operators_and_by_its_host_syncs(
 ) -> None:
     if fault is not None:
         monkeypatch.setattr(step5_stall, "token_by_token", fault)
-    assert verdict(step5_stall.faulty(QUIET)) is expected
+    assert verdict(step5_stall.faulty(STEP)) is expected
 
 
 def test_one_operator_per_token_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer, "nsa_attention", _per_token)
-    assert verdict(step5_stall.product(QUIET)) is Verdict.SLOW
+    assert verdict(step5_stall.product(STEP)) is Verdict.SLOW
 
 
 WAITS: dict[str, Callable[[Tensor], object]] = {
