@@ -1,4 +1,4 @@
-"""The child of one repro: `python -m regression.child <task as JSON>`, started by `regression.process`.
+"""The child of one repro: `python -m regression.child <task as JSON>`, started by `harness.isolate.Child`.
 
 It forks at once: this process becomes the guard, the forked one imports the incident and runs it.
 """
@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import faulthandler
 import importlib
 import importlib.util
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -22,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from regression import guard
-from regression.evidence import Evidence
-from regression.heartbeat import Heartbeat, tell
+from harness import guard
+from harness.guard import send_event
+from regression.contract import Evidence
 
 _CPU_ALLOCATOR = "can't allocate memory"  # what PyTorch's RuntimeError says there
 
@@ -34,7 +32,7 @@ class Task:
     """What to run, as it comes through the command line."""
 
     module: str
-    """"regression.step5_stall"."""
+    """"regression.incidents.step5_stall"."""
     function: str
     """"faulty" or "product"."""
     device: str
@@ -44,34 +42,37 @@ class Task:
     options: Mapping[str, Any]
     """Further arguments of the function."""
     events: int
-    leash: int
+    control: int
     scratch: str
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """The `step` that a repro calls; see `regression.contract.Step`."""
+
+    events: int
+    device: str
+    backends: tuple[str, ...]
+
+    def __call__(self, n: int, **figures: float) -> None:
+        finite = {name: value if abs(value) < float("inf") else None for name, value in figures.items()}
+        send_event(self.events, "step", n=n, figures=finite)
 
 
 def main() -> None:
     """Run the task in the first argument."""
     task = Task(**json.loads(sys.argv[1]))
-    guard.run(
-        lambda: _work(task),
-        task.leash,
-        Path(task.scratch),
-        lambda status: tell(task.events, "ended", status=status),
-    )
+    guard.run(lambda: _work(task), events=task.events, control=task.control, scratch=Path(task.scratch))
 
 
 def _work(task: Task) -> int:
-    """The repro; what it found is told, whatever happens to it."""
-    begin = time.monotonic()
-    stacks = (Path(task.scratch) / "stacks").open("wb")
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    faulthandler.enable()  # a crash in C shows its Python stack in the log
-    tell(task.events, "started", pid=os.getpid())
+    """The repro; what it found is sent, whatever happens to it."""
     try:
-        evidence = _run(task, begin)
+        evidence = _run(task, time.monotonic())
     except BaseException as error:  # also SystemExit and KeyboardInterrupt: it is the repro's, not ours
         traceback.print_exc()
         evidence = of_exception(error)
-    tell(task.events, "evidence", evidence=dataclasses.asdict(evidence))
+    send_event(task.events, "evidence", evidence=dataclasses.asdict(evidence))
     sys.stdout.flush()
     sys.stderr.flush()
     return 0
@@ -82,7 +83,7 @@ def _run(task: Task, begin: float) -> Evidence:
     module = importlib.import_module(task.module)
     injected = importlib.import_module(task.inject).inject() if task.inject else contextlib.nullcontext()
     function: Callable[..., Evidence] = getattr(module, task.function)
-    tell(task.events, "imported", import_s=time.monotonic() - begin)
+    send_event(task.events, "imported", import_s=time.monotonic() - begin)
     with injected:
         return function(Heartbeat(task.events, task.device, runnable), **task.options)
 

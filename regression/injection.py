@@ -35,26 +35,26 @@ def injected(*faults: Fault) -> Iterator[None]:
     entered = mmap.mmap(-1, 1)  # shared with forked processes
     with ExitStack() as stack:
         for fault in faults:
-            stack.enter_context(mock.patch.object(fault.owner, fault.name, _noting(fault.instead, entered)))
+            stack.enter_context(mock.patch.object(fault.owner, fault.name, _recording_calls(fault.instead, entered)))
         yield
     if not entered[0]:
         names = ", ".join(sorted({f"{_name(fault.owner)}.{fault.name}" for fault in faults}))
         raise NeverEnteredError(f"the run never entered the fault in {names or 'nothing'}")
 
 
-def _noting(fault: Any, entered: mmap.mmap) -> Any:
+def _recording_calls(fault: Any, entered: mmap.mmap) -> Any:
     """The same fault, which leaves a sign that it was called."""
     if isinstance(fault, property):
         assert fault.fget is not None
-        return property(_noting(fault.fget, entered))
+        return property(_recording_calls(fault.fget, entered))
     function: Callable[..., Any] = fault
 
     @functools.wraps(function)
-    def noted(*arguments: Any, **named: Any) -> Any:
+    def recorded(*arguments: Any, **named: Any) -> Any:
         entered[0] = 1
         return function(*arguments, **named)
 
-    return noted
+    return recorded
 
 
 def _name(owner: Any) -> str:

@@ -1,23 +1,30 @@
-"""The record of a run: one line of JSON per repro under results/regression/<machine>/, appended and never changed."""
+"""What is kept of a run: records, and JUnit XML, which every CI shows.
+
+A record is one line of JSON per repro under results/regression/<machine>/, appended and never changed.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from xml.etree import ElementTree
 
 from benchmarks.history import schema
 from benchmarks.history.fingerprint import Fingerprint
 from nsa.io import append_line, read_lines
-from regression.evidence import Evidence
-from regression.runner import Finding, Pace
-from regression.soak import Soaked
-from regression.verdict import Aspect, Verdict
+from regression.contract import Aspect, Evidence, Verdict
+from regression.runner import Finding, Pace, Repro
+from regression.soak import LaneResult
 
 SCHEMA_VERSION = 1
 FOLDER = "regression"
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # XML 1.0 cannot hold the rest
 
 
 @dataclass(frozen=True)
@@ -72,21 +79,21 @@ def entry(finding: Finding, fingerprint: Fingerprint) -> Entry:
     )
 
 
-def soak_entry(soaked: Soaked, device: str, minutes: float, fingerprint: Fingerprint) -> Entry:
+def soak_entry(result: LaneResult, device: str, minutes: float, fingerprint: Fingerprint) -> Entry:
     """The record of a lane of the soak."""
     return Entry(
         fingerprint=fingerprint,
-        incident=soaked.lane.name,
+        incident=result.lane.name,
         part="soak",
         device=device,
         injected=None,
         expects=Verdict.PASSED,
-        verdict=soaked.verdict,
-        ok=soaked.verdict is Verdict.PASSED,
-        reason=soaked.reason,
-        aspects=soaked.aspects,
-        evidence=soaked.evidence,
-        pace=soaked.pace,
+        verdict=result.verdict,
+        ok=result.verdict is Verdict.PASSED,
+        reason=result.reason,
+        aspects=result.aspects,
+        evidence=result.evidence,
+        pace=result.pace,
         command=f"python -m regression run --soak {minutes:g} --device {device}",
     )
 
@@ -136,3 +143,70 @@ def from_json(line: str) -> Entry:
 def read_all(results: Path) -> tuple[list[Entry], list[str]]:
     """All runs under results/regression, oldest file first."""
     return read(sorted((results / FOLDER).glob("*/*.jsonl"), key=lambda path: path.name))
+
+
+def junit_must_be_writable(path: Path) -> None:
+    """Raises OSError where `write_junit` would fail, before hours of work depend on it."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; JUnit XML needs the path of a file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
+
+
+def write_junit(path: Path, findings: Sequence[Finding], missing: Sequence[Repro] = ()) -> None:
+    """Write one test case per repro, an error for each not run; a file that was there is replaced as a whole."""
+    suite = ElementTree.Element(
+        "testsuite",
+        name="regression",
+        tests=str(len(findings) + len(missing)),
+        failures=str(sum(not finding.ok for finding in findings)),
+        errors=str(len(missing)),
+        skipped=str(sum(finding.allowed_skip for finding in findings)),
+        time=f"{sum(finding.pace.seconds for finding in findings):.3f}",
+    )
+    for finding in findings:
+        suite.append(_case(finding))
+    for repro in missing:
+        case = ElementTree.SubElement(suite, "testcase", classname=f"regression.{repro.incident.id}", name=repro.part)
+        ElementTree.SubElement(case, "error", message="not run: the suite was interrupted before its end")
+    _replace(path, ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True))
+
+
+def _case(finding: Finding) -> ElementTree.Element:
+    repro, evidence = finding.repro, finding.evidence
+    case = ElementTree.Element(
+        "testcase",
+        classname=f"regression.{repro.incident.id}",
+        name=repro.part,
+        time=f"{finding.pace.seconds:.3f}",
+    )
+    if finding.allowed_skip:
+        ElementTree.SubElement(case, "skipped", message=_clean(finding.reason or ""))
+    elif not finding.ok:
+        failure = ElementTree.SubElement(
+            case, "failure", type=finding.verdict.value, message=_clean(f"{repro.incident.id}: {finding.reason}")
+        )
+        failure.text = _clean(evidence.stacks or evidence.exception or "")
+    out = ElementTree.SubElement(case, "system-out")
+    judged = {aspect.name: [aspect.verdict.value, aspect.why] for aspect in finding.aspects}
+    out.text = _clean(json.dumps({"expects": repro.expects, "aspects": judged, "notes": evidence.notes}))
+    return case
+
+
+def _clean(text: str) -> str:
+    return _NOT_XML.sub("?", text)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(file, "wb") as new:
+            new.write(content)
+            new.flush()
+            os.fsync(new.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink()
+        raise

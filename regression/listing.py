@@ -7,7 +7,7 @@ import importlib
 import textwrap
 from collections.abc import Sequence
 
-from regression.incident import Incident
+from regression.contract import Incident
 
 IDS = (
     "step5-stall",
@@ -51,8 +51,8 @@ _COLUMNS = (("id", 22), ("symptom", 34), ("cause", 44), ("detector", 44), ("expe
 
 
 def module_of(incident_id: str) -> str:
-    """Where it is written: "regression.step5_stall"."""
-    return f"regression.{incident_id.replace('-', '_')}"
+    """Where it is written: "regression.incidents.step5_stall"."""
+    return f"regression.incidents.{incident_id.replace('-', '_')}"
 
 
 def known(incident_id: str) -> str:

@@ -1,4 +1,4 @@
-"""From incidents to findings: each repro in a child of its own, judged by what it told and by how it ended."""
+"""From incidents to findings: each repro in a child of its own, judged by what it sent and by how it ended."""
 
 from __future__ import annotations
 
@@ -11,21 +11,13 @@ from threading import Event
 from typing import Any
 
 from benchmarks.history import schema
+from harness.isolate import Child, Deadline, Outcome, watch
 from regression import listing
-from regression.deadline import Deadline
-from regression.evidence import Evidence
-from regression.incident import Incident, Needs
+from regression.contract import Aspect, Evidence, Incident, Needs, Verdict, aspects, gravest
 from regression.injection import NeverEnteredError
-from regression.process import Child
-from regression.verdict import Aspect, Verdict, aspects, gravest
 
 FAULTY, PRODUCT = "faulty", "product"
-_POLL_S = 0.1
 _NEEDED_GPUS = {Needs.CPU: 0, Needs.GPU: 1, Needs.TWO_GPUS: 2}
-
-
-class CancelledError(Exception):
-    """The run was interrupted; what it started has ended."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +71,7 @@ class Finding:
         return gravest(self.aspects).verdict
 
     @property
-    def lawful_skip(self) -> bool:
+    def allowed_skip(self) -> bool:
         """Skipped because the machine lacks GPUs; any other skip is a failure."""
         never_started = self.evidence.exit_status is None
         return self.verdict is Verdict.SKIPPED and never_started
@@ -92,10 +84,10 @@ class Finding:
     @property
     def ok(self) -> bool:
         """As expected: the detector fired on the fault, the product is free of it."""
-        return self.lawful_skip or (self.verdict is self.repro.expects and not self._unlike)
+        return self.allowed_skip or (self.verdict is self.repro.expects and not self._difference)
 
     @property
-    def _unlike(self) -> str:
+    def _difference(self) -> str:
         """What tells a faulty variant's verdict from the one that its incident describes; "" if nothing does."""
         incident = self.repro.incident
         if self.repro.part != FAULTY:
@@ -113,7 +105,7 @@ class Finding:
     def reason(self) -> str | None:
         """Why it is not as it should be, or why it was skipped; None for a green one."""
         decisive = gravest(self.aspects)
-        if self.lawful_skip:
+        if self.allowed_skip:
             return decisive.why
         if self.ok:
             return None
@@ -121,7 +113,7 @@ class Finding:
             return f"skipped although the machine has what it needs: {decisive.why}"
         if self.repro.part == FAULTY:
             got = f"{self.verdict.value} {decisive.why}".strip()
-            wanted = f"{self.repro.expects.value} {self._unlike}".strip()
+            wanted = f"{self.repro.expects.value} {self._difference}".strip()
             return f"the detector did not fire: expected {wanted}, got {got}"
         return f"{self.verdict.value}: {decisive.name}: {decisive.why}"
 
@@ -139,11 +131,11 @@ def run(repros: Sequence[Repro], *, gpus: int, jobs: int) -> Iterator[Finding]:
     """
     together = [repro for repro in repros if not repro.incident.alone]
     alone = [[repro] for repro in repros if repro.incident.alone]
-    stop, known = Event(), _KnownImport()
+    stop, longest_import = Event(), _LongestImport()
     with ThreadPoolExecutor(jobs) as pool:
         try:
             for batch in (together, *alone):
-                futures = [pool.submit(_judged, repro, gpus, stop, known) for repro in batch]
+                futures = [pool.submit(_judged, repro, gpus, stop, longest_import) for repro in batch]
                 for future in as_completed(futures):
                     yield future.result()
         except BaseException:
@@ -153,13 +145,13 @@ def run(repros: Sequence[Repro], *, gpus: int, jobs: int) -> Iterator[Finding]:
 
 
 @dataclass
-class _KnownImport:
+class _LongestImport:
     """The longest import so far: the next child's allowance before it says anything."""
 
     seconds: float = 0.0
 
 
-def _judged(repro: Repro, gpus: int, stop: Event, known: _KnownImport) -> Finding:
+def _judged(repro: Repro, gpus: int, stop: Event, longest_import: _LongestImport) -> Finding:
     found = gpus if repro.device == "cuda" else 0
     if _NEEDED_GPUS[repro.incident.needs] > found:
         why = f"needs {repro.incident.needs.value}; this run has {found}"
@@ -171,63 +163,48 @@ def _judged(repro: Repro, gpus: int, stop: Event, known: _KnownImport) -> Findin
         "inject": listing.module_of(repro.inject) if repro.inject else None,
         "options": {},
     }
-    deadline = Deadline(repro.incident.floor_s, known.seconds)
-    with Child("regression.child", task, environment(repro.device)) as child:
-        watched = watch(child, deadline, stop)
-    known.seconds = max(known.seconds, deadline.import_s or 0.0)
-    return Finding(repro, watched.evidence, watched.pace(deadline))
-
-
-def environment(device: str) -> dict[str, str]:
-    """What a child for this device finds beside the runner's own environment."""
-    return {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    deadline = Deadline(repro.incident.floor_s, longest_import.seconds)
+    result = run_child(task, deadline, stop)
+    longest_import.seconds = max(longest_import.seconds, deadline.import_s or 0.0)
+    return Finding(repro, result.evidence, result.pace(deadline))
 
 
 @dataclass
-class Watched:
-    """What a child told until it ended, or was ended."""
+class ChildResult:
+    """What a child sent, and how it ended."""
 
-    begin: float = field(default_factory=time.monotonic)
-    told: Evidence | None = None
+    evidence_sent: Evidence | None = None
     steps: int = 0
     figures: Mapping[str, float | None] = field(default_factory=dict)
-    status: int | None = None
-    stalled_after_s: float | None = None
-    garbled: str | None = None
-    """Why what it told cannot be read."""
-    stacks: str | None = None
-    last_words: str = ""
+    outcome: Outcome = field(default_factory=Outcome)
+    seconds: float = 0.0
 
-    def take(self, event: Mapping[str, Any], deadline: Deadline) -> None:
+    def on_event(self, event: Mapping[str, Any]) -> None:
         """One event of the child."""
-        if event["event"] == "imported":
-            deadline.imported(event["at"], event["import_s"])
-        elif event["event"] == "step":
-            deadline.step(event["at"])
+        if event["event"] == "step":
             self.steps += 1
             self.figures = event["figures"] or self.figures
         elif event["event"] == "evidence":
-            self.told = schema.build(Evidence, event["evidence"], "evidence")
-        elif event["event"] == "ended":
-            self.status = event["status"]
+            self.evidence_sent = schema.build(Evidence, event["evidence"], "evidence")
 
     @property
     def evidence(self) -> Evidence:
         """The child's own facts and how it ended."""
-        if self.garbled is not None:
-            return Evidence(exception=f"what it told cannot be read: {self.garbled}", uncaught=True)
-        told = self.told or Evidence()
-        if self.stalled_after_s is not None:
-            return dataclasses.replace(told, stalled_after_s=self.stalled_after_s, stacks=self.stacks)
-        if self.told is None:
-            words = f"ended with status {self.status} and said nothing; its last words: {self.last_words}"
-            return Evidence(exception=words, uncaught=True, exit_status=self.status)
-        return dataclasses.replace(told, exit_status=self.status)
+        end = self.outcome
+        if end.unreadable is not None:
+            return Evidence(exception=f"what it sent cannot be read: {end.unreadable}", uncaught=True)
+        sent = self.evidence_sent or Evidence()
+        if end.stalled_after_s is not None:
+            return dataclasses.replace(sent, stalled_after_s=end.stalled_after_s, stacks=end.stacks)
+        if self.evidence_sent is None:
+            words = f"ended with status {end.status} without evidence; the end of its log: {end.log_tail}"
+            return Evidence(exception=words, uncaught=True, exit_status=end.status)
+        return dataclasses.replace(sent, exit_status=end.status)
 
     def pace(self, deadline: Deadline) -> Pace:
         """Its times, as they stood at the end."""
         return Pace(
-            round(time.monotonic() - self.begin, 3),
+            round(self.seconds, 3),
             deadline.import_s,
             deadline.first_step_s,
             self.steps,
@@ -237,26 +214,15 @@ class Watched:
         )
 
 
-def watch(child: Child, deadline: Deadline, stop: Event) -> Watched:
-    """Until the child has ended, stalled, or told what cannot be read. Raises CancelledError once `stop` is set."""
-    watched, heard = Watched(), time.monotonic()
-    while watched.status is None:
-        if stop.is_set():
-            raise CancelledError
-        running = child.running  # before the events: what a process told before it ended is all in the pipe
-        try:
-            events = child.events(_POLL_S)
-            for event in events:
-                watched.take(event, deadline)
-        except (ValueError, TypeError, KeyError) as error:  # a fault of this repro alone, not of the suite
-            watched.garbled = f"{type(error).__name__}: {error}"
-            break
-        if events:
-            heard = time.monotonic()
-        elif not running:  # the guard itself was killed
-            break
-        elif time.monotonic() - heard > deadline.allowed_s:
-            watched.stalled_after_s, watched.stacks = time.monotonic() - heard, child.stacks()
-            break
-    watched.last_words = child.last_words()
-    return watched
+def run_child(task: Mapping[str, Any], deadline: Deadline, stop: Event) -> ChildResult:
+    """The task in a child of its own, until it has ended or was ended. Raises CancelledError once `stop` is set."""
+    result, begin = ChildResult(), time.monotonic()
+    with Child("regression.child", task, _environment(task["device"])) as child:
+        result.outcome = watch(child, deadline, stop, result.on_event)
+    result.seconds = time.monotonic() - begin
+    return result
+
+
+def _environment(device: str) -> dict[str, str]:
+    """What a child for this device finds beside the runner's own environment."""
+    return {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}

@@ -15,13 +15,13 @@ from benchmarks import gpus
 from benchmarks.history import fingerprint
 from benchmarks.history.fingerprint import Fingerprint
 from nsa import backends
-from regression import child, console, junit, ledger, runner
+from regression import child, ledger, runner
 from regression import soak as soaking
-from regression.incident import Incident
-from regression.runner import Finding
-from regression.verdict import Verdict
+from regression.contract import Incident, Verdict, gravest
+from regression.runner import FAULTY, PRODUCT, Finding
 
 NOTHING_CHECKED = 2
+_LONGEST_WHY = 160  # characters; the whole is in the record and in JUnit's XML
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def replay(
     """Run both halves of each incident. The exit code; the last line of stdout is JSON."""
     repros = runner.plan(incidents, machine.device, inject)
     if junitxml is not None:
-        junit.must_be_writable(junitxml)
+        ledger.junit_must_be_writable(junitxml)
     path = ledger.create(out, machine.fingerprint)
     print(f"{machine.title}: {len(repros)} repros of {len(incidents)} incident(s) -> {_from_here(path)}", flush=True)
     begin, findings = time.perf_counter(), list[Finding]()
@@ -68,14 +68,14 @@ def replay(
             findings.append(finding)
             ledger.append(path, ledger.entry(finding, machine.fingerprint))
             elapsed_s = time.perf_counter() - begin
-            print(console.progress(finding, len(findings), len(repros), elapsed_s), flush=True)
+            print(progress(finding, len(findings), len(repros), elapsed_s), flush=True)
     except BaseException:
         print(f"interrupted; {len(findings)} of {len(repros)} repros are in {_from_here(path)}", file=sys.stderr)
         if junitxml is not None:
             done = [finding.repro for finding in findings]
-            junit.write(junitxml, findings, [repro for repro in repros if repro not in done])
+            ledger.write_junit(junitxml, findings, [repro for repro in repros if repro not in done])
         raise
-    print("\n" + console.table(findings))
+    print("\n" + findings_table(findings))
     for name, why in machine.unproved.items():
         print(f"skipped: {name}: {why}")
     red = sorted({finding.repro.incident.id for finding in findings if not finding.ok})
@@ -87,19 +87,19 @@ def replay(
         "red": red,
         "never_entered": never_entered,
         "backends": machine.backends,
-        "skipped": {**{f.repro.incident.id: f.reason for f in findings if f.lawful_skip}, **machine.unproved},
+        "skipped": {**{f.repro.incident.id: f.reason for f in findings if f.allowed_skip}, **machine.unproved},
         "injected": inject,
         "seconds": round(time.perf_counter() - begin, 1),
         "records": _from_here(path),
     }
     print(json.dumps(summary), flush=True)  # before the file, which may fail
     if junitxml is not None:
-        junit.write(junitxml, findings)
+        ledger.write_junit(junitxml, findings)
     if never_entered:
         return NOTHING_CHECKED
     if red:
         return 1
-    return NOTHING_CHECKED if all(finding.lawful_skip for finding in findings) else 0
+    return NOTHING_CHECKED if all(finding.allowed_skip for finding in findings) else 0
 
 
 def _from_here(path: Path) -> str:
@@ -116,7 +116,7 @@ def soak(machine: Machine, minutes: float, out: Path) -> int:
         f"{machine.title}: {len(soaking.LANES)} lanes in {minutes:g} minutes{shrunken} -> {_from_here(path)}",
         flush=True,
     )
-    begin, done = time.perf_counter(), list[soaking.Soaked]()
+    begin, done = time.perf_counter(), list[soaking.LaneResult]()
     for one in soaking.run(machine.device, minutes):
         done.append(one)
         ledger.append(path, ledger.soak_entry(one, machine.device, minutes, machine.fingerprint))
@@ -136,3 +136,46 @@ def soak(machine: Machine, minutes: float, out: Path) -> int:
     }
     print(json.dumps(summary))
     return 0 if all(one.verdict is Verdict.PASSED for one in done) else 1
+
+
+def progress(finding: Finding, done: int, total: int, elapsed_s: float) -> str:
+    """[ 3/62   12 s] dup-blocks             faulty   WRONG         caught: row 3 lists block 2 twice"""
+    width = len(str(total))
+    repro = finding.repro
+    head = f"[{done:>{width}}/{total} {elapsed_s:4.0f} s] {repro.incident.id:<22} {repro.part:<8}"
+    return f"{head} {finding.verdict.value:<13} {_in_a_line(_outcome(finding))}".rstrip()
+
+
+def _in_a_line(why: str) -> str:
+    words = " ".join(why.split())
+    return words if len(words) <= _LONGEST_WHY else f"{words[: _LONGEST_WHY - 1]}…"
+
+
+def _outcome(finding: Finding) -> str:
+    if finding.reason is not None:
+        return finding.reason if finding.allowed_skip else f"RED: {finding.reason}"
+    return f"caught: {gravest(finding.aspects).why}" if finding.repro.part == FAULTY else ""
+
+
+def findings_table(findings: Sequence[Finding]) -> str:
+    """One line per incident: whether its detector fired, what was judged on the product, and how long both took."""
+    lines = [f"{'incident':<22} {'fault':<24} {'product':<13} {'seconds':>8}  looked at"]
+    for incident_id in dict.fromkeys(finding.repro.incident.id for finding in findings):
+        own = [finding for finding in findings if finding.repro.incident.id == incident_id]
+        by_part = {finding.repro.part: finding for finding in own}
+        product = by_part.get(PRODUCT)
+        looked_at = ", ".join(f"{aspect.name} {aspect.verdict.value}" for aspect in product.aspects) if product else ""
+        seconds = sum(finding.pace.seconds for finding in own)
+        lines.append(
+            f"{incident_id:<22} {_detector(by_part.get(FAULTY)):<24} {product.verdict.value if product else '':<13} "
+            f"{seconds:>8.1f}  {looked_at}".rstrip()
+        )
+    return "\n".join(lines)
+
+
+def _detector(faulty: Finding | None) -> str:
+    if faulty is None:
+        return ""
+    if faulty.allowed_skip:
+        return faulty.verdict.value
+    return f"{'caught' if faulty.ok else 'NOT CAUGHT'}: {faulty.verdict.value}"

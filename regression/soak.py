@@ -7,11 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from threading import Event
 
-from regression.deadline import Deadline
-from regression.evidence import Evidence
-from regression.process import Child
-from regression.runner import Pace, environment, watch
-from regression.verdict import Aspect, Verdict, aspects, gravest
+from harness.isolate import Deadline
+from regression.contract import Aspect, Evidence, Verdict, aspects, gravest
+from regression.runner import Pace, run_child
 
 PROFILE_NAMES = ("3090", "a100")
 PRECISIONS = ("fp16", "bf16", "fp32")
@@ -35,8 +33,8 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Soaked:
-    """A lane, judged."""
+class LaneResult:
+    """One lane, judged."""
 
     lane: Lane
     evidence: Evidence
@@ -59,7 +57,7 @@ class Soaked:
 LANES = tuple(Lane(*combination) for combination in itertools.product(PROFILE_NAMES, PRECISIONS, PREFILLS))
 
 
-def run(device: str, minutes: float, lanes: Sequence[Lane] = LANES) -> Iterator[Soaked]:
+def run(device: str, minutes: float, lanes: Sequence[Lane] = LANES) -> Iterator[LaneResult]:
     """The lanes one after another, each for its share of the time, in a child of its own."""
     for lane in lanes:
         options = {
@@ -76,18 +74,17 @@ def run(device: str, minutes: float, lanes: Sequence[Lane] = LANES) -> Iterator[
             "options": options,
         }
         deadline = Deadline(FLOOR_S)
-        with Child("regression.child", task, environment(device)) as child:
-            watched = watch(child, deadline, Event())
-        yield Soaked(lane, watched.evidence, watched.pace(deadline))
+        result = run_child(task, deadline, Event())
+        yield LaneResult(lane, result.evidence, result.pace(deadline))
 
 
-def table(soaked: Sequence[Soaked]) -> str:
+def table(results: Sequence[LaneResult]) -> str:
     """One line per lane: steps, stalls, what was not finite, the loss against its floor, memory."""
     lines = [
         f"{'lane':<30} {'verdict':<13} {'stalls':>6} {'not finite':>10} {'longest step, s':>15}"
         f" {'loss, floor (nats)':>20} {'MiB per round':>13}  steps"
     ]
-    for one in soaked:
+    for one in results:
         evidence = one.evidence
         loss, memory = evidence.loss_nats, evidence.memory
         lines.append(

@@ -23,7 +23,7 @@ from nsa.train.health import StoppedError
 from nsa.train.run import Options
 from nsa.train.run_folder import RunWriter as Files
 from nsa.train.settings import Data, Runtime, Settings, Telemetry, Train
-from regression.evidence import Bound
+from regression.contract import Bound
 
 TINY = ModelConfig(
     dim=32,
@@ -44,12 +44,12 @@ Beat = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
-class Ended:
+class TrainingResult:
     """A run that came to its end, or was stopped by an alarm."""
 
     settings: Settings
     steps: tuple[dict[str, Any], ...]
-    """The heartbeats of this life's steps."""
+    """The heartbeats of this attempt's steps."""
     alarms: dict[str, str]
     """Sentinel and why, also those that stop nothing."""
     stopped: str | None
@@ -89,38 +89,38 @@ def settings(
     )
 
 
-def run(chosen: Settings, beat: Beat, *, resume: bool = False) -> Ended:
+def run(chosen: Settings, beat: Beat, *, resume: bool = False) -> TrainingResult:
     """`nsa.train.run` in this process. What it raises beside StoppedError is raised, and what `beat` raises too."""
     steps: list[dict[str, Any]] = []
 
-    def heard(record: dict[str, Any]) -> None:
+    def on_step(record: dict[str, Any]) -> None:
         steps.append(record)
         beat(record)
 
     stopped = None
-    with _overheard(heard):
+    with _steps_reported_to(on_step):
         try:
             product_run.run(chosen, profile.read_environment({}), Options(resume=resume), {})
         except StoppedError as error:
             stopped = error.alarm.monitor
     events = [record for record in heartbeat(chosen) if record.get("event") == "alarm"]
-    return Ended(chosen, tuple(steps), {event["sentinel"]: event["why"] for event in events}, stopped)
+    return TrainingResult(chosen, tuple(steps), {event["sentinel"]: event["why"] for event in events}, stopped)
 
 
 def heartbeat(chosen: Settings) -> Iterator[dict[str, Any]]:
-    """What the first rank has written, steps and events, life after life."""
+    """What the first rank has written, steps and events, attempt after attempt."""
     return read_json_lines(Path(chosen.out_dir) / "heartbeat_rank0.jsonl")
 
 
 @contextmanager
-def _overheard(heard: Beat) -> Iterator[None]:
-    """`heard` gets each step's heartbeat once it is written. SIGUSR1 stays the regression runner's."""
+def _steps_reported_to(on_step: Beat) -> Iterator[None]:
+    """`on_step` gets each step's heartbeat once it is written. SIGUSR1 stays the guard's."""
     written = Files.beat
 
     def beat(files: Files, record: dict[str, Any]) -> None:
         written(files, record)
         if "loss" in record:
-            heard(record)
+            on_step(record)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(Files, "beat", beat))

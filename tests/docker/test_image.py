@@ -40,7 +40,7 @@ def test_another_source_is_another_image(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_sources_are_what_the_dockerignore_lets_in() -> None:
     found = {path.relative_to(image.ROOT).parts[0] for path in image.sources()}
-    assert {"nsa", "benchmarks", "regression", "tests", "docker", "noxfile.py"} <= found
+    assert {"nsa", "harness", "benchmarks", "regression", "tests", "docker", "noxfile.py"} <= found
     assert not {".git", ".nox"} & found
     assert not [path for path in image.sources() if path.is_relative_to(image.ROOT / "results" / "runs")]
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nsa import NSAConfig
-from regression.host_cost import no_waiting
+from regression.detectors.host_cost import no_waiting
 from tests.laws.cases import Case
 from tests.laws.parts import BRANCHES_AND_ALL, Parts
 

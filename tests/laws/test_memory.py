@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from regression import poison
+from regression.detectors import memory
 from tests.laws import oracle
 from tests.laws.budget import FORWARD, agree, gradient_unit, output_unit, within_budget
 from tests.laws.cases import Case, Inputs, cases
@@ -35,7 +35,7 @@ def _all_equal(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> None:
 def test_garbage_in_fresh_memory_changes_nothing(parts: Parts, case: Case, branch: str) -> None:
     x = case.inputs(parts.device)
     clean = _everything(parts, case, x, branch)
-    with poison.allocations():
+    with memory.poisoned_allocations():
         _all_equal(clean, _everything(parts, case, x, branch))
 
 

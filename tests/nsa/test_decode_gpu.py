@@ -11,7 +11,7 @@ from nsa.generate import generate
 from nsa.graphed_step import GraphedStep
 from nsa.model import DecoderLM, ModelConfig
 from nsa.sampling import Sampling
-from regression.host_cost import no_waiting
+from regression.detectors.host_cost import no_waiting
 
 pytestmark = pytest.mark.gpu
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
-import subprocess
 import sys
 import time
 from contextlib import AbstractContextManager
-from pathlib import Path
 
-from regression.evidence import Bound, Evidence
-from regression.incident import Incident, Step
+from regression.contract import Bound, Evidence, Incident, Step, Verdict
 from regression.injection import Fault, injected
-from regression.verdict import Verdict
+from tests.harness import workers
 
 INCIDENT = Incident(
     id="a-repro",
@@ -24,9 +20,6 @@ INCIDENT = Incident(
     expects=Verdict.WRONG,
     floor_s=1.0,
 )
-PIDS = "REGRESSION_TEST_PIDS"
-"""Environment variable: the file in which `stalls` leaves the ids of its processes."""
-_SLEEP = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"]
 
 
 def passes(step: Step) -> Evidence:
@@ -58,18 +51,18 @@ def gives_the_wrong_type(_step: Step) -> Evidence:
 
 
 def garbles_an_event(step: Step) -> Evidence:
-    os.write(step.fd, b"not JSON\n")  # type: ignore[attr-defined]
+    os.write(step.events, b"not JSON\n")  # type: ignore[attr-defined]
     return Evidence(wrong=())
 
 
 def leaves_a_word_out(step: Step) -> Evidence:
-    os.write(step.fd, b'{"event": "step"}\n')  # type: ignore[attr-defined]
+    os.write(step.events, b'{"event": "step"}\n')  # type: ignore[attr-defined]
     return Evidence(wrong=())
 
 
 def a_graph_of_a_host_sync(_step: Step) -> Evidence:
     """A capture that fails may leave its process unfit for CUDA: it has one of its own."""
-    from regression import step2_stall
+    from regression.incidents import step2_stall
 
     with step2_stall.inject():
         why = step2_stall._captured("torch")
@@ -93,7 +86,7 @@ def runs_out_of_memory(_step: Step) -> Evidence:
 
 
 def exits(_step: Step) -> Evidence:
-    print("last words")
+    print("last line")
     sys.stdout.flush()
     os._exit(3)
 
@@ -103,9 +96,8 @@ def segfaults(_step: Step) -> Evidence:
     raise AssertionError
 
 
-def kills_its_guard(_step: Step) -> Evidence:
-    os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(600)
+def kills_its_guard(step: Step) -> Evidence:
+    workers.kills_its_guard(step)
     raise AssertionError
 
 
@@ -119,21 +111,8 @@ def slow_but_alive(step: Step) -> Evidence:
 
 
 def stalls(step: Step) -> Evidence:
-    """Deaf to SIGTERM, holds the interpreter's lock, and so do its children: in its group, and outside of it."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    near = subprocess.Popen(_SLEEP)
-    far = subprocess.Popen(_SLEEP, start_new_session=True)
-    orphaned = (
-        f"import subprocess; print(subprocess.Popen({_SLEEP!r}, stdout=subprocess.DEVNULL, start_new_session=True).pid)"
-    )
-    orphan = subprocess.check_output([sys.executable, "-c", orphaned], text=True)  # its parent ends at once
-    if PIDS in os.environ:
-        part = Path(os.environ[PIDS] + ".part")
-        part.write_text(f"{os.getpid()} {os.getppid()} {near.pid} {far.pid} {orphan}")
-        part.rename(os.environ[PIDS])
-    step(0)
-    while True:
-        ctypes.PyDLL(None).sleep(600)  # unlike CDLL it keeps the lock; a signal ends one sleep
+    workers.stalls(step)
+    raise AssertionError
 
 
 def poisons_the_context(_step: Step) -> Evidence:
@@ -149,9 +128,3 @@ def uses_the_gpu(_step: Step) -> Evidence:
     import torch
 
     return Evidence(wrong=() if torch.ones(4, device="cuda").sum().item() == 4 else ("4 is not 4",))
-
-
-def leaves_a_process(step: Step) -> Evidence:
-    child = subprocess.Popen(_SLEEP, start_new_session=True)
-    step(0, pid=child.pid)
-    return Evidence(wrong=())

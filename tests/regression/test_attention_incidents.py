@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import nsa
-from regression import choice, dense, future, memory
-from regression.calls import BRANCHES, SMALL, draw
+from regression.contract import Bound, verdict
+from regression.detectors import causality, dense, memory, selection
+from regression.detectors.backends import worst
+from regression.detectors.calls import BRANCHES, SMALL, draw
 from regression.listing import module_of
-from regression.verdict import verdict
 
 ATTENTION = (
     "dup-blocks",
@@ -36,7 +37,7 @@ ATTENTION = (
 
 
 @dataclass
-class Quiet:
+class SilentStep:
     """A heartbeat that nobody listens to."""
 
     backends: tuple[str, ...]
@@ -51,7 +52,7 @@ def test_fault_in_a_backend_is_seen_there(incident_id: str, backend: str, device
     """The suite itself tries each fault on the torch backend; this is each backend's own proof."""
     module = importlib.import_module(module_of(incident_id))
     with module.inject():
-        assert verdict(module.product(Quiet((backend,), device.type))) is module.INCIDENT.expects
+        assert verdict(module.product(SilentStep((backend,), device.type))) is module.INCIDENT.expects
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
@@ -64,33 +65,33 @@ def test_oracle_agrees_with_the_specification(branch: str, rows: tuple[int, int]
 
 
 def test_worst_is_the_bound_missed_by_most() -> None:
-    near, far, lost = (dense.Bound(value, 2.0) for value in (1.0, 5.0, None))
-    assert dense.worst([near, far]) is far
-    assert dense.worst([far, lost, near]) is lost
+    near, far, lost = (Bound(value, 2.0) for value in (1.0, 5.0, None))
+    assert worst([near, far]) is far
+    assert worst([far, lost, near]) is lost
 
 
 def test_faulty_choices_start_from_healthy_scores() -> None:
     """Without a fault they choose what the specification chooses."""
     call = draw(40, "cpu", batch=2, kv_heads=2)
     layout = nsa.geometry.Layout(40, 40, SMALL, call.q.device)
-    begun, forced = choice.candidates(layout)
-    score = choice.block_scores(call.q, call.compressed_keys("reference"), layout, call.q.shape[-1] ** -0.5)
+    begun, forced = selection.candidates(layout)
+    score = selection.block_scores(call.q, call.compressed_keys("reference"), layout, call.q.shape[-1] ** -0.5)
     score = score.masked_fill(forced, torch.inf).masked_fill(~begun, -torch.inf)
-    assert torch.equal(choice.best(score, SMALL.n_sel), call.select("reference"))
+    assert torch.equal(selection.best(score, SMALL.n_sel), call.select("reference"))
 
 
 def test_rows_change_where_a_number_does_and_nan_is_like_nan() -> None:
     a = torch.zeros(2, 4, 3)
     a[:, 1] = torch.nan
     b = a.clone()
-    assert future.changed_rows(a, b) == []
+    assert causality.changed_rows(a, b) == []
     b[1, 2, 0], b[0, 3] = 1.0, torch.nan
-    assert future.changed_rows(a, b) == [2, 3]
+    assert causality.changed_rows(a, b) == [2, 3]
 
 
 def test_another_future_keeps_the_past_and_nothing_else() -> None:
     call = draw(8, "cpu")
-    other = future.with_another_future(call, 5)
+    other = causality.with_another_future(call, 5)
     for before, after in ((call.q, other.q), (call.k, other.k), (call.v, other.v), (call.gates, other.gates)):
         assert torch.equal(before[:, :5], after[:, :5])
         assert not (before[:, 5:] == after[:, 5:]).any()
@@ -116,6 +117,6 @@ def test_triton_is_measured_where_its_scratch_is_at_its_full_size() -> None:
 
 def test_square_memory_exceeds_its_bound_and_linear_does_not() -> None:
     assert not memory.peak_growth("window", "torch", "cpu").exceeded
-    with importlib.import_module("regression.square_mask").inject():
+    with importlib.import_module("regression.incidents.square_mask").inject():
         assert memory.peak_growth("selected", "torch", "cpu").exceeded
         assert not memory.peak_growth("window", "torch", "cpu").exceeded

@@ -12,9 +12,9 @@ import pytest
 
 from regression import __main__ as cli
 from regression import child, listing
+from regression.contract import Verdict
 from regression.injection import Fault, NeverEnteredError, injected
 from regression.runner import Finding, Repro
-from regression.verdict import Verdict
 from tests.regression import repros
 from tests.regression.test_ledger import PACE
 

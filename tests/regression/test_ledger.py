@@ -10,10 +10,9 @@ import pytest
 
 from benchmarks.history import fingerprint
 from benchmarks.history.fingerprint import Fingerprint
-from regression import junit, ledger
-from regression.evidence import Bound, Evidence
+from regression import ledger
+from regression.contract import Bound, Evidence, Verdict
 from regression.runner import Finding, Pace, Repro
-from regression.verdict import Verdict
 from tests.regression.repros import INCIDENT
 
 PACE = Pace(1.5, 0.5, 0.1, 3, 0.4, 30.0, {"loss": 2.0, "bad": None})
@@ -63,7 +62,7 @@ def test_an_injected_fault_is_recorded_as_such(here: Fingerprint) -> None:
 def test_junit(tmp_path: Path) -> None:
     path = tmp_path / "new" / "junit.xml"
     for _ in range(2):  # also over the file of an earlier run
-        junit.write(path, [RED, CAUGHT, MISSED, SKIPPED])
+        ledger.write_junit(path, [RED, CAUGHT, MISSED, SKIPPED])
     suite = ElementTree.parse(path).getroot()
     assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("4", "2", "1")
     failures = [failure.get("message") or "" for failure in suite.iter("failure")]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from regression import listing
-from regression.incident import Needs
+from regression.contract import Needs
 
 
 def test_every_incident_is_there_and_can_be_run() -> None:
@@ -44,12 +44,12 @@ def test_a_wrong_id_names_the_nearest() -> None:
 
 def test_a_file_that_describes_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     other = SimpleNamespace(INCIDENT=SimpleNamespace(id="other"))
-    monkeypatch.setitem(sys.modules, "regression.tie_break", other)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "regression.incidents.tie_break", other)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must describe 'tie-break'; it says 'other'"):
         listing.load(["tie-break"])
 
 
 def test_a_file_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "regression.tie_break", None)
+    monkeypatch.setitem(sys.modules, "regression.incidents.tie_break", None)
     with pytest.raises(ValueError, match="tie-break cannot be read"):
         listing.load(["tie-break"])

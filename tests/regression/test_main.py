@@ -19,9 +19,9 @@ import torch
 
 from benchmarks.history.fingerprint import ROOT
 from regression import __main__ as cli
-from regression import junit, ledger, listing, runner, tie_break
-from regression.evidence import Evidence
-from regression.incident import Needs
+from regression import ledger, listing, runner
+from regression.contract import Evidence, Needs
+from regression.incidents import tie_break
 from regression.runner import Finding, Repro
 from tests.regression import repros
 from tests.regression.test_ledger import PACE
@@ -135,7 +135,7 @@ def test_the_summary_is_printed_though_junit_fails(
 ) -> None:
     """The disk is full at the end of the run."""
     monkeypatch.setattr(runner, "run", lambda repros, **_: iter([Finding(repros[0], Evidence(wrong=("w",)), PACE)]))
-    monkeypatch.setattr(junit, "write", mock.Mock(side_effect=OSError("no space left")))
+    monkeypatch.setattr(ledger, "write_junit", mock.Mock(side_effect=OSError("no space left")))
     path = str(tmp_path / "j.xml")
     assert cli.main(["run", "tie-break", "--device", "cpu", "--out", str(tmp_path), "--junitxml", path]) == 2
     said = capsys.readouterr()

@@ -7,9 +7,9 @@ from types import ModuleType
 import pytest
 
 from nsa.train import monitors
-from regression import no_label_shift, slow_drift
-from regression.verdict import aspects
-from tests.regression.test_attention_incidents import Quiet
+from regression.contract import aspects
+from regression.incidents import no_label_shift, slow_drift
+from tests.regression.test_attention_incidents import SilentStep
 
 
 @pytest.mark.filterwarnings("ignore:std")  # of a single tensor, in the faulty variant's first step
@@ -25,5 +25,5 @@ def test_a_silent_sentinel_is_not_caught(
     incident: ModuleType, sentinel: str, aspect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(monitors, sentinel, lambda *figures, **limits: None)
-    judged = {found.name: found.verdict.value for found in aspects(incident.faulty(Quiet(("torch",), "cpu")))}
+    judged = {found.name: found.verdict.value for found in aspects(incident.faulty(SilentStep(("torch",), "cpu")))}
     assert judged.get(aspect, "PASSED") == "PASSED"

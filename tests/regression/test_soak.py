@@ -14,11 +14,10 @@ from nsa import KVCache
 from nsa.layer import PerBranch
 from nsa.train.trainer import StepResult, Trainer
 from regression import soak_lane
-from regression.evidence import Evidence
-from regression.profiles import PROFILES, Profile
+from regression.contract import Evidence, Verdict, verdict
+from regression.soak_lane import PROFILES, Profile
 from regression.training import TINY
-from regression.verdict import Verdict, verdict
-from tests.regression.spoilt import spoil_every_gradient
+from tests.regression.nonfinite_gradients import fill_gradients_of_one_weight
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +75,7 @@ def test_not_finite_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gradients_that_the_scaler_hides_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    spoil_every_gradient(monkeypatch, float("nan"))
+    fill_gradients_of_one_weight(monkeypatch, float("nan"))
     found = soaked("fp16", "batched")
     assert verdict(found) is Verdict.NONFINITE
     assert "28 skipped" in "; ".join(found.notes)

@@ -19,30 +19,28 @@ from nsa.train.data import Row
 from nsa.train.distributed import Ranks
 from nsa.train.loader import BatchFetcher, FirstBatch
 from nsa.train.settings import Settings
-from regression import (
+from regression.contract import Bound, Evidence, Verdict, verdict
+from regression.detectors import host_cost, public_api
+from regression.detectors.backends import in_every_backend
+from regression.incidents import (
     blind_gate,
     dead_route,
     fp16_adamw,
     grad_none_ddp,
-    host_cost,
     int32_scatter,
     loader_stall,
     mib_gb,
-    public_face,
     step2_stall,
     strict_mode_crash,
     toy_config_run,
     unique_60x,
     workspace_inplace,
 )
-from regression.calls import in_every_backend
-from regression.evidence import Bound, Evidence
 from regression.injection import NeverEnteredError
-from regression.verdict import Verdict, verdict
-from tests.regression.spoilt import spoil_every_gradient
-from tests.regression.test_attention_incidents import Quiet
+from tests.regression.nonfinite_gradients import fill_gradients_of_one_weight
+from tests.regression.test_attention_incidents import SilentStep
 
-QUIET = Quiet(("reference", "torch"), "cpu")
+STEP = SilentStep(("reference", "torch"), "cpu")
 ROW = Row(torch.zeros(48, dtype=torch.int64), (48,))
 
 
@@ -54,18 +52,18 @@ def test_a_new_flag_without_a_value_is_named() -> None:
     def with_flag(x: Tensor, *, batched: bool = False, strict: bool = False) -> Tensor:
         return x
 
-    entry = public_face.Entry(with_flag, (torch.ones(1),), {"batched": (False, True)})
-    assert found(strict_mode_crash.run_all({"prefill": entry}, QUIET)) == "prefill: no value for strict"
+    entry = public_api.Entry(with_flag, (torch.ones(1),), {"batched": (False, True)})
+    assert found(strict_mode_crash.run_all({"prefill": entry}, STEP)) == "prefill: no value for strict"
 
 
 def test_a_new_public_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nsa, "sink_attention", lambda x: x, raising=False)
     monkeypatch.setattr(nsa, "__all__", [*nsa.__all__, "sink_attention"])
-    assert found(strict_mode_crash.product(QUIET)) == "nsa.sink_attention is not run"
+    assert found(strict_mode_crash.product(STEP)) == "nsa.sink_attention is not run"
 
 
 def test_every_combination_is_run() -> None:
-    entry = public_face.Entry(print, (), {"a": (0, 1), "b": (0, 1, 2)})
+    entry = public_api.Entry(print, (), {"a": (0, 1), "b": (0, 1, 2)})
     assert len(entry.combinations(all_of_them=True)) == 6
     assert entry.combinations(all_of_them=False) == [{"a": 0, "b": 0}, {"a": 1, "b": 2}]
 
@@ -81,30 +79,30 @@ def test_a_silent_fallback_alone_is_seen() -> None:
             return asked, backends.load("torch")
 
     with mock.patch.object(backends, "choose", hides):
-        assert "in silence" in found(dead_route.product(Quiet(("reference", "torch", "triton"), "cpu")))
+        assert "in silence" in found(dead_route.product(SilentStep(("reference", "torch", "triton"), "cpu")))
 
 
 def test_a_wrong_record_alone_is_seen() -> None:
     healthy = backends.choose
     with mock.patch.object(backends, "choose", lambda asked, q, v: ("torch", healthy(asked, q, v)[1])):
-        assert "asked for reference, recorded torch, ran reference" in found(dead_route.product(QUIET))
+        assert "asked for reference, recorded torch, ran reference" in found(dead_route.product(STEP))
 
 
 def test_weights_in_fp16_that_preflight_lets_start_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "refusals", lambda plan: ())
-    assert found(fp16_adamw.product(QUIET)) == "preflight lets weights in fp16 start"
+    assert found(fp16_adamw.product(STEP)) == "preflight lets weights in fp16 start"
 
 
 def test_nan_gradients_that_the_scaler_hides_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    spoil_every_gradient(monkeypatch, float("nan"), precision="fp16")
-    evidence = fp16_adamw.product(QUIET)
+    fill_gradients_of_one_weight(monkeypatch, float("nan"), precision="fp16")
+    evidence = fp16_adamw.product(STEP)
     assert evidence.nonfinite
     assert all(name.startswith("fp16: non_finite") and "grad_norm" in name for name in evidence.nonfinite)
 
 
 def test_a_field_without_a_unit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mib_gb, "_UNITS", {"gib": 2**30})
-    assert "benchmarks.history.records.Record.peak_mem_mib has no unit" in found(mib_gb.product(QUIET))
+    assert "benchmarks.history.records.Record.peak_mem_mib has no unit" in found(mib_gb.product(STEP))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +116,7 @@ def test_ranks_that_average_wrongly_are_seen(
         return [share * one for share in shares]
 
     monkeypatch.setattr(grad_none_ddp, "_two_ranks", ranks)
-    evidence = grad_none_ddp.product(QUIET)
+    evidence = grad_none_ddp.product(STEP)
     assert evidence.error is not None
     assert evidence.error.exceeded == (shares[0] != 1)
     assert found(evidence) == seen
@@ -155,18 +153,18 @@ def test_every_way_to_pipe_is_known(script: str, loses: bool) -> None:
     ],
 )
 def test_a_gate_that_breaks_has_not_fired(code: int, out: str, seen: list[str]) -> None:
-    def gate(broken: bool) -> blind_gate.Ended:
-        return blind_gate.Ended(code, out) if broken else blind_gate.Ended(0, "")
+    def gate(broken: bool) -> blind_gate.GateResult:
+        return blind_gate.GateResult(code, out) if broken else blind_gate.GateResult(0, "")
 
-    assert blind_gate._blind("a gate", gate, QUIET, "dup-blocks") == seen
+    assert blind_gate._blind("a gate", gate, STEP, "dup-blocks") == seen
 
 
 def test_a_detector_of_names_that_is_blind_is_not_outvoted_by_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unique_60x, "_measured", lambda *_: unique_60x._record(unique_60x.KEY, 1.0, _[-1]))
-    assert unique_60x.faulty(QUIET).wrong
+    assert unique_60x.faulty(STEP).wrong
     monkeypatch.setattr(unique_60x, "_names_of_different_keys", lambda _: [])
     with pytest.raises(NeverEnteredError):
-        unique_60x.faulty(QUIET)
+        unique_60x.faulty(STEP)
 
 
 def test_a_call_that_changes_the_next_one_is_seen_without_a_crash() -> None:
@@ -177,7 +175,7 @@ def test_a_call_that_changes_the_next_one_is_seen_without_a_crash() -> None:
         return healthy(outputs, gates) + 1e-3 * next(calls)
 
     with in_every_backend("combine", drifting):
-        evidence = workspace_inplace._examine(QUIET, ("torch",))
+        evidence = workspace_inplace._examine(STEP, ("torch",))
     assert "another result the second time" in found(evidence)
     assert evidence.exception is None
 
@@ -189,7 +187,7 @@ def test_index_types_that_are_taken_though_not_documented_are_seen(monkeypatch: 
         return healthy(q, k, v, indices.int(), config, backend=backend)
 
     monkeypatch.setattr(nsa, "selected_attention", lax)
-    assert "torch.int16 is taken, though not documented" in found(int32_scatter._examine(QUIET, ("torch",)))
+    assert "torch.int16 is taken, though not documented" in found(int32_scatter._examine(STEP, ("torch",)))
 
 
 def test_a_silent_switch_to_other_data_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,12 +200,12 @@ def test_a_silent_switch_to_other_data_is_seen(monkeypatch: pytest.MonkeyPatch) 
         return FirstBatch(answered.batch, asked.name, 0.0)
 
     monkeypatch.setattr(loader, "first_batch", switched)
-    assert "a silent loader gave a batch" in found(loader_stall.product(QUIET))
+    assert "a silent loader gave a batch" in found(loader_stall.product(STEP))
 
 
 def test_a_deadline_that_comes_late_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader_stall, "_MARGIN_S", -loader_stall._DEADLINE_S / 2)
-    evidence = loader_stall.product(QUIET)
+    evidence = loader_stall.product(STEP)
     assert verdict(evidence) is Verdict.STALLED
     assert evidence.wrong == ()
 
@@ -228,7 +226,7 @@ def test_a_script_that_loses_an_exit_code_is_named(tmp_path: Path, monkeypatch: 
 
 def test_a_run_that_starts_before_preflight_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(product_run.preflight, "check", lambda plan, **_: product_run.preflight.Decision(plan))
-    assert "50,000 steps in fp32 that keep nothing were started" in found(toy_config_run.product(QUIET))
+    assert "50,000 steps in fp32 that keep nothing were started" in found(toy_config_run.product(STEP))
 
 
 @pytest.mark.parametrize(
@@ -244,4 +242,4 @@ def test_a_forward_that_no_graph_can_hold_is_wrong_unless_host_syncs_explain_it(
 ) -> None:
     monkeypatch.setattr(host_cost, "examine", lambda _step: Evidence(host_syncs=Bound(syncs, 0)))
     monkeypatch.setattr(step2_stall, "_captured", lambda _backend: captured)
-    assert verdict(step2_stall.product(Quiet(("reference", "torch"), "cuda"))) is expected
+    assert verdict(step2_stall.product(SilentStep(("reference", "torch"), "cuda"))) is expected

@@ -19,11 +19,10 @@ from benchmarks.report.calibration import wilson
 from benchmarks.report.folder import ReportFolder
 from benchmarks.report.machine_tables import Race, faster_from
 from benchmarks.report.table import NBSP, Cell, Table, percent
-from regression.evidence import Bound, Evidence
+from regression.contract import Bound, Evidence, aspects
+from regression.contract import Verdict as Fault
 from regression.ledger import Entry
 from regression.runner import Pace
-from regression.verdict import Verdict as Fault
-from regression.verdict import aspects
 from tests.benchmarks import full_results
 from tests.benchmarks.synthetic import key, passed
 

@@ -14,7 +14,7 @@ from nsa.train.loader import Shard, SyntheticBatches
 from nsa.train.metrics import AsyncMetrics
 from nsa.train.settings import Settings
 from nsa.train.trainer import Trainer
-from regression.host_cost import no_waiting
+from regression.detectors.host_cost import no_waiting
 from tests.nsa.train import runs
 from tests.nsa.train.runs import packed, settings, train
 

@@ -1,0 +1,270 @@
+"""The parent's end of an isolated child: start it, read its events, end it with all that is below it.
+
+`Child` is the process, `Deadline` how long it may be silent, scaled from its own pace (nothing is a fixed number of
+seconds but the floors), and `watch` reads the one until it has ended or has exceeded the other. `harness.guard` is the
+child's end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from harness.guard import STACKS
+
+ROOT = Path(__file__).resolve().parent.parent
+GRACE_S = 2.0
+"""Between SIGTERM and SIGKILL."""
+IMPORT_FLOOR_S = 60.0
+IMPORTS_PER_FIRST_STEP = 30
+"""The first step may compile kernels: as many times the child's own import as this, which scales with the machine."""
+MEDIANS_PER_STEP = 10
+LONGEST_PER_STEP = 3
+IMPORTS_PER_STEP = 2
+SCRATCH_PREFIX = "nsa-child-"
+_POLL_S = 0.1
+_STACKS_S = 5.0
+_PY_SPY_S = 20.0
+_LINES_OF_LOG = 30
+
+
+class CancelledError(Exception):
+    """The run was interrupted; what it started has ended."""
+
+
+class Child:
+    """`python -m <module> <task as JSON>`, in a session of its own; use it as a context manager: it never outlives it.
+
+    The task gets three more entries, which `harness.guard.run` takes: `events` and `control`, numbers of open files,
+    and `scratch`, a folder that is TMPDIR for all that runs below and is removed at the end.
+    """
+
+    def __init__(self, module: str, task: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> None:
+        self.scratch = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX))
+        self.worker: int | None = None
+        """Process id of the worker below the guard, once it has sent it."""
+        self._events, events = os.pipe()
+        control, self._control = os.pipe()
+        self._buffer = b""
+        whole_task = {**task, "events": events, "control": control, "scratch": str(self.scratch)}
+        try:
+            with self.log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", module, json.dumps(whole_task)],
+                    cwd=ROOT,
+                    env={**os.environ, **(environment or {}), "TMPDIR": str(self.scratch)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(events, control),
+                    start_new_session=True,
+                )
+        finally:
+            os.close(events)
+            os.close(control)
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+        os.close(self._events)
+        os.close(self._control)
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    @property
+    def log(self) -> Path:
+        """Its stdout and stderr."""
+        return self.scratch / "log"
+
+    @property
+    def stacks_file(self) -> Path:
+        """Where faulthandler writes."""
+        return self.scratch / STACKS
+
+    @property
+    def running(self) -> bool:
+        """Whether the guard is there still."""
+        return self._process.poll() is None
+
+    def log_tail(self) -> str:
+        """The end of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LINES_OF_LOG:])
+
+    def events(self, wait_s: float) -> list[dict[str, Any]]:
+        """What it has sent since the last call; waits this long for the first."""
+        if not select.select([self._events], [], [], wait_s)[0]:
+            return []
+        self._buffer += os.read(self._events, 2**16)
+        *lines, self._buffer = self._buffer.split(b"\n")
+        events: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        for event in events:
+            if event["event"] == "started":
+                self.worker = event["pid"]
+        return events
+
+    def stacks(self) -> str:
+        """Where all its threads are now: faulthandler's view, and py-spy's where that is installed."""
+        if self.worker is None or not self.running:
+            return "the child has not said where it is"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.worker, signal.SIGUSR1)
+        found = _read_when_written(self.stacks_file)
+        spy = shutil.which("py-spy")
+        if spy is not None:
+            command = [spy, "dump", "--pid", str(self.worker)]
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                done = subprocess.run(command, capture_output=True, text=True, timeout=_PY_SPY_S)
+                found += f"\npy-spy: {done.stdout or done.stderr}"
+        found = found.replace(f"{ROOT}{os.sep}", "")  # a record travels: it names files as the repository does
+        return found.strip() or "no stack within 5 s: the process does not take signals"
+
+    def end(self) -> None:
+        """SIGTERM to the group; after a grace SIGKILL to everything below; wait. Nothing happens if it has ended."""
+        if self.running:
+            self._signal_group(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE_S)
+        if self.running:
+            os.write(self._control, b"x")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE_S)
+        self._signal_group(signal.SIGKILL)  # also where the guard itself was killed
+        self._process.wait()
+
+    def _signal_group(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
+            os.killpg(self._process.pid, number)
+
+
+def _read_when_written(path: Path) -> str:
+    """A file's text once it has stopped growing; "" if nothing came."""
+    end, size = time.monotonic() + _STACKS_S, 0
+    while time.monotonic() < end:
+        time.sleep(0.2)
+        now = path.stat().st_size if path.exists() else 0
+        if now and now == size:
+            break
+        size = now
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+@dataclass
+class Deadline:
+    """The silence that a child is allowed, from the times of its own clock at which it made its steps."""
+
+    floor_s: float
+    """Silence between two steps that never counts as a stall."""
+    known_import_s: float = 0.0
+    """What importing took elsewhere on this machine; 0 where it is not known."""
+    import_s: float | None = None
+    """What it took in this child."""
+    first_step_s: float | None = None
+    """Import to first step: compilation, first batch."""
+    steps_s: list[float] = field(default_factory=list)
+    """Each later step."""
+    _last: float | None = None
+
+    def on_event(self, event: Mapping[str, Any]) -> None:
+        """Take the time of an event that moves the deadline; others do not."""
+        if event["event"] == "imported":
+            self.imported(event["at"], event["import_s"])
+        elif event["event"] == "step":
+            self.step(event["at"])
+
+    def imported(self, at: float, import_s: float) -> None:
+        """The child has imported what it needs, at this time of its monotonic clock."""
+        self.import_s, self._last = import_s, at
+
+    def step(self, at: float) -> None:
+        """A heartbeat."""
+        if self._last is not None:
+            took = max(at - self._last, 0.0)
+            if self.first_step_s is None:
+                self.first_step_s = took
+            else:
+                self.steps_s.append(took)
+        self._last = at
+
+    @property
+    def allowed_s(self) -> float:
+        """Silence after which the child counts as stalled."""
+        if self.import_s is None:
+            return max(IMPORT_FLOOR_S, IMPORTS_PER_FIRST_STEP * self.known_import_s)
+        if self.first_step_s is None:
+            return max(self.floor_s, IMPORTS_PER_FIRST_STEP * self.import_s)
+        if not self.steps_s:  # the first step's length says little of the next one's, unless it was long
+            return max(self.floor_s, IMPORTS_PER_STEP * self.import_s, LONGEST_PER_STEP * self.first_step_s)
+        return max(
+            self.floor_s,
+            IMPORTS_PER_STEP * self.import_s,
+            MEDIANS_PER_STEP * statistics.median(self.steps_s),
+            LONGEST_PER_STEP * max(self.steps_s),
+        )
+
+    @property
+    def longest_s(self) -> float | None:
+        """The longest silence after the import; None before the first step."""
+        return None if self.first_step_s is None else max(self.first_step_s, *self.steps_s, 0.0)
+
+
+@dataclass
+class Outcome:
+    """How a child ended, or why it was ended."""
+
+    status: int | None = None
+    """Exit status; negative is a signal. None where the guard did not live to send it."""
+    stalled_after_s: float | None = None
+    """Silence after which it counts as stalled; None if it does not."""
+    stacks: str | None = None
+    """All threads of one that stalled."""
+    unreadable: str | None = None
+    """Why an event that it sent cannot be read; None if all could."""
+    log_tail: str = ""
+
+
+def watch(
+    child: Child, deadline: Deadline, stop: Event, on_event: Callable[[Mapping[str, Any]], None] = lambda event: None
+) -> Outcome:
+    """Until the child has ended, stalled, or sent what cannot be read; `on_event` gets each event.
+
+    Raises CancelledError once `stop` is set.
+    """
+    outcome, last_event_s = Outcome(), time.monotonic()
+    while outcome.status is None:
+        if stop.is_set():
+            raise CancelledError
+        running = child.running  # before the events: what a process sent before it ended is all in the pipe
+        try:
+            events = child.events(_POLL_S)
+            for event in events:
+                deadline.on_event(event)
+                on_event(event)
+                if event["event"] == "ended":
+                    outcome.status = event["status"]
+        except (ValueError, TypeError, KeyError) as error:  # a fault of this child alone, not of the suite
+            outcome.unreadable = f"{type(error).__name__}: {error}"
+            break
+        if events:
+            last_event_s = time.monotonic()
+        elif not running:  # the guard itself was killed
+            break
+        elif time.monotonic() - last_event_s > deadline.allowed_s:
+            outcome.stalled_after_s, outcome.stacks = time.monotonic() - last_event_s, child.stacks()
+            break
+    outcome.log_tail = child.log_tail()
+    return outcome
