@@ -55,7 +55,7 @@ def test_a_killed_writer_leaves_every_finished_line(tmp_path: Path) -> None:
     assert [json.loads(line)["line"] for _, line in found[:20]] == said
 
 
-def test_a_torn_line_swallows_nothing_that_comes_after_it(tmp_path: Path) -> None:
+def test_an_incomplete_line_swallows_nothing_that_comes_after_it(tmp_path: Path) -> None:
     record = passed(key())
     path = run_file.create(tmp_path, FINGERPRINT)
     run_file.append(path, record)
