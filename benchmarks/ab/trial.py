@@ -16,7 +16,7 @@ import math
 import os
 import statistics
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -169,7 +169,11 @@ def run(
     """What came of each case, in order; after a fault the rest goes on in a new pair. For the rest see
     `WorkerPair.run`."""
     cores = _cores()[: len(keys)] if device == "cpu" else [None]
-    runners = [_CoreRunner(base, head, device, core, rules, first, slowdowns, check) for core in cores]
+
+    def sample(pair: WorkerPair, key: Key) -> PairedSamples | PairFailure:
+        return pair.run(key, rules, first, slowdowns, check=check)
+
+    runners = [_CoreRunner((base, head), device, core, sample) for core in cores]
     with ThreadPoolExecutor(len(runners)) as pool:
         try:
             shares = [pool.submit(runner.run, keys[i :: len(runners)]) for i, runner in enumerate(runners)]
@@ -197,17 +201,12 @@ class _CoreRunner:
 
     def __init__(
         self,
-        base: Sources,
-        head: Sources,
+        sides: Sequence[Sources],
         device: str,
         core: int | None,
-        rules: Rules,
-        first: int,
-        slowdowns: Sequence[float],
-        check: bool,
+        sample: Callable[[WorkerPair, Key], PairedSamples | PairFailure],
     ) -> None:
-        self._sides, self._device, self._core, self._rules = (base, head), device, core, rules
-        self._first, self._slowdowns, self._check = first, slowdowns, check
+        self._sides, self._device, self._core, self._sample = sides, device, core, sample
         self._children: list[Child] = []
         self._lock, self._stopped = threading.Lock(), False
 
@@ -246,7 +245,7 @@ class _CoreRunner:
         """Go on until a case may have left a process that fails at everything, as a kernel's fault does on a GPU."""
         for key in keys[len(found) :]:
             try:
-                result = pair.run(key, self._rules, self._first, self._slowdowns, check=self._check)
+                result = self._sample(pair, key)
             except SideError as error:
                 result = error.result
             found.append(result)

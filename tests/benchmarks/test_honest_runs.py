@@ -253,7 +253,7 @@ def test_a_ratio_is_never_taken_against_another_shape(tmp_path: Path) -> None:
     assert found.row(key(length=128).case)[-1] == "not run"
 
 
-def test_the_share_of_the_limit_is_of_the_nearer_ceiling_and_caches_count_for_nothing() -> None:
+def test_the_share_of_the_limit_is_of_the_nearer_peak_and_caches_count_for_nothing() -> None:
     limits = MeasuredPeak(100.0, 10.0, 1.0, 50.0)
     where = dataclasses.replace(FINGERPRINT, ceilings=limits)
     made = dataclasses.replace(passed(key(), 1.0), fingerprint=where, flops=2e9, bytes_moved=5e8)

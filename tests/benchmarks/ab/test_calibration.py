@@ -67,7 +67,7 @@ def test_a_noisy_machine_says_so_instead_of_crying_wolf() -> None:
     assert rates[0.0].undecided >= 20
 
 
-def test_no_pair_is_in_two_groups_and_each_is_as_large_as_a_contest() -> None:
+def test_no_pair_is_in_two_groups_and_each_is_as_large_as_a_test() -> None:
     pairs = comparisons.calibration_pairs(25, 2, quiet)
     groups = calibration.split(pairs, 10)
     assert [len(group) for group in groups] == [10, 10]

@@ -209,7 +209,7 @@ def test_wrong_arguments_exit_with_2(
     assert said in capsys.readouterr().err
 
 
-def test_an_interrupted_contest_keeps_what_it_decided(
+def test_an_interrupted_comparison_keeps_what_it_decided(
     answered: Callable[[Play], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def play(key: Key, i: int) -> trial.PairedSamples:
@@ -228,7 +228,7 @@ def test_an_interrupted_contest_keeps_what_it_decided(
     )
 
 
-def test_an_interrupted_contest_leaves_no_folder(
+def test_an_interrupted_comparison_leaves_no_folder(
     answered: Callable[[Play], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     temporary = tmp_path / "temporary"

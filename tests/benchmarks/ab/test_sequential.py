@@ -84,7 +84,7 @@ def test_false_discoveries_are_bounded_step_by_step() -> None:
     assert signed_rank.benjamini_hochberg([], 0.05) == []
 
 
-def test_what_looks_changed_is_measured_again_and_what_is_the_same_is_not() -> None:
+def test_what_seems_changed_is_measured_again_and_what_is_the_same_is_not() -> None:
     script = Script(slow=[0.1], fast=[-0.1], same=[0.001, -0.001])
     answers = script.play()
     assert [answer.verdict for answer in answers.values()] == [Verdict.SLOWER, Verdict.FASTER, Verdict.SAME]
@@ -179,7 +179,7 @@ def test_what_head_cannot_do_fails_and_is_not_measured_again() -> None:
     assert script.asked[1:] == [["same"]] * 5
 
 
-def test_what_breaks_after_the_first_look_fails() -> None:
+def test_what_breaks_after_the_first_analysis_fails() -> None:
     class Breaks(Script):
         def _next(self, case: str) -> PairTiming | PairFailure:
             return (

@@ -241,7 +241,7 @@ def pair_of(log: list[str], **fails: Mapping[str, str]) -> trial.WorkerPair:
 
 
 @pytest.mark.parametrize(("first", "order"), [(0, "ABBAABBA"), (1, "BAABBAAB")])
-def test_the_two_take_turns_and_neither_is_always_first(first: int, order: str) -> None:
+def test_the_two_are_interleaved_and_neither_is_always_first(first: int, order: str) -> None:
     log: list[str] = []
     found = pair_of(log).run(key(), dataclasses.replace(Rules(), turns=4), first)
     samples = [entry for entry in log if ":sample:" in entry]
@@ -255,7 +255,7 @@ def test_the_two_take_turns_and_neither_is_always_first(first: int, order: str) 
     ("latency_ms", "device", "calls"),
     [(0.1, "cpu", 21), (10.0, "cpu", 6), (19.9, "cpu", 4), (20.0, "cpu", 1), (20.0, "cuda", 4), (80.0, "cuda", 2)],
 )
-def test_a_long_call_is_a_turn_on_a_cpu(latency_ms: float, device: str, calls: int) -> None:
+def test_a_long_call_is_a_sample_on_a_cpu(latency_ms: float, device: str, calls: int) -> None:
     assert trial.calls_per_sample(latency_ms, device) == calls
 
 
@@ -276,19 +276,19 @@ def test_the_first_of_several_calls_does_not_count(calls: int, counted_ms: float
 
 
 @pytest.mark.parametrize("step", ["prepare", "finish"])
-def test_a_case_that_fails_before_or_after_the_turns_has_no_time(step: str) -> None:
+def test_a_case_that_fails_before_or_after_the_samples_has_no_time(step: str) -> None:
     found = pair_of([], head={step: "NONFINITE"}).run(key(), Rules(), 0)
     assert found == PairFailure(Outcome.PASSED, Outcome.NONFINITE, "HEAD NONFINITE: why")
 
 
-def test_a_wild_turn_in_four_does_not_count() -> None:
+def test_an_outlier_in_four_samples_does_not_count() -> None:
     calm = trial.PairedSamples((10.0,) * 8, ((11.0,),) * 8)
     disturbed = dataclasses.replace(calm, base_ms=(10.0, 30.0, 10.0, 10.0, 10.0, 99.0, 10.0, 10.0))
     lucky = dataclasses.replace(calm, head_ms=((5.0,), *calm.head_ms[1:]))
     assert calm.timed() == disturbed.timed() == lucky.timed()
 
 
-def test_turns_go_on_until_the_ratio_is_known_well_enough() -> None:
+def test_samples_go_on_until_the_ratio_is_known_well_enough() -> None:
     rules = Rules(turns=4, most_turns=8)
     calm, noisy = [10.0, 10.1], [10.0, 14.0]
     for base_ms, wanted in ((calm, 4), (noisy, 8)):

@@ -148,7 +148,7 @@ def test_a_level_under_other_conditions_is_not_called_slower(results: Path, caps
     assert standing.state is accepted.State.SLOWER
 
 
-def test_a_torn_line_costs_itself_alone(results: Path) -> None:
+def test_an_incomplete_line_costs_itself_alone(results: Path) -> None:
     accept(results, A.name)
     with accepted.path(results).open("a") as file:
         file.write('{"utc": "2026-')

@@ -35,7 +35,7 @@ def cells(results: Path) -> list[dict[str, str]]:
     return [dict(zip(table.head, (cell.text.replace("\xa0", " ") for cell in row), strict=True)) for row in table.rows]
 
 
-def test_round_trip_of_a_file_whose_last_line_is_torn(tmp_path: Path) -> None:
+def test_round_trip_of_a_file_whose_last_line_is_incomplete(tmp_path: Path) -> None:
     path = write(tmp_path, line(1, Outcome.ERROR), line(2), line(1))
     with path.open("a") as file:
         file.write('{"id":"mut')

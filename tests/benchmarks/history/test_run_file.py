@@ -293,7 +293,7 @@ def raw(the_key: Key) -> RawSamples:
     return RawSamples(the_key.name, (1.0, 2.0), Clocks((1980,) * 2, (640.0,) * 2, (61,) * 2, (1,), ("power_cap",)))
 
 
-def test_raw_samples_lie_beside_the_run_and_survive_a_torn_end(tmp_path: Path) -> None:
+def test_raw_samples_lie_beside_the_run_and_survive_an_incomplete_end(tmp_path: Path) -> None:
     path = written(tmp_path, passed(key()))
     for length in (64, 128, 256):
         samples.append_raw(path, raw(key(length=length)))

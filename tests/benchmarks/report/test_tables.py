@@ -51,7 +51,7 @@ def test_the_gravest_verdict_comes_first(tmp_path: Path) -> None:
     assert comparison.summary.kind == "bad"
 
 
-def test_the_newest_contest_of_each_machine_is_shown_the_others_in_a_line(tmp_path: Path) -> None:
+def test_the_newest_comparison_of_each_machine_is_shown_the_others_in_a_line(tmp_path: Path) -> None:
     elsewhere = full_results.run_of(1, "cpu", "A CPU")
     full_results.write_verdicts(tmp_path, "2026-01-01T00:00:00Z", fingerprint=elsewhere)
     full_results.write_verdicts(tmp_path, "2026-02-01T00:00:00Z")

@@ -61,7 +61,7 @@ def test_a_figure_above_the_physical_limit_is_refused(monkeypatch: pytest.Monkey
     assert record.latency_ms is None
 
 
-def test_a_ceiling_that_a_neighbour_hid_is_measured_again_before_a_figure_is_refused() -> None:
+def test_a_peak_that_a_neighbour_hid_is_measured_again_before_a_figure_is_refused() -> None:
     hidden = MeasuredPeak(1e-9, 1e-9, 1e-9, 0.0)
     x = torch.randn(256, 256)
     record = measure(Work(lambda _: GREEN, lambda: (x @ x,), 1, flops=2.0 * 256**3), hidden)
@@ -70,7 +70,7 @@ def test_a_ceiling_that_a_neighbour_hid_is_measured_again_before_a_figure_is_ref
 
 
 @pytest.mark.parametrize("name", [x.name for x in dataclasses.fields(MeasuredPeak) if x.name != "cache_mib"])
-def test_no_ceiling_is_zero(name: str) -> None:
+def test_no_peak_is_zero(name: str) -> None:
     with pytest.raises(ValueError, match=rf"ceilings\.{name} must be above 0; got 0\.0"):
         dataclasses.replace(MeasuredPeak(1.0, 1.0, 1.0, 1.0), **{name: 0.0})
 

@@ -56,7 +56,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     ("cache", "room", "expected"),
     [("cold", True, "abab"), ("cold", False, "aaaa"), ("warm", True, "aaaa")],
 )
-def test_cold_calls_take_turns_where_there_is_room(
+def test_cold_calls_rotate_their_inputs_where_there_is_room(
     cache: str, room: bool, expected: str, launch: str, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rotating_inputs, "_has_room", lambda work: room)

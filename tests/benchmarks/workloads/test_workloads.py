@@ -88,7 +88,7 @@ def test_a_decode_step_reads_what_it_attends_to() -> None:
     assert sparse.bytes_moved == 32 * ((4095 + 1024) * row + query + 64 * 3 * 2)
 
 
-def test_another_nsa_has_the_floor_of_its_own_settings() -> None:
+def test_another_nsa_has_the_minimum_of_its_own_settings() -> None:
     ours, theirs = (roofline.of(large("prefill-forward", name)) for name in ("nsa", "fla-nsa"))
     assert theirs.flops < ours.flops  # a quarter of the compressed keys
 
