@@ -86,7 +86,7 @@ def _size_of_a_checkpoint(chosen: Settings) -> int:
 def _lives(
     chosen: Settings, deaths: list[Death], expected: dict[int, float], step: Step
 ) -> tuple[list[str], list[int]]:
-    """What was broken, and after which step each life ended."""
+    """What was broken, and after which step each attempt ended."""
     wrong: list[str] = []
     ends: list[int] = []
     for n, death in enumerate((*deaths, Death()), start=2):
@@ -99,7 +99,7 @@ def _lives(
         if damage := _damage(_checkpoints(chosen)):
             return [*wrong, f"after step {ends[-1]}: {damage}"], ends
     if ends[-1] != _STEPS:
-        wrong.append(f"the last life ended at step {ends[-1]} of {_STEPS}")
+        wrong.append(f"the last attempt ended at step {ends[-1]} of {_STEPS}")
     return wrong, ends
 
 
@@ -128,7 +128,7 @@ def _live(chosen: Settings, death: Death) -> list[tuple[int, float]]:
 
 
 def _steps(chosen: Settings) -> list[tuple[int, float]]:
-    """(step, loss), life after life."""
+    """(step, loss), attempt after attempt."""
     return [(record["step"], record["loss"]) for record in training.heartbeat(chosen) if "loss" in record]
 
 
