@@ -66,8 +66,8 @@ def product(step: Step) -> Evidence:
         expected = dict(_live(alone, Death()))
         deaths = _deaths((time.monotonic() - begin) / _STEPS, _size_of_a_checkpoint(alone))
         step(1)
-        wrong, ends = _lives(killed, deaths, expected, step)
-    return Evidence(wrong=tuple(wrong), notes=(f"lives ended after steps {', '.join(map(str, ends))}",))
+        wrong, ends = _attempts(killed, deaths, expected, step)
+    return Evidence(wrong=tuple(wrong), notes=(f"attempts ended after steps {', '.join(map(str, ends))}",))
 
 
 def _settings(folder: Path) -> Settings:
@@ -83,7 +83,7 @@ def _size_of_a_checkpoint(chosen: Settings) -> int:
     return 0 if newest is None else newest.stat().st_size
 
 
-def _lives(
+def _attempts(
     chosen: Settings, deaths: list[Death], expected: dict[int, float], step: Step
 ) -> tuple[list[str], list[int]]:
     """What was broken, and after which step each attempt ended."""
