@@ -66,8 +66,8 @@ def product(step: Step) -> Evidence:
         expected = dict(_live(alone, Death()))
         deaths = _deaths((time.monotonic() - begin) / _STEPS, _size_of_a_checkpoint(alone))
         step(1)
-        wrong, ends = _lives(killed, deaths, expected, step)
-    return Evidence(wrong=tuple(wrong), notes=(f"lives ended after steps {', '.join(map(str, ends))}",))
+        wrong, ends = _attempts(killed, deaths, expected, step)
+    return Evidence(wrong=tuple(wrong), notes=(f"attempts ended after steps {', '.join(map(str, ends))}",))
 
 
 def _settings(folder: Path) -> Settings:
@@ -83,10 +83,10 @@ def _size_of_a_checkpoint(chosen: Settings) -> int:
     return 0 if newest is None else newest.stat().st_size
 
 
-def _lives(
+def _attempts(
     chosen: Settings, deaths: list[Death], expected: dict[int, float], step: Step
 ) -> tuple[list[str], list[int]]:
-    """What was broken, and after which step each life ended."""
+    """What was broken, and after which step each attempt ended."""
     wrong: list[str] = []
     ends: list[int] = []
     for n, death in enumerate((*deaths, Death()), start=2):
@@ -99,7 +99,7 @@ def _lives(
         if damage := _damage(_checkpoints(chosen)):
             return [*wrong, f"after step {ends[-1]}: {damage}"], ends
     if ends[-1] != _STEPS:
-        wrong.append(f"the last life ended at step {ends[-1]} of {_STEPS}")
+        wrong.append(f"the last attempt ended at step {ends[-1]} of {_STEPS}")
     return wrong, ends
 
 
@@ -128,7 +128,7 @@ def _live(chosen: Settings, death: Death) -> list[tuple[int, float]]:
 
 
 def _steps(chosen: Settings) -> list[tuple[int, float]]:
-    """(step, loss), life after life."""
+    """(step, loss), attempt after attempt."""
     return [(record["step"], record["loss"]) for record in training.heartbeat(chosen) if "loss" in record]
 
 
