@@ -27,12 +27,26 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks import gpus
-from benchmarks.commands import accept, bisect, calibrate, compare, convert, merge, options, report, run, samples, tune
+from benchmarks.commands import (
+    accept,
+    bisect,
+    calibrate,
+    compare,
+    convert,
+    merge,
+    options,
+    report,
+    results,
+    run,
+    samples,
+    tune,
+)
 from nsa.io import DiskFullError
 
 COMMANDS = {
     "run": run,
     "report": report,
+    "results": results,
     "compare": compare,
     "bisect": bisect,
     "calibrate": calibrate,

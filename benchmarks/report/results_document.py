@@ -1,0 +1,172 @@
+"""The tables and the picture of docs/results.md, from the records.
+
+The document says where a table stands by two comments, `<!-- prefill h200 64x4x128 -->` and `<!-- end -->`: what stands
+between them is written anew. A row is of one run, so that its ratios are: the run in which most of the implementations
+were measured, the newest of these.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from benchmarks.history.records import Record
+from benchmarks.history.store import Store
+from benchmarks.report import style
+from benchmarks.workloads import NSA
+from nsa.io import atomic_write
+
+SHOWN = {NSA: "NSA", "sdpa-cudnn": "cuDNN", "sdpa-flash": "FlashAttention-2", "flash-attn-4": "FlashAttention-4"}
+"""Implementations of a row, in this order."""
+PREFILL = {"prefill-forward": "forward", "prefill-forward-backward": "forward + backward"}
+PICTURE = "speedup.svg"
+"""Beside the document, of its first table of prefills."""
+_TABLE = re.compile(r"(<!-- (prefill|decode) ([\w-]+) ([\w:-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case in one run."""
+
+    batch: int
+    num_keys: int
+    commit: str
+    latency_ms: Mapping[str, float]
+    """By implementation; NSA is among them."""
+
+    def cell(self, implementation: str) -> str:
+        """Milliseconds, and for a baseline how many times as long as NSA it takes."""
+        if implementation not in self.latency_ms:
+            return "–"
+        latency_ms = self.latency_ms[implementation]
+        figure = f"{latency_ms:.0f}" if latency_ms >= 1000 else f"{latency_ms:.3g}"
+        return figure if implementation == NSA else f"{figure} ({latency_ms / self.latency_ms[NSA]:.3g}×)"
+
+
+def write(results: Path, document: Path) -> bool:
+    """Write the tables and the picture anew. Whether anything changed; ValueError for a table without a record."""
+    found = content(results, document.read_text(encoding="utf-8"))
+    changed = False
+    for path, new in ((document, found[0]), (document.with_name(PICTURE), found[1])):
+        if not path.exists() or path.read_text(encoding="utf-8") != new:
+            atomic_write(path, new)
+            changed = True
+    return changed
+
+
+def content(results: Path, text: str) -> tuple[str, str]:
+    """(the document, the picture) as the records have them. ValueError for a table that no record is of."""
+    stores: dict[str, Store] = {}
+
+    def table(match: re.Match[str]) -> str:
+        begin, kind, machine, what, _, end = match.groups()
+        store = stores.setdefault(machine, Store(results, machine))
+        lines = {"prefill": _prefill, "decode": _decode}[kind](store, machine, what)
+        if not lines:
+            raise ValueError(f"there is no record for the table `{kind} {machine} {what}` below {results}")
+        return begin + "\n".join(lines) + "\n" + end
+
+    new = _TABLE.sub(table, text)
+    first = next((match for match in _TABLE.finditer(text) if match[2] == "prefill"), None)
+    if first is None:
+        raise ValueError("the document has no table of prefills, of which its picture is")
+    return new, _picture(stores[first[3]], first[3], first[4])
+
+
+def rows(store: Store, machine: str, mode: str, what: str, launch: str = "eager") -> Iterator[Row]:
+    """By length: every bfloat16 case on cold caches and random inputs that NSA was measured on."""
+    measured: dict[tuple[int, int], dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for record in store.records(machine=machine, mode=mode):
+        key = record.key
+        alike = (key.what, key.dtype, key.cache, key.inputs, key.launch) == (what, "bfloat16", "cold", "random", launch)
+        usual_queries = key.num_queries == (1 if mode == "decode" else key.num_keys)
+        if alike and usual_queries and key.implementation in SHOWN and record.latency_ms is not None:
+            measured[key.batch, key.num_keys][record.fingerprint.utc].append(record)
+    for (batch, num_keys), runs in sorted(measured.items(), key=lambda item: (-item[0][0], item[0][1])):
+        with_nsa = [run for run in runs.values() if any(one.key.implementation == NSA for one in run)]
+        if with_nsa:
+            best = max(with_nsa, key=lambda run: (len({one.key.implementation for one in run}), _utc(run)))
+            latency_ms = {one.key.implementation: one.latency_ms for one in best if one.latency_ms is not None}
+            yield Row(batch, num_keys, (best[0].fingerprint.commit or "unknown")[:10], latency_ms)
+
+
+def _utc(run: Sequence[Record]) -> str:
+    return run[0].fingerprint.utc
+
+
+def _prefill(store: Store, machine: str, what: str) -> list[str]:
+    """Two rows of a length side by side: forward, and with the backward pass."""
+    by_mode = {
+        mode: {row.num_keys: row for row in rows(store, machine, mode, what) if row.batch == 1} for mode in PREFILL
+    }
+    lengths = sorted(set().union(*by_mode.values()))
+    lines = []
+    for num_keys in lengths:
+        for mode, name in PREFILL.items():
+            if row := by_mode[mode].get(num_keys):
+                cells = [_tokens(num_keys), name, *map(row.cell, SHOWN), f"`{row.commit}`"]
+                lines.append(_line(cells))
+    return [*_head(("tokens", "", *_units())), *lines] if lines else []
+
+
+def _decode(store: Store, machine: str, what: str) -> list[str]:
+    lines = [
+        _line([f"{row.batch} × {_tokens(row.num_keys)}", *map(row.cell, SHOWN), f"`{row.commit}`"])
+        for row in rows(store, machine, "decode", what, launch="graph")
+    ]
+    return [*_head(("sequences × tokens", *_units())), *lines] if lines else []
+
+
+def _units() -> tuple[str, ...]:
+    first, *others = SHOWN.values()
+    return (f"{first}, ms", *others, "commit")
+
+
+def _head(names: Sequence[str]) -> list[str]:
+    return [_line(names), "|" + "---|" * len(names)]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _tokens(count: int) -> str:
+    return f"{count // 1024}k" if count % 1024 == 0 else str(count)
+
+
+def _picture(store: Store, machine: str, what: str) -> str:
+    """An SVG: how many times as long as NSA dense attention takes, by length."""
+    with rc_context(style.RC):
+        figure = Figure(figsize=(style.WIDTH_INCH, 3.2), layout="constrained")
+        axis = figure.add_subplot()
+        number = 0
+        for baseline in ("sdpa-cudnn", "flash-attn-4"):
+            for mode, name in PREFILL.items():
+                points = [
+                    (row.num_keys, row.latency_ms[baseline] / row.latency_ms[NSA])
+                    for row in rows(store, machine, mode, what)
+                    if row.batch == 1 and baseline in row.latency_ms
+                ]
+                if points:
+                    axis.plot(*zip(*points, strict=True), label=f"{SHOWN[baseline]}, {name}", **style.nth(number))
+                number += 1
+        axis.axhline(1.0, color=style.GREY, linewidth=0.8)
+        axis.set_xscale("log", base=2)
+        lengths = sorted({int(x) for line in axis.lines[:-1] for x in line.get_xdata()})
+        axis.set_xticks(lengths, [_tokens(x) for x in lengths])
+        axis.minorticks_off()
+        axis.set_xlabel(f"tokens ({machine}, {what} heads, bfloat16)")
+        axis.set_ylabel("time over NSA's time")
+        axis.set_ylim(bottom=0)
+        axis.grid(**style.GRID)
+        axis.legend(frameon=False, fontsize="small")
+        out = io.BytesIO()
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    return out.getvalue().decode()
