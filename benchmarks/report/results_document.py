@@ -63,12 +63,13 @@ def write(results: Path, document: Path) -> bool:
 
 def content(results: Path, text: str) -> tuple[str, str]:
     """(the document, the picture) as the records have them. ValueError for a table that no record is of."""
-    stores: dict[str, Store] = {}
+    by_machine: dict[str, list[Record]] = {}
 
     def table(match: re.Match[str]) -> str:
         begin, kind, machine, what, _, end = match.groups()
-        store = stores.setdefault(machine, Store(results, machine))
-        lines = {"prefill": _prefill, "decode": _decode}[kind](store, machine, what)
+        if machine not in by_machine:
+            by_machine[machine] = Store(results, machine).records()
+        lines = {"prefill": _prefill, "decode": _decode}[kind](by_machine[machine], what)
         if not lines:
             raise ValueError(f"there is no record for the table `{kind} {machine} {what}` below {results}")
         return begin + "\n".join(lines) + "\n" + end
@@ -77,15 +78,16 @@ def content(results: Path, text: str) -> tuple[str, str]:
     first = next((match for match in _TABLE.finditer(text) if match[2] == "prefill"), None)
     if first is None:
         raise ValueError("the document has no table of prefills, of which its picture is")
-    return new, _picture(stores[first[3]], first[3], first[4])
+    return new, _picture(by_machine[first[3]], first[3], first[4])
 
 
-def rows(store: Store, machine: str, mode: str, what: str, launch: str = "eager") -> Iterator[Row]:
+def rows(records: Sequence[Record], mode: str, what: str, launch: str = "eager") -> Iterator[Row]:
     """By length: every bfloat16 case on cold caches and random inputs that NSA was measured on."""
     measured: dict[tuple[int, int], dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
-    for record in store.records(machine=machine, mode=mode):
+    for record in records:
         key = record.key
-        alike = (key.what, key.dtype, key.cache, key.inputs, key.launch) == (what, "bfloat16", "cold", "random", launch)
+        kind = (key.mode, key.what, key.dtype, key.cache, key.inputs, key.launch)
+        alike = kind == (mode, what, "bfloat16", "cold", "random", launch)
         usual_queries = key.num_queries == (1 if mode == "decode" else key.num_keys)
         if alike and usual_queries and key.implementation in SHOWN and record.latency_ms is not None:
             measured[key.batch, key.num_keys][record.fingerprint.utc].append(record)
@@ -101,11 +103,9 @@ def _utc(run: Sequence[Record]) -> str:
     return run[0].fingerprint.utc
 
 
-def _prefill(store: Store, machine: str, what: str) -> list[str]:
+def _prefill(records: Sequence[Record], what: str) -> list[str]:
     """Two rows of a length side by side: forward, and with the backward pass."""
-    by_mode = {
-        mode: {row.num_keys: row for row in rows(store, machine, mode, what) if row.batch == 1} for mode in PREFILL
-    }
+    by_mode = {mode: {row.num_keys: row for row in rows(records, mode, what) if row.batch == 1} for mode in PREFILL}
     lengths = sorted(set().union(*by_mode.values()))
     lines = []
     for num_keys in lengths:
@@ -116,10 +116,10 @@ def _prefill(store: Store, machine: str, what: str) -> list[str]:
     return [*_head(("tokens", "", *_units())), *lines] if lines else []
 
 
-def _decode(store: Store, machine: str, what: str) -> list[str]:
+def _decode(records: Sequence[Record], what: str) -> list[str]:
     lines = [
         _line([f"{row.batch} × {_tokens(row.num_keys)}", *map(row.cell, SHOWN), f"`{row.commit}`"])
-        for row in rows(store, machine, "decode", what, launch="graph")
+        for row in rows(records, "decode", what, launch="graph")
     ]
     return [*_head(("sequences × tokens", *_units())), *lines] if lines else []
 
@@ -141,7 +141,7 @@ def _tokens(count: int) -> str:
     return f"{count // 1024}k" if count % 1024 == 0 else str(count)
 
 
-def _picture(store: Store, machine: str, what: str) -> str:
+def _picture(records: Sequence[Record], machine: str, what: str) -> str:
     """An SVG: how many times as long as NSA dense attention takes, by length."""
     with rc_context(style.RC):
         figure = Figure(figsize=(style.WIDTH_INCH, 3.2), layout="constrained")
@@ -151,7 +151,7 @@ def _picture(store: Store, machine: str, what: str) -> str:
             for mode, name in PREFILL.items():
                 points = [
                     (row.num_keys, row.latency_ms[baseline] / row.latency_ms[NSA])
-                    for row in rows(store, machine, mode, what)
+                    for row in rows(records, mode, what)
                     if row.batch == 1 and baseline in row.latency_ms
                 ]
                 if points:
