@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ from xml.etree import ElementTree
 
 from benchmarks.history import schema
 from benchmarks.history.fingerprint import Fingerprint
-from nsa.io import append_line, read_lines
+from nsa.io import append_line, atomic_write, read_lines
 from regression.contract import Aspect, Evidence, Verdict
 from regression.runner import Finding, Pace, Repro
 from regression.soak import LaneResult
@@ -170,7 +169,7 @@ def write_junit(path: Path, findings: Sequence[Finding], missing: Sequence[Repro
     for repro in missing:
         case = ElementTree.SubElement(suite, "testcase", classname=f"regression.{repro.incident.id}", name=repro.part)
         ElementTree.SubElement(case, "error", message="not run: the suite was interrupted before its end")
-    _replace(path, ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True))
+    atomic_write(path, ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True))
 
 
 def _case(finding: Finding) -> ElementTree.Element:
@@ -196,17 +195,3 @@ def _case(finding: Finding) -> ElementTree.Element:
 
 def _clean(text: str) -> str:
     return _NOT_XML.sub("?", text)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(file, "wb") as new:
-            new.write(content)
-            new.flush()
-            os.fsync(new.fileno())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink()
-        raise

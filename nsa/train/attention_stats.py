@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from nsa.attention import Aux
+from nsa.config import BRANCHES
 from nsa.geometry import Layout, num_selection_blocks, num_visible_compressed
 from nsa.layer import NativeSparseAttention
 from nsa.model import DecoderLM
 
-BRANCHES = ("compressed", "selected", "window")
 STATISTICS = (
     "gate_entropy_nats", "gate_max_share", "gate_shares", "rows", "at_maximum", "at_maximum_expected", "keys_read",
     "keys_predicted",

@@ -11,7 +11,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-BRANCHES = 3
+from nsa.config import BRANCHES
+
 FALSE_ALARM = 1e-6
 """How often at most a statistical test may raise an alarm in a healthy run."""
 
@@ -109,7 +110,7 @@ def gates_collapsed(
 
 def gates_uniform(entropy_nats: float, *, tolerance_nats: float = 1e-5) -> Alarm | None:
     """The mean entropy is ln 3 exactly: gates that were never trained. Ask after the warm-up, not at step 0."""
-    if abs(entropy_nats - math.log(BRANCHES)) > tolerance_nats:
+    if abs(entropy_nats - math.log(len(BRANCHES))) > tolerance_nats:
         return None
     return Alarm(
         "gates_uniform", f"entropy {entropy_nats:.6f} nats is ln 3: the gates take every branch alike, untrained"

@@ -20,12 +20,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nsa.config import NSAConfig
+from nsa.config import BRANCHES, NSAConfig
 from nsa.io import atomic_write, to_json
 from nsa.layer import NativeSparseAttention
 from nsa.loss import IGNORED
 from nsa.model import DecoderLM, ModelConfig
-from nsa.train.attention_stats import BRANCHES
 from nsa.train.data import Batch
 from nsa.train.distributed import Ranks
 from nsa.train.settings import Data, Runtime, Settings, Train

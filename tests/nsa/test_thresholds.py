@@ -95,7 +95,7 @@ def test_partial_sums_of_programs_are_rounded_once(monkeypatch: pytest.MonkeyPat
     parts = interpreted()
     from nsa.triton_backend import compressed_window
 
-    case = replace(PLAIN, kv_heads=1, group=8, queries=24, keys=24, dtype=torch.bfloat16)
+    case = replace(PLAIN, num_kv_heads=1, group=8, queries=24, keys=24, dtype=torch.bfloat16)
     x = case.inputs(parts.device)
     upstream = case.noise(x.q[..., : case.dv])
     whole = parts.gradients(case, x, "compressed", upstream)
