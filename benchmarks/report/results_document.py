@@ -146,7 +146,7 @@ def _picture(records: Sequence[Record], machine: str, what: str) -> str:
     with rc_context(style.RC):
         figure = Figure(figsize=(style.WIDTH_INCH, 3.2), layout="constrained")
         axis = figure.add_subplot()
-        number = 0
+        number, lengths = 0, set[int]()
         for baseline in ("sdpa-cudnn", "flash-attn-4"):
             for mode, name in PREFILL.items():
                 points = [
@@ -154,13 +154,13 @@ def _picture(records: Sequence[Record], machine: str, what: str) -> str:
                     for row in rows(records, mode, what)
                     if row.batch == 1 and baseline in row.latency_ms
                 ]
+                lengths.update(num_keys for num_keys, _ in points)
                 if points:
                     axis.plot(*zip(*points, strict=True), label=f"{SHOWN[baseline]}, {name}", **style.nth(number))
                 number += 1
         axis.axhline(1.0, color=style.GREY, linewidth=0.8)
         axis.set_xscale("log", base=2)
-        lengths = sorted({int(x) for line in axis.lines[:-1] for x in line.get_xdata()})
-        axis.set_xticks(lengths, [_tokens(x) for x in lengths])
+        axis.set_xticks(sorted(lengths), [_tokens(x) for x in sorted(lengths)])
         axis.minorticks_off()
         axis.set_xlabel(f"tokens ({machine}, {what} heads, bfloat16)")
         axis.set_ylabel("time over NSA's time")

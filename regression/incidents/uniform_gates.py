@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nsa.config import BRANCHES
 from nsa.gates import Gates
-from nsa.train import monitors
 from regression import training
 from regression.contract import Evidence, Incident, Step, Verdict
 from regression.injection import Fault, injected
@@ -32,13 +32,13 @@ _ALARMS = ("gates_uniform", "gates_collapsed")
 
 def untrained(gates: Gates, x: Tensor) -> Tensor:
     """A softmax over logits that begin at 0 and that next to no gradient reaches."""
-    return (gates.linear(x) * 1e-8).unflatten(-1, (-1, monitors.BRANCHES)).softmax(-1)
+    return (gates.linear(x) * 1e-8).unflatten(-1, (-1, len(BRANCHES))).softmax(-1)
 
 
 def collapsed(gates: Gates, x: Tensor) -> Tensor:
     """A softmax that one branch has won."""
-    logits: Tensor = gates.linear(x).unflatten(-1, (-1, monitors.BRANCHES))
-    return (logits + 20 * torch.eye(monitors.BRANCHES, device=x.device)[2]).softmax(-1)
+    logits: Tensor = gates.linear(x).unflatten(-1, (-1, len(BRANCHES)))
+    return (logits + 20 * torch.eye(len(BRANCHES), device=x.device)[2]).softmax(-1)
 
 
 def product(step: Step) -> Evidence:
