@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.history import samples
-from docker.host import ROOT
+from containers.host import ROOT
 
 yaml = pytest.importorskip("yaml")
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
