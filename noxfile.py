@@ -13,7 +13,8 @@ import sys
 import nox
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from docker import engine
+from containers import engine
+from harness import machines
 
 nox.options.sessions = ["tests"]
 nox.options.default_venv_backend = "virtualenv"
@@ -35,7 +36,7 @@ def in_image(session: nox.Session, *words: str, family: str | None = None, repos
     if family := wanted or family:
         options += ["--family", family]
     options += ["--repository"] * repository
-    command = [sys.executable, "-m", "docker", "run", *options, "--", "python", "-m", *words, *posargs]
+    command = [sys.executable, "-m", "containers", "run", *options, "--", "python", "-m", *words, *posargs]
     session.run(*command, external=True, interrupt_timeout=STOP_S)
 
 
@@ -58,10 +59,11 @@ def mutants(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style and formatting."""
-    session.install("-c", "constraints.txt", "ruff")
+    """Style, formatting, and which package may import which."""
+    session.install("-c", "constraints.txt", "ruff", "import-linter")
     session.run("ruff", "check", *session.posargs)
     session.run("ruff", "format", "--check", *session.posargs)
+    session.run("lint-imports")
 
 
 @nox.session
@@ -87,36 +89,6 @@ def types(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure this machine: a known GPU, an unknown one, or the CPU."""
     in_image(session, "benchmarks", "run")
-
-
-@nox.session(name="bench-a100")
-def bench_a100(session: nox.Session) -> None:
-    """Measure an NVIDIA A100; refuse any other machine."""
-    in_image(session, "benchmarks", "run", "--require", "a100", family="a100")
-
-
-@nox.session(name="bench-3090")
-def bench_3090(session: nox.Session) -> None:
-    """Measure an RTX 3090; refuse any other machine."""
-    in_image(session, "benchmarks", "run", "--require", "3090", family="3090")
-
-
-@nox.session(name="bench-4090")
-def bench_4090(session: nox.Session) -> None:
-    """Measure an RTX 4090; refuse any other machine."""
-    in_image(session, "benchmarks", "run", "--require", "4090", family="4090")
-
-
-@nox.session(name="bench-h100")
-def bench_h100(session: nox.Session) -> None:
-    """Measure an NVIDIA H100; refuse any other machine."""
-    in_image(session, "benchmarks", "run", "--require", "h100", family="h100")
-
-
-@nox.session(name="bench-h200")
-def bench_h200(session: nox.Session) -> None:
-    """Measure an NVIDIA H200; refuse any other machine."""
-    in_image(session, "benchmarks", "run", "--require", "h200", family="h200")
 
 
 @nox.session(name="bench-cpu")
@@ -166,49 +138,41 @@ def train(session: nox.Session) -> None:
 @nox.session
 def image(session: nox.Session) -> None:
     """Build the image for what is here: `nox -s image -- --help`."""
-    session.run(sys.executable, "-m", "docker", "image", *session.posargs, external=True)
+    session.run(sys.executable, "-m", "containers", "image", *session.posargs, external=True)
 
 
-@nox.session(name="image-a100")
-def image_a100(session: nox.Session) -> None:
-    """Build the image for an NVIDIA A100 (sm80), on any machine."""
-    session.run(sys.executable, "-m", "docker", "image", "--family", "a100", *session.posargs, external=True)
+def sessions_of(family: str) -> None:
+    """`bench-a100` and `image-a100`, for each GPU family of machines.toml that has an image."""
+
+    def bench(session: nox.Session) -> None:
+        in_image(session, "benchmarks", "run", "--require", family, family=family)
+
+    def image(session: nox.Session) -> None:
+        command = [sys.executable, "-m", "containers", "image", "--family", family, *session.posargs]
+        session.run(*command, external=True)
+
+    bench.__doc__ = f"Measure {machines.named(family)}; refuse any other machine."
+    image.__doc__ = f"Build the image for {machines.named(family)}, on any machine."
+    nox.session(name=f"bench-{family}")(bench)
+    nox.session(name=f"image-{family}")(image)
 
 
-@nox.session(name="image-3090")
-def image_3090(session: nox.Session) -> None:
-    """Build the image for an RTX 3090 (sm86), on any machine."""
-    session.run(sys.executable, "-m", "docker", "image", "--family", "3090", *session.posargs, external=True)
-
-
-@nox.session(name="image-4090")
-def image_4090(session: nox.Session) -> None:
-    """Build the image for an RTX 4090 (sm89), on any machine."""
-    session.run(sys.executable, "-m", "docker", "image", "--family", "4090", *session.posargs, external=True)
-
-
-@nox.session(name="image-h100")
-def image_h100(session: nox.Session) -> None:
-    """Build the image for an NVIDIA H100 (sm90), on any machine."""
-    session.run(sys.executable, "-m", "docker", "image", "--family", "h100", *session.posargs, external=True)
-
-
-@nox.session(name="image-h200")
-def image_h200(session: nox.Session) -> None:
-    """Build the image for an NVIDIA H200 (sm90), on any machine."""
-    session.run(sys.executable, "-m", "docker", "image", "--family", "h200", *session.posargs, external=True)
+for name in machines.image_families():
+    sessions_of(name)
 
 
 @nox.session(name="preflight-machine")
 def preflight_machine(session: nox.Session) -> None:
     """Check engine, driver, GPU inside the container and room on the disk before hours of work."""
-    session.run(sys.executable, "-m", "docker", "preflight", *session.posargs, external=True)
+    session.run(sys.executable, "-m", "containers", "preflight", *session.posargs, external=True)
 
 
 @nox.session
 def pipeline(session: nox.Session) -> None:
     """Image, preflight, tests, regress, bench, compare, report: what CI runs on a GPU runner, here."""
-    session.run(sys.executable, "-m", "docker", "pipeline", *session.posargs, external=True, interrupt_timeout=STOP_S)
+    session.run(
+        sys.executable, "-m", "containers", "pipeline", *session.posargs, external=True, interrupt_timeout=STOP_S
+    )
 
 
 @nox.session

@@ -26,7 +26,6 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from benchmarks import gpus
 from benchmarks.commands import (
     accept,
     bisect,
@@ -41,6 +40,7 @@ from benchmarks.commands import (
     samples,
     tune,
 )
+from harness import machines
 from nsa.io import DiskFullError
 
 COMMANDS = {
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         return COMMANDS[arguments.command].main(arguments)
-    except (gpus.WrongMachineError, DiskFullError, ValueError) as error:
+    except (machines.WrongMachineError, DiskFullError, ValueError) as error:
         print(f"python -m benchmarks: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # what reads our output has seen enough: `| head`

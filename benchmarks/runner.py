@@ -12,7 +12,6 @@ import torch
 from benchmarks.baselines import NotPresentError, UnsupportedError
 from benchmarks.correctness import anti_cheat, row_sampling
 from benchmarks.correctness.verify import IncorrectError, NonFiniteError, joined, require_finite
-from benchmarks.history.fingerprint import Fingerprint
 from benchmarks.history.key import Key
 from benchmarks.history.records import Gate, Outcome, Record
 from benchmarks.history.samples import RawSamples, SampleSummary
@@ -21,10 +20,11 @@ from benchmarks.timing.clocks import Clocks
 from benchmarks.timing.cuda_graphs import CannotCaptureError
 from benchmarks.timing.device_clock import UnjoinedWorkError
 from benchmarks.timing.latency import Timing
-from benchmarks.timing.peak import MeasuredPeak
 from benchmarks.timing.rotating_inputs import RotatingInputs
 from benchmarks.workloads import NSA, Work
 from benchmarks.workloads.prepare import prepare
+from harness.fingerprint import Fingerprint
+from harness.peak import MeasuredPeak
 
 QUICK = latency.Plan(min_samples=6, min_time_s=0.1, wall_limit_s=2.0, precision=0.02)
 FULL = latency.Plan(min_samples=10, min_time_s=0.5, wall_limit_s=5.0, precision=0.01)

@@ -20,12 +20,12 @@ from typing import IO
 
 from benchmarks import runner
 from benchmarks.correctness import row_sampling
-from benchmarks.history.fingerprint import Fingerprint
 from benchmarks.history.key import Key
 from benchmarks.history.records import Outcome, Record
 from benchmarks.runner import Measurement, Prepare
 from benchmarks.timing.latency import Plan
 from benchmarks.workloads.prepare import prepare
+from harness.fingerprint import Fingerprint
 
 DEADLINE_S = {"cuda": 180.0, "cpu": 600.0}
 """Per case, compilation and oracle included, by device: some nine times the longest seen on a GPU (20 s), and enough

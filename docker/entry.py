@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started by its path, in any working directory
+from harness import machines
 
 
 def devices() -> str:
@@ -26,21 +27,19 @@ def devices() -> str:
 
 def refusal(expected: str) -> str | None:
     """Why this is not the machine that was asked for; None where it is."""
-    from benchmarks import gpus  # imports PyTorch
-
-    wanted = "a GPU" if expected == gpus.UNKNOWN_GPU else gpus.named(expected)
-    found = gpus.visible_gpu()
+    wanted = "a GPU" if expected == machines.UNKNOWN_GPU else machines.named(expected)
+    found = machines.visible_gpu()
     if found is None:
         return (
             f"this session needs {wanted}; PyTorch {version('torch')} sees no GPU in the container ({devices()}). Start"
             " it with --gpus all (podman: --device nvidia.com/gpu=all) on a host that has the NVIDIA driver and"
             " container toolkit"
         )
-    if expected == gpus.UNKNOWN_GPU:
+    if expected == machines.UNKNOWN_GPU:
         return None
     try:
-        gpus.machine(expected, found)
-    except gpus.WrongMachineError as error:
+        machines.machine(expected, found)
+    except machines.WrongMachineError as error:
         return str(error)
     return None
 

@@ -1,1 +1,1 @@
-"""What both suites stand on: a child process that cannot outlive its parent, hang unseen or leave processes behind."""
+"""What both suites stand on: the machines by name, the fingerprint of a figure, checked JSON, and a guarded child."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from benchmarks.history import schema
-from benchmarks.history.fingerprint import Fingerprint
+from harness import schema
+from harness.fingerprint import Fingerprint
 from nsa.io import append_line, atomic_write, read_lines
 from regression.contract import Aspect, Evidence, Verdict
 from regression.runner import Finding, Pace, Repro

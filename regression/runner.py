@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from threading import Event
 from typing import Any
 
-from benchmarks.history import schema
+from harness import schema
 from harness.isolate import Child, Deadline, Outcome, watch
 from regression import listing
 from regression.contract import Aspect, Evidence, Incident, Needs, Verdict, aspects, gravest

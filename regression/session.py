@@ -11,9 +11,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import gpus
-from benchmarks.history import fingerprint
-from benchmarks.history.fingerprint import Fingerprint
+from harness import fingerprint, machines
+from harness.fingerprint import Fingerprint
 from nsa import backends
 from regression import child, ledger, runner
 from regression import soak as soaking
@@ -45,10 +44,10 @@ class Machine:
 
 def find(device: str) -> Machine:
     """The machine for "cpu", "cuda" or "auto". ValueError where a GPU is asked for and there is none."""
-    found = None if device == "cpu" else gpus.visible_gpu()
+    found = None if device == "cpu" else machines.visible_gpu()
     if device == "cuda" and found is None:
         raise ValueError("--device cuda: PyTorch finds no GPU")
-    here = gpus.recognise(found)
+    here = machines.recognise(found)
     num_gpus = torch.cuda.device_count() if here.device == "cuda" else 0
     return Machine(here.title, here.device, num_gpus, fingerprint.take(here.id, here.device), child.backends())
 

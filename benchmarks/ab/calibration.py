@@ -20,8 +20,8 @@ from benchmarks.ab import sequential
 from benchmarks.ab.calibration_samples import SLOWDOWNS, CalibrationPair
 from benchmarks.ab.result import Rules, Verdict
 from benchmarks.ab.sequential import CaseResult, PairTiming
-from benchmarks.history import schema
-from benchmarks.history.fingerprint import Fingerprint
+from harness import schema
+from harness.fingerprint import Fingerprint
 from nsa.io import atomic_write
 
 

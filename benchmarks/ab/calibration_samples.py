@@ -17,9 +17,9 @@ from benchmarks.ab import trial
 from benchmarks.ab.checkout import Sources
 from benchmarks.ab.result import Rules
 from benchmarks.ab.sequential import PairFailure
-from benchmarks.history import fingerprint, schema
-from benchmarks.history.fingerprint import Fingerprint
 from benchmarks.history.key import Key
+from harness import fingerprint, schema
+from harness.fingerprint import Fingerprint
 
 SLOWDOWNS = (0.01, 0.03, 0.1)
 """Injected into one side, beside 0."""

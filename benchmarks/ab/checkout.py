@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.ab.result import Side
-from benchmarks.history import fingerprint
+from harness import fingerprint
 
 WORKING_TREE = "working tree"
 REPOSITORY = fingerprint.ROOT
@@ -28,8 +28,8 @@ class Sources:
     side: Side
     folder: Path
     """Holds nsa/; a child's working directory."""
-    harness: Path
-    """Holds benchmarks/, the same for every side."""
+    benches: Path
+    """Holds benchmarks/ and what it stands on, the same for every side."""
 
 
 @contextmanager
@@ -41,12 +41,13 @@ def sources(refs: Sequence[str]) -> Iterator[list[Sources]]:
     """
     with tempfile.TemporaryDirectory(prefix="nsa-compare-") as name:
         root = Path(name)
-        harness = root / "harness"
-        shutil.copytree(fingerprint.ROOT / "benchmarks", harness / "benchmarks", ignore=_CACHES)
-        yield [_take(ref, root / f"side{i}", harness) for i, ref in enumerate(refs)]
+        benches = root / "benches"
+        for package in ("benchmarks", "harness"):
+            shutil.copytree(fingerprint.ROOT / package, benches / package, ignore=_CACHES)
+        yield [_take(ref, root / f"side{i}", benches) for i, ref in enumerate(refs)]
 
 
-def _take(ref: str, folder: Path, harness: Path) -> Sources:
+def _take(ref: str, folder: Path, benches: Path) -> Sources:
     folder.mkdir()
     if ref == WORKING_TREE:
         commit = resolve("HEAD")
@@ -55,7 +56,7 @@ def _take(ref: str, folder: Path, harness: Path) -> Sources:
     else:
         commit, dirty = resolve(ref), False
         _extract(commit, ref, folder)
-    return Sources(Side(ref, commit, dirty, fingerprint.sources_sha256(folder / "nsa")), folder, harness)
+    return Sources(Side(ref, commit, dirty, fingerprint.sources_sha256(folder / "nsa")), folder, benches)
 
 
 def resolve(ref: str) -> str:

@@ -48,7 +48,7 @@ class Child:
             env={
                 **os.environ,
                 **_KEEP_FREED_MEMORY,
-                "PYTHONPATH": os.pathsep.join([str(sources.folder), str(sources.harness)]),
+                "PYTHONPATH": os.pathsep.join([str(sources.folder), str(sources.benches)]),
                 "OMP_NUM_THREADS": str(THREADS),
             },
         )

@@ -10,10 +10,10 @@ from enum import Enum
 from pathlib import Path
 
 from benchmarks.ab import signed_rank
-from benchmarks.history import schema
-from benchmarks.history.fingerprint import Fingerprint
 from benchmarks.history.key import Key
 from benchmarks.history.records import Outcome
+from harness import schema
+from harness.fingerprint import Fingerprint
 
 
 class Verdict(str, Enum):

@@ -45,7 +45,7 @@ class Baseline:
     """One implementation to compare with."""
 
     name: str
-    """In keys and in gpus.toml."""
+    """In keys and in machines.toml."""
     attend: Callable[[Problem], Tensor]
     """Causal attention of the last S of T tokens: [B, S, Hq, Dv]; its own errors where it refuses."""
     absent: Callable[[str], str | None]

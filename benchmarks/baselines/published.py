@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpus
-from benchmarks.history import schema
 from benchmarks.workloads import suite
+from harness import machines, schema
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -36,7 +35,7 @@ class Source:
     gpu: str
     """As the source names it."""
     machine: str | None = None
-    """Its name in gpus.toml; None where that board is not listed."""
+    """Its name in machines.toml; None where that board is not listed."""
     software: str | None = None
 
 
@@ -107,8 +106,8 @@ def read(file: Path) -> list[Series]:
 def _source(name: str, entry: Any) -> Source:
     where = f"sources.{name}"
     source = schema.build(Source, {"id": name, **_table(entry, where)}, where)
-    if source.machine is not None and source.machine not in gpus.known_ids():
-        raise ValueError(f"{where}.machine must be one of {', '.join(gpus.known_ids())}; got {source.machine!r}")
+    if source.machine is not None and source.machine not in machines.known_ids():
+        raise ValueError(f"{where}.machine must be one of {', '.join(machines.known_ids())}; got {source.machine!r}")
     return source
 
 

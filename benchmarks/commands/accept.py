@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from benchmarks import gpus
 from benchmarks.ab.checkout import git
 from benchmarks.commands import options
-from benchmarks.history import accepted, schema, trend
+from benchmarks.history import accepted, trend
 from benchmarks.history.accepted import Acceptance, Standing, State
 from benchmarks.history.store import Series, Store
+from harness import machines, schema
 
 SUMMARY = "move baselines to the level that cases have now, with a reason"
 
@@ -44,7 +44,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Append one acceptance per case; the last line of stdout is JSON."""
     if not arguments.reason.strip():
         raise ValueError("--reason must say why the baseline moves; got an empty one")
-    machine = arguments.gpu or gpus.machine(None, gpus.visible_gpu()).id
+    machine = arguments.gpu or machines.machine(None, machines.visible_gpu()).id
     history = Store(arguments.out).history(machine)
     moved = _acceptances(machine, _chosen(history, arguments.cases, machine), arguments.reason, arguments.out)
     for acceptance in moved:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 
-from benchmarks import gpus
 from benchmarks.ab import bisect, checkout, result
 from benchmarks.ab.result import Verdict
 from benchmarks.commands import compare, options
-from benchmarks.history import schema
+from harness import machines, schema
 
 SUMMARY = "find the first commit that made a case slower"
 
@@ -30,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Ask commit by commit; the last line of stdout is JSON."""
-    machine = gpus.machine(arguments.gpu, gpus.visible_gpu())
+    machine = machines.machine(arguments.gpu, machines.visible_gpu())
     keys = options.nsa_cases(machine, [arguments.case])
     if len(keys) != 1:
         raise ValueError(f"--case must name one case of NSA; {arguments.case!r} names {len(keys)}")

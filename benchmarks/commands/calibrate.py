@@ -14,16 +14,15 @@ import sys
 import time
 from collections.abc import Sequence
 
-from benchmarks import gpus
 from benchmarks.ab import calibration, calibration_samples, checkout
 from benchmarks.ab.calibration import Calibration, Rate
 from benchmarks.ab.calibration_samples import CalibrationPair
 from benchmarks.ab.child import THREADS
 from benchmarks.ab.result import Rules
 from benchmarks.commands import options
-from benchmarks.history import fingerprint
 from benchmarks.history.key import Key
 from benchmarks.workloads import NSA
+from harness import fingerprint, machines
 from nsa import NSAConfig
 
 SUMMARY = "measure false-alarm rate and power of compare on this CPU, and set its thresholds"
@@ -79,7 +78,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.comparisons < 2:
         raise ValueError(f"--comparisons must be at least 2; got {arguments.comparisons}")
     options.check_writable(arguments.out / "calibration")
-    identity = dataclasses.replace(fingerprint.take(gpus.CPU, "cpu"), threads=THREADS)
+    identity = dataclasses.replace(fingerprint.take(machines.CPU, "cpu"), threads=THREADS)
     begin = time.perf_counter()
     try:
         pairs = _pairs(arguments, identity)
@@ -116,14 +115,14 @@ def _pairs(arguments: argparse.Namespace, identity: fingerprint.Fingerprint) -> 
     cases, rules = keys(), Rules()
     word = calibration_samples.identity(identity, [key.name for key in cases], rules)
     wanted = rules.fewest_rounds * calibration.groups_for(arguments.comparisons, len(cases))
-    pairs = calibration_samples.read(arguments.out, gpus.CPU, word)[:wanted]
+    pairs = calibration_samples.read(arguments.out, machines.CPU, word)[:wanted]
     print(f"{len(cases)} cases, {wanted} pairs of processes, of which {len(pairs)} are there", flush=True)
     if len(pairs) == wanted:
         return pairs
     new: list[float] = []
     with checkout.sources([checkout.WORKING_TREE] * 2) as sources:
         for pair in calibration_samples.measure(
-            arguments.out, gpus.CPU, sources, cases, rules, word, wanted - len(pairs)
+            arguments.out, machines.CPU, sources, cases, rules, word, wanted - len(pairs)
         ):
             pairs.append(pair)
             new.append(pair.seconds)

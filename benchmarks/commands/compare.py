@@ -15,16 +15,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import gpus
 from benchmarks.ab import calibration, checkout, result, sequential, trial
 from benchmarks.ab.checkout import Sources
 from benchmarks.ab.child import THREADS
 from benchmarks.ab.result import ComparisonResult, Rules, Verdict
 from benchmarks.ab.sequential import PairFailure, PairTiming
 from benchmarks.commands import options
-from benchmarks.gpus import Machine
-from benchmarks.history import fingerprint, schema
 from benchmarks.history.key import Key
+from harness import fingerprint, machines, schema
+from harness.machines import Machine
 
 SUMMARY = "measure two commits in turns: FASTER, SLOWER, SAME or UNDECIDED for each case"
 BAD = (Verdict.SLOWER, Verdict.FAILED)
@@ -54,7 +53,7 @@ def add_rounds(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure and answer; the last line of stdout is JSON."""
-    machine = gpus.machine(arguments.gpu, gpus.visible_gpu())
+    machine = machines.machine(arguments.gpu, machines.visible_gpu())
     keys = options.nsa_cases(machine, arguments.cases, quick=arguments.quick)
     rules = rules_for(arguments.out, machine, arguments.rounds)
     options.check_writable(arguments.out / "verdicts")

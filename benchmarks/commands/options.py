@@ -9,11 +9,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import gpus
-from benchmarks.gpus import Machine
-from benchmarks.history import fingerprint
 from benchmarks.history.key import Key
 from benchmarks.workloads import NSA, suite
+from harness import fingerprint, machines
+from harness.machines import Machine
 
 RESULTS = Path(os.environ.get("NSA_RESULTS") or fingerprint.ROOT / "results")
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
@@ -30,7 +29,7 @@ def add_gpu(parser: argparse.ArgumentParser) -> None:
         "--gpu",
         "--require",
         dest="gpu",
-        choices=gpus.known_ids(),
+        choices=machines.known_ids(),
         help="refuse any other machine; 'gpu' is one that is not listed, 'cpu' measures the CPU also where there is a"
         " GPU (default: what is found)",
     )
@@ -68,7 +67,7 @@ def nsa_cases(machine: Machine, patterns: Sequence[str] | None, *, quick: bool =
 
     With `quick`, what they name in the quick suite. Raises ValueError where no such case is named.
     """
-    shapes, on_gpu = gpus.suite(machine.suite), machine.device == "cuda"
+    shapes, on_gpu = suite.table(machine.suite), machine.device == "cuda"
     few, whole = (suite.planned(shapes, quick=part, backend="auto", on_gpu=on_gpu) for part in (True, False))
     planned = few if quick or patterns is None else whole
     keys = [key for key in chosen(planned, patterns, whole) if key.implementation == NSA and key.mode != "memory"]

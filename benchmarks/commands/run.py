@@ -11,14 +11,15 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
-from benchmarks import console, gpus, runner, worker
+from benchmarks import console, runner, worker
 from benchmarks.commands import options
 from benchmarks.commands.report import build_page
 from benchmarks.correctness import row_sampling
-from benchmarks.history import fingerprint, run_file, samples, speedup
+from benchmarks.history import run_file, samples, speedup
 from benchmarks.history.records import Record
 from benchmarks.timing import peak
 from benchmarks.workloads import suite
+from harness import fingerprint, machines
 from nsa import backends
 
 SUMMARY = "measure, write records, build the page"
@@ -45,13 +46,13 @@ def main(arguments: argparse.Namespace) -> int:
 
     A baseline that is wrong or broken fails no run: the last line names it under "red_baselines".
     """
-    machine = gpus.machine(arguments.gpu, gpus.visible_gpu())
+    machine = machines.machine(arguments.gpu, machines.visible_gpu())
     if arguments.seed is not None and arguments.seed <= row_sampling.TIMED_SEED:
         raise ValueError(
             f"--seed must be above {row_sampling.TIMED_SEED}, that of the timed inputs; got {arguments.seed}"
         )
     on_gpu = machine.device == "cuda"
-    shapes = gpus.suite(machine.suite)
+    shapes = suite.table(machine.suite)
     quick, whole = (
         suite.planned(shapes, quick=part, backend=arguments.backend, on_gpu=on_gpu) for part in (True, False)
     )

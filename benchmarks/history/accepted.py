@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from benchmarks.history import fingerprint, schema, trend
-from benchmarks.history.fingerprint import Fingerprint
+from benchmarks.history import trend
 from benchmarks.history.store import Series
+from harness import fingerprint, schema
+from harness.fingerprint import Fingerprint
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Acceptance:
     """git's user.name and user.email, or the login."""
     reason: str
     machine: str
-    """The name in gpus.toml."""
+    """The name in machines.toml."""
     device: str
     """The GPU's or the CPU's own name."""
     case: str

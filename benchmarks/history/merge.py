@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ab.result import ComparisonResult
-from benchmarks.history import conversion, mutants, run_file, schema
+from benchmarks.history import conversion, mutants, run_file
 from benchmarks.history.accepted import Acceptance
 from benchmarks.history.records import Record
 from benchmarks.history.run_file import DamagedLine
+from harness import schema
 from nsa.io import append_line, atomic_write, read_lines
 
 RUNS = "runs/*/*.jsonl"

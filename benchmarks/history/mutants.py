@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from benchmarks.history import schema
-from benchmarks.history.fingerprint import Fingerprint
+from harness import schema
+from harness.fingerprint import Fingerprint
 from nsa.io import append_line, atomic_write, read_lines
 
 FOLDER = "mutants"

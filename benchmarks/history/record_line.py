@@ -17,12 +17,12 @@ from typing import Any
 
 import msgspec  # decodes and checks a line in a fifth of the time that Python's json and a checker of our own need
 
-from benchmarks.history import schema
-from benchmarks.history.fingerprint import Fingerprint
 from benchmarks.history.key import Key
 from benchmarks.history.records import Check, Gate, Outcome, Record, check_figures
 from benchmarks.history.samples import RawSamples, SampleSummary
 from benchmarks.timing.clocks import ClockSummary
+from harness import schema
+from harness.fingerprint import Fingerprint
 
 _DIGITS, _GATE_DIGITS, _CLOCK_DIGITS = 7, 3, 4
 PAPER = "paper"

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from benchmarks.history.fingerprint import Fingerprint
 from benchmarks.history.key import Key
 from benchmarks.history.samples import SampleSummary
 from benchmarks.timing.clocks import ClockSummary
+from harness.fingerprint import Fingerprint
 
 
 class Outcome(str, Enum):

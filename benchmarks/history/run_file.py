@@ -15,11 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.history import record_line, schema
-from benchmarks.history.fingerprint import Fingerprint
+from benchmarks.history import record_line
 from benchmarks.history.key import Key
 from benchmarks.history.record_line import Line
 from benchmarks.history.records import Record
+from harness import schema
+from harness.fingerprint import Fingerprint
 from nsa.io import append_line, append_lines, read_lines
 
 VERSION = 3

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.history import schema
 from benchmarks.timing.clocks import Clocks
+from harness import schema
 from nsa.io import append_bytes
 
 _ENOUGH_FOR_P99 = 100

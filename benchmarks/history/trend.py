@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.history import fingerprint
-from benchmarks.history.fingerprint import Fingerprint
 from benchmarks.history.store import Point
+from harness import fingerprint
+from harness.fingerprint import Fingerprint
 
 SMALLEST_CHANGE = 0.03
 """Of a change that is reported; runs of different days differ more than processes of one hour."""

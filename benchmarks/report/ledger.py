@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.history import schema
 from benchmarks.report.table import BAD, CODE, GOOD, NAME, NBSP, Cell, Table, when
+from harness import schema
 from nsa.io import read_lines
 
 PASSED, SKIPPED = "PASSED", "SKIPPED"

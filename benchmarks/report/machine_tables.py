@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from benchmarks import console
 from benchmarks.history import speedup
-from benchmarks.history.fingerprint import Fingerprint
 from benchmarks.history.records import Outcome, Record
 from benchmarks.history.speedup import Comparison, speed_up
 from benchmarks.report import style
 from benchmarks.report.lengths import TITLES, Group
 from benchmarks.report.table import BAD, GOOD, NAME, Cell, Table, digits, number
+from harness.fingerprint import Fingerprint
 
 
 def figures(here: Sequence[Comparison]) -> Table:

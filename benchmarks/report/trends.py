@@ -14,13 +14,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.history import trend
-from benchmarks.history.fingerprint import Fingerprint
 from benchmarks.history.store import Point, Series
 from benchmarks.history.trend import Change
 from benchmarks.report import style
 from benchmarks.report.folder import Picture, ReportFolder
 from benchmarks.report.references import Reference
 from benchmarks.report.table import NBSP, percent
+from harness.fingerprint import Fingerprint
 
 ROWS = 8
 """More cases than this are drawn on further pictures."""

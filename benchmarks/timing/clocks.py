@@ -13,10 +13,9 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
-import torch
+from harness import nvml
 
 _PERIOD_S = 0.02
 _REASONS = {
@@ -98,19 +97,6 @@ class ClockSummary:
 
 
 @dataclass(frozen=True)
-class ClockLimits:
-    """What the device may do at most, as it is set now. None where NVML does not say."""
-
-    max_sm_mhz: int | None
-    max_memory_mhz: int | None
-    power_limit_w: float | None
-    """The limit in force, which an operator may have lowered."""
-
-    def __str__(self) -> str:
-        return f"SM {self.max_sm_mhz} MHz, memory {self.max_memory_mhz} MHz, {self.power_limit_w} W"
-
-
-@dataclass(frozen=True)
 class Reading:
     """The state of the device at one moment."""
 
@@ -164,50 +150,10 @@ class ClockMonitor:
 
 def monitor() -> ClockMonitor | None:
     """A monitor of PyTorch's current GPU; None where NVML is missing or does not tell all that is asked."""
-    found = _device()
+    found = nvml.device()
     if found is None:
         return None
     try:
         return ClockMonitor(*found)
     except found[0].NVMLError:  # a virtual GPU, say, that hides its power
-        return None
-
-
-def limits() -> ClockLimits | None:
-    """Of PyTorch's current GPU; None without NVML."""
-    found = _device()
-    if found is None:
-        return None
-    nvml, handle = found
-
-    def told(ask: Callable[..., int], *what: int) -> int | None:
-        try:
-            return ask(handle, *what)
-        except nvml.NVMLError:
-            return None
-
-    power_mw = told(nvml.nvmlDeviceGetEnforcedPowerLimit)
-    return ClockLimits(
-        told(nvml.nvmlDeviceGetMaxClockInfo, nvml.NVML_CLOCK_SM),
-        told(nvml.nvmlDeviceGetMaxClockInfo, nvml.NVML_CLOCK_MEM),
-        None if power_mw is None else power_mw / 1e3,
-    )
-
-
-def driver() -> str | None:
-    """Version of the NVIDIA driver; None without NVML."""
-    found = _device()
-    return None if found is None else str(found[0].nvmlSystemGetDriverVersion())
-
-
-@cache
-def _device() -> tuple[Any, Any] | None:
-    """(NVML, its handle of PyTorch's current GPU), by UUID: the two may count the devices differently."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-    except Exception:  # whatever keeps NVML away, the figures stand without it
         return None

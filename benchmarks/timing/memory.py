@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.history import schema
-from benchmarks.history.fingerprint import ROOT
 from benchmarks.history.key import Key
 from benchmarks.history.records import Gate, Outcome
+from harness import schema
+from harness.fingerprint import ROOT
 
 MIB = 2**20
 FAILED = 3

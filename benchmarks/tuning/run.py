@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmarks.history import fingerprint, schema
-from benchmarks.history.fingerprint import Fingerprint
 from benchmarks.tuning import candidates
 from benchmarks.tuning.candidates import Trial
 from benchmarks.tuning.trials import Workload, fits
+from harness import fingerprint, schema
+from harness.fingerprint import Fingerprint
 from nsa.io import atomic_write
 from nsa.triton_backend import tuning
 from nsa.triton_backend.tuning import LaunchConfig

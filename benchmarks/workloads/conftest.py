@@ -15,16 +15,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpus, runner
+from benchmarks import runner
 from benchmarks.commands import options
 from benchmarks.commands.run import run_command
 from benchmarks.correctness import row_sampling
-from benchmarks.gpus import Machine, WrongMachineError
-from benchmarks.history import fingerprint, run_file, samples
+from benchmarks.history import run_file, samples
 from benchmarks.history.key import Key
 from benchmarks.runner import Measurement
 from benchmarks.timing import peak
 from benchmarks.workloads import suite
+from harness import fingerprint, machines
+from harness.machines import Machine, WrongMachineError
 from nsa import backends
 
 Measure = Callable[[Key], Measurement]
@@ -34,7 +35,7 @@ class Session:
     """One run: which machine, which keys, and where its records go."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self.machine: Machine = gpus.machine(config.getoption("gpu"), gpus.visible_gpu())
+        self.machine: Machine = machines.machine(config.getoption("gpu"), machines.visible_gpu())
         self.backend: str = config.getoption("backend")
         self.quick = not config.getoption("full")
         self._results: Path = config.getoption("results")
@@ -45,7 +46,7 @@ class Session:
     def keys(self) -> list[Key]:
         """What is timed on this machine; memory is no time."""
         on_gpu = self.machine.device == "cuda"
-        keys = suite.planned(gpus.suite(self.machine.suite), quick=self.quick, backend=self.backend, on_gpu=on_gpu)
+        keys = suite.planned(suite.table(self.machine.suite), quick=self.quick, backend=self.backend, on_gpu=on_gpu)
         return suite.absent_once([key for key in keys if key.mode != "memory"], self.machine.device)
 
     @cached_property
@@ -72,7 +73,7 @@ SESSION = pytest.StashKey[Session]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("NSA benches")
-    group.addoption("--gpu", choices=gpus.known_ids(), help="refuse any other machine (default: what is found)")
+    group.addoption("--gpu", choices=machines.known_ids(), help="refuse any other machine (default: what is found)")
     group.addoption("--backend", choices=backends.NAMES, default="auto", help="NSA's backend (default: auto)")
     group.addoption("--full", action="store_true", help="the machine's whole suite (default: its quick part)")
     group.addoption("--results", type=Path, default=options.RESULTS, help="where records go (default: results)")

@@ -1,19 +1,27 @@
-"""Which cases there are on a machine: the shapes of gpus.toml, spelt out as keys."""
+"""Which cases there are on a machine: the shapes of suites.toml, spelt out as keys."""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from benchmarks.baselines import BASELINES
-from benchmarks.history import schema
 from benchmarks.history.key import Key
 from benchmarks.workloads import NSA
 from benchmarks.workloads.parts import PARTS
 from benchmarks.workloads.train_step import MODELS
+from harness import schema
 from nsa import NSAConfig
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 PREFILLS = ("prefill-forward", "prefill-forward-backward")
 MODES = (*PREFILLS, "decode", *PARTS, "train-step", "memory")
@@ -77,8 +85,20 @@ class Suite:
     memory: tuple[Shape, ...] = ()
 
 
+@cache
+def _tables() -> Mapping[str, Any]:
+    with Path(__file__).with_name("suites.toml").open("rb") as file:
+        return tomllib.load(file)
+
+
+def table(name: str) -> Mapping[str, Any]:
+    """The shapes of one suite, as written in suites.toml."""
+    found: Mapping[str, Any] = _tables()[name]
+    return found
+
+
 def planned(table: Mapping[str, Any], *, quick: bool, backend: str, on_gpu: bool) -> list[Key]:
-    """Every key of a suite as gpus.toml has it. Raises TypeError or ValueError naming a field that is wrong.
+    """Every key of a suite as suites.toml has it. Raises TypeError or ValueError naming a field that is wrong.
 
     Of each case the baselines come first, then NSA, so that its line can show the ratios.
     """

@@ -28,10 +28,10 @@ from benchmarks.ab.sequential import PairFailure
 from benchmarks.ab.trial import PairedSamples
 from benchmarks.commands import run as bench_run
 from benchmarks.history import run_file, speedup
-from benchmarks.history.fingerprint import ROOT
 from benchmarks.history.key import Key
 from benchmarks.history.records import Record
 from benchmarks.workloads import attention
+from harness.fingerprint import ROOT
 from regression.contract import Evidence, Incident, Step, Verdict
 from regression.injection import Fault, injected
 

@@ -32,10 +32,11 @@ _TOLERANCE = 0.1
 _UNITS = {"bytes": 1, "mib": MIB, "gib": 2**30, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _MEMORY = re.compile(r"mem(ory)?|alloc(ated)?|reserved|rss|cache")
 _RECORDS = (
-    "benchmarks.timing.peak",
+    "harness.peak",
+    "harness.nvml",
     "benchmarks.timing.clocks",
-    "benchmarks.history.fingerprint",
-    "benchmarks.gpus",
+    "harness.fingerprint",
+    "harness.machines",
     "benchmarks.history.key",
     "benchmarks.timing.memory",
     "benchmarks.history.records",

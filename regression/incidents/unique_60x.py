@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.history import fingerprint, speedup
+from benchmarks.history import speedup
 from benchmarks.history.key import Key
 from benchmarks.history.records import Check, Gate, Outcome, Record
+from harness import fingerprint
 from nsa import NSAConfig
 from nsa.model import SHOWCASE, DecoderLM, ModelConfig
 from regression.contract import Evidence, Incident, Step, Verdict

@@ -12,14 +12,15 @@ from typing import Any
 from benchmarks.ab import calibration, result
 from benchmarks.ab.calibration import Calibration, Rate
 from benchmarks.ab.result import ComparisonResult, Rules, Side, Verdict
-from benchmarks.history import accepted, run_file, schema
+from benchmarks.history import accepted, run_file
 from benchmarks.history.accepted import Acceptance
-from benchmarks.history.fingerprint import Fingerprint
 from benchmarks.history.key import Key
 from benchmarks.history.records import Outcome, Record
 from benchmarks.history.samples import SampleSummary
 from benchmarks.timing.clocks import ClockSummary
-from benchmarks.timing.peak import MeasuredPeak
+from harness import schema
+from harness.fingerprint import Fingerprint
+from harness.peak import MeasuredPeak
 from tests.benchmarks.synthetic import FINGERPRINT, failed, key, passed
 
 CEILINGS = MeasuredPeak(700.0, 50.0, 4.2, 50.0, 989.0, 4.8)

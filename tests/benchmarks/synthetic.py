@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from benchmarks.history.fingerprint import Fingerprint
 from benchmarks.history.key import Key
 from benchmarks.history.records import Check, Gate, Outcome, Record
 from benchmarks.history.samples import SampleSummary
 from benchmarks.workloads import NSA
+from harness.fingerprint import Fingerprint
 from nsa import NSAConfig
 
 CONFIG = NSAConfig(l=4, d=2, l_sel=8, n_sel=4, w=8)

@@ -29,10 +29,10 @@ from benchmarks.timing import device_clock, latency, memory, peak
 from benchmarks.timing.clocks import Clocks, ClockSummary
 from benchmarks.timing.device_clock import EventSampler
 from benchmarks.timing.latency import Plan
-from benchmarks.timing.peak import MeasuredPeak
 from benchmarks.workloads import Work, attention, suite
-from docker import pipeline
-from docker.pipeline import Done, Step
+from containers import pipeline
+from containers.pipeline import Done, Step
+from harness.peak import MeasuredPeak
 from nsa import nsa_attention
 from tests.benchmarks import full_results
 from tests.benchmarks.stored import run as at
@@ -433,11 +433,10 @@ def test_the_first_call_counts_as_compilation_and_not_as_latency() -> None:
 
 def test_a_case_is_planned_with_its_own_shape(run: Run) -> None:
     """A ratio is of one case: a baseline of another shape would stand in another row."""
-    from benchmarks import gpus
 
     for name in ("cpu", "24gb", "80gb"):
         for quick in (True, False):
-            keys = suite.planned(gpus.suite(name), quick=quick, backend="auto", on_gpu=name != "cpu")
+            keys = suite.planned(suite.table(name), quick=quick, backend="auto", on_gpu=name != "cpu")
             ours = {one.case: one for one in keys if one.implementation == "nsa"}
             for one in keys:
                 same = ours[one.case]

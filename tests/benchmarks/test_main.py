@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpus, runner, worker
+from benchmarks import runner, worker
 from benchmarks.__main__ import main
 from benchmarks.commands.options import chosen
-from benchmarks.gpus import Found
 from benchmarks.history import run_file, samples
 from benchmarks.history.records import Outcome
 from benchmarks.history.samples import SampleSummary
 from benchmarks.runner import Measurement
 from benchmarks.workloads import attention
+from harness import machines
+from harness.machines import Gpu
 from tests.benchmarks.synthetic import failed, key, passed
 
 
@@ -73,7 +74,7 @@ def test_a_run_without_any_figure_of_nsa_is_not_green(
 def test_refuses_another_machine(
     wanted: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpus, "visible_gpu", lambda: Found("NVIDIA L4", (8, 9)))
+    monkeypatch.setattr(machines, "visible_gpu", lambda: Gpu("NVIDIA L4", (8, 9)))
     assert run("--require", wanted) == 2
     said = capsys.readouterr().err
     assert said.startswith("python -m benchmarks: this session needs an NVIDIA ")
@@ -88,7 +89,7 @@ def test_a_case_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -
 def test_the_command_of_a_gpu_that_is_not_listed_is_valid(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpus, "visible_gpu", lambda: Found("NVIDIA L4", (8, 9)))
+    monkeypatch.setattr(machines, "visible_gpu", lambda: Gpu("NVIDIA L4", (8, 9)))
     assert run("--gpu", "gpu", "--list") == 0
     assert capsys.readouterr().out
 

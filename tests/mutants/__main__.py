@@ -83,8 +83,11 @@ def _chosen(arguments: argparse.Namespace, areas: dict[str, Area]) -> list[Plann
 
 def _run(arguments: argparse.Namespace) -> int:
     """Try, record, judge; the last line of stdout is JSON."""
-    from benchmarks import gpus  # PyTorch, which `check` need not import
-    from benchmarks.history import fingerprint, mutants
+    from benchmarks.history import mutants
+    from harness import (
+        fingerprint,
+        machines,  # PyTorch, which `check` need not import
+    )
     from tests.mutants import console, tree, trials
 
     if arguments.jobs < 1:
@@ -98,7 +101,7 @@ def _run(arguments: argparse.Namespace) -> int:
     path = mutants.newest(results, digest) if arguments.resume else None
     lines = mutants.read(path)[1] if path else []
     if path is None:
-        here = gpus.recognise(gpus.visible_gpu())
+        here = machines.recognise(machines.visible_gpu())
         path = mutants.create(results, mutants.Header(fingerprint.take(here.id, here.device), digest, planned))
     done = {line.id for line in lines}
     left = [one for one in chosen if one.mutant.id not in done]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.history import schema
+from harness import schema
 from regression import listing
 
 if sys.version_info >= (3, 11):

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.history import mutants
-from benchmarks.history.fingerprint import ROOT
 from benchmarks.history.mutants import Line, Outcome
+from harness.fingerprint import ROOT
 from tests.mutants import standing, tree, trials
 from tests.mutants.__main__ import INTERRUPTED, main
 from tests.mutants.standing import Mutant, Planned, Suite

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.history import fingerprint
-from benchmarks.history.fingerprint import Fingerprint
+from harness import fingerprint
+from harness.fingerprint import Fingerprint
 from regression import ledger
 from regression.contract import Bound, Evidence, Verdict
 from regression.runner import Finding, Pace, Repro

@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from benchmarks.history.fingerprint import ROOT
+from harness.fingerprint import ROOT
 from regression import __main__ as cli
 from regression import ledger, listing, runner
 from regression.contract import Evidence, Needs

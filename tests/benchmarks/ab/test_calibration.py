@@ -21,10 +21,10 @@ from benchmarks.ab.result import Rules
 from benchmarks.ab.sequential import PairFailure
 from benchmarks.commands import calibrate as command
 from benchmarks.commands import compare
-from benchmarks.gpus import recognise
-from benchmarks.history import fingerprint, schema
 from benchmarks.history.key import Key
 from benchmarks.history.records import Outcome
+from harness import fingerprint, schema
+from harness.machines import recognise
 from tests.benchmarks import comparisons
 from tests.benchmarks.synthetic import FINGERPRINT
 

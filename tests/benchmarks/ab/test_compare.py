@@ -10,16 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpus
 from benchmarks.__main__ import main
 from benchmarks.ab import calibration, checkout, result, trial
 from benchmarks.ab.calibration import Calibration
 from benchmarks.ab.checkout import Sources
 from benchmarks.ab.result import Rules, Verdict
 from benchmarks.ab.sequential import PairFailure
-from benchmarks.history import fingerprint
 from benchmarks.history.key import Key
 from benchmarks.history.records import Outcome
+from harness import fingerprint, machines
 from tests.benchmarks.repository import Repository
 from tests.benchmarks.synthetic import FINGERPRINT
 
@@ -64,7 +63,7 @@ def test_twice_the_work_is_slower(real: Repository, tmp_path: Path, capsys: pyte
     With few pairs, as a calibration may allow.
     """
     rules = Rules(looks=(3, 4), false_discovery_rates=(0.0, 0.2), alpha=0.25, largest_p=0.25, turns=4, most_turns=6)
-    here = dataclasses.replace(FINGERPRINT, device=fingerprint.device_name(gpus.machine("cpu", None)))
+    here = dataclasses.replace(FINGERPRINT, device=fingerprint.device_name(machines.machine("cpu", None)))
     calibration.save(tmp_path / "results", Calibration(here, rules, (), (CASE,), 0, 0.0, "calibrate"))
     change_attention(real, TWICE)
     assert run(tmp_path, "HEAD") == 1
@@ -134,7 +133,7 @@ def answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Play]
             nonlocal done
             texts = [(side.folder / "nsa" / "__init__.py").read_text() for side in (base, head)]
             assert texts == ["one", "two"]
-            assert (base.harness / "benchmarks" / "ab" / "trial.py").is_file()
+            assert (base.benches / "benchmarks" / "ab" / "trial.py").is_file()
             assert first == done % 2
             done += 1
             return [play(key, done) for key in keys]

@@ -22,18 +22,18 @@ from benchmarks.ab.checkout import Sources
 from benchmarks.ab.child import Child, ChildError
 from benchmarks.ab.result import Rules, Side
 from benchmarks.ab.sequential import PairFailure
-from benchmarks.history import fingerprint
 from benchmarks.history.records import Outcome
+from harness import fingerprint
 from tests.benchmarks.synthetic import key
 
 
 def child(folder: Path, worker_source: str) -> Child:
-    (folder / "harness" / "benchmarks" / "ab").mkdir(parents=True)
+    (folder / "benches" / "benchmarks" / "ab").mkdir(parents=True)
     (folder / "side0").mkdir()
-    (folder / "harness" / "benchmarks" / "__init__.py").touch()
-    (folder / "harness" / "benchmarks" / "ab" / "__init__.py").touch()
-    (folder / "harness" / "benchmarks" / "ab" / "worker.py").write_text(worker_source)
-    return Child(Sources(Side("x", None, None, "0"), folder / "side0", folder / "harness"))
+    (folder / "benches" / "benchmarks" / "__init__.py").touch()
+    (folder / "benches" / "benchmarks" / "ab" / "__init__.py").touch()
+    (folder / "benches" / "benchmarks" / "ab" / "worker.py").write_text(worker_source)
+    return Child(Sources(Side("x", None, None, "0"), folder / "side0", folder / "benches"))
 
 
 @pytest.mark.parametrize(
@@ -66,15 +66,15 @@ def test_a_child_that_measures_another_nsa_is_refused(tmp_path: Path) -> None:
 
 def test_children_end_with_their_parent(tmp_path: Path) -> None:
     """Killed without a word, the parent leaves no process behind: the child's stdin ends."""
-    (tmp_path / "harness" / "benchmarks" / "ab").mkdir(parents=True)
-    (tmp_path / "harness" / "benchmarks" / "__init__.py").touch()
-    (tmp_path / "harness" / "benchmarks" / "ab" / "__init__.py").touch()
-    (tmp_path / "harness" / "benchmarks" / "ab" / "worker.py").write_text(
+    (tmp_path / "benches" / "benchmarks" / "ab").mkdir(parents=True)
+    (tmp_path / "benches" / "benchmarks" / "__init__.py").touch()
+    (tmp_path / "benches" / "benchmarks" / "ab" / "__init__.py").touch()
+    (tmp_path / "benches" / "benchmarks" / "ab" / "worker.py").write_text(
         "import os, sys\nprint(os.getpid(), flush=True)\nfor line in sys.stdin: pass\n"
     )
     program = (
         "import os, pathlib, sys; from benchmarks.ab.child import Child; from benchmarks.ab.checkout import Sources;"
-        " folder = pathlib.Path(sys.argv[1]); child = Child(Sources(None, folder, folder / 'harness'));"
+        " folder = pathlib.Path(sys.argv[1]); child = Child(Sources(None, folder, folder / 'benches'));"
         " print(child._process.stdout.readline().decode().strip(), flush=True); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run(
@@ -103,7 +103,7 @@ def _alive(pid: int) -> bool:
 def test_lanes_share_the_cases_keep_their_order_and_survive_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Real children of a harness that answers at once: the third case kills its child."""
+    """Real children of benches that answers at once: the third case kills its child."""
     worker_source = """
 import json, os, pathlib, sys
 for line in sys.stdin:
@@ -123,14 +123,14 @@ for line in sys.stdin:
         answer = {"outcome": "PASSED", "reason": None}
     print(json.dumps(answer), flush=True)
 """
-    (tmp_path / "harness" / "benchmarks" / "ab").mkdir(parents=True)
-    (tmp_path / "harness" / "benchmarks" / "__init__.py").touch()
-    (tmp_path / "harness" / "benchmarks" / "ab" / "__init__.py").touch()
-    (tmp_path / "harness" / "benchmarks" / "ab" / "worker.py").write_text(worker_source)
+    (tmp_path / "benches" / "benchmarks" / "ab").mkdir(parents=True)
+    (tmp_path / "benches" / "benchmarks" / "__init__.py").touch()
+    (tmp_path / "benches" / "benchmarks" / "ab" / "__init__.py").touch()
+    (tmp_path / "benches" / "benchmarks" / "ab" / "worker.py").write_text(worker_source)
     sides = []
     for name in ("side0", "side1"):
         (tmp_path / name).mkdir()
-        sides.append(Sources(Side(name, None, None, "0"), tmp_path / name, tmp_path / "harness"))
+        sides.append(Sources(Side(name, None, None, "0"), tmp_path / name, tmp_path / "benches"))
     monkeypatch.setattr(trial, "_cores", lambda: [None, None])
     keys = [key(length=length) for length in (1, 2, 3, 4, 5)]
     played = trial.run(sides[0], sides[1], "cpu", keys, Rules(), 0)
@@ -156,12 +156,12 @@ def test_an_interrupt_ends_the_children_of_every_lane(
 
     Each ends by the parent's kill, and not as one that stalled: `answer` would wait two minutes for that.
     """
-    (tmp_path / "harness" / "benchmarks" / "ab").mkdir(parents=True)
-    (tmp_path / "harness" / "benchmarks" / "__init__.py").touch()
-    (tmp_path / "harness" / "benchmarks" / "ab" / "__init__.py").touch()
-    (tmp_path / "harness" / "benchmarks" / "ab" / "worker.py").write_text("import time; time.sleep(600)")
+    (tmp_path / "benches" / "benchmarks" / "ab").mkdir(parents=True)
+    (tmp_path / "benches" / "benchmarks" / "__init__.py").touch()
+    (tmp_path / "benches" / "benchmarks" / "ab" / "__init__.py").touch()
+    (tmp_path / "benches" / "benchmarks" / "ab" / "worker.py").write_text("import time; time.sleep(600)")
     (tmp_path / "side0").mkdir()
-    side = Sources(Side("x", None, None, "0"), tmp_path / "side0", tmp_path / "harness")
+    side = Sources(Side("x", None, None, "0"), tmp_path / "side0", tmp_path / "benches")
     monkeypatch.setattr(trial, "_cores", lambda: [None, None])
     started: list[Child] = []
     lost: list[Outcome] = []

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.baselines import published
 from benchmarks.baselines.published import Series
-from benchmarks.history.fingerprint import ROOT
+from harness.fingerprint import ROOT
 
 GOOD = """
 [sources.paper]

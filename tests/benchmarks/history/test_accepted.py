@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.history import accepted, run_file, schema
+from benchmarks.history import accepted, run_file
 from benchmarks.history.accepted import Acceptance
 from benchmarks.history.key import Key
 from benchmarks.history.records import Record
 from benchmarks.history.store import Store
 from benchmarks.report import changes
+from harness import schema
 from tests.benchmarks.synthetic import key, passed
 
 A, B, NEW = key("decode", length=128), key("decode", length=256), key("decode", length=512)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.history import fingerprint
 from benchmarks.history.key import Key
 from benchmarks.history.records import Check, Gate, Outcome, Record
 from benchmarks.history.samples import RawSamples, SampleSummary
-from benchmarks.timing.peak import MeasuredPeak
+from harness import fingerprint
+from harness.peak import MeasuredPeak
 from tests.benchmarks.synthetic import FINGERPRINT, GREEN, failed, key, passed
 
 

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.history import run_file, samples, schema
+from benchmarks.history import run_file, samples
 from benchmarks.history.key import Key
 from benchmarks.history.records import Check, Gate, Outcome, Record
 from benchmarks.history.run_file import DamagedLine
 from benchmarks.history.samples import RawSamples, SampleSummary
 from benchmarks.timing.clocks import Clocks, ClockSummary
+from harness import schema
 from nsa.io import DiskFullError, read_lines
 from tests.benchmarks.synthetic import FINGERPRINT, GREEN, failed, key, passed
 

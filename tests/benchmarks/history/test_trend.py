@@ -9,8 +9,8 @@ import statistics
 import pytest
 
 from benchmarks.history import trend
-from benchmarks.history.fingerprint import Fingerprint
 from benchmarks.history.store import Point
+from harness.fingerprint import Fingerprint
 from tests.benchmarks.synthetic import FINGERPRINT
 
 

@@ -17,6 +17,7 @@ from benchmarks.timing import clocks, latency
 from benchmarks.timing.clocks import ClockMonitor, Clocks
 from benchmarks.timing.latency import Plan, Timing
 from benchmarks.workloads import Work
+from harness import nvml
 from tests.benchmarks.synthetic import FINGERPRINT, GREEN, failed, key
 
 POWER_CAP, THERMAL, BRAKE, IDLE = 0x4, 0x20, 0x80, 0x1
@@ -133,12 +134,12 @@ def test_there_is_no_watch_where_the_device_hides_what_is_asked(monkeypatch: pyt
         def nvmlDeviceGetPowerUsage(self, handle: Any) -> int:
             raise self.NVMLError("not supported")
 
-    monkeypatch.setattr(clocks, "_device", lambda: (Hiding(), None))
+    monkeypatch.setattr(nvml, "device", lambda: (Hiding(), None))
     assert clocks.monitor() is None
-    monkeypatch.setattr(clocks, "_device", lambda: None)
+    monkeypatch.setattr(nvml, "device", lambda: None)
     assert clocks.monitor() is None
-    assert clocks.limits() is None
-    assert clocks.driver() is None
+    assert nvml.limits() is None
+    assert nvml.driver() is None
 
 
 def test_limits_that_are_not_told_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,8 +152,8 @@ def test_limits_that_are_not_told_are_unknown(monkeypatch: pytest.MonkeyPatch) -
                 raise self.NVMLError("not supported")
             return 1980
 
-    monkeypatch.setattr(clocks, "_device", lambda: (Partly(), None))
-    assert clocks.limits() == clocks.ClockLimits(1980, None, 700.0)
+    monkeypatch.setattr(nvml, "device", lambda: (Partly(), None))
+    assert nvml.limits() == nvml.ClockLimits(1980, None, 700.0)
 
 
 def test_the_reasons_are_nvml_s_own() -> None:
@@ -163,7 +164,7 @@ def test_the_reasons_are_nvml_s_own() -> None:
 
 @pytest.mark.gpu
 def test_reads_a_real_gpu() -> None:
-    if clocks._device() is None:
+    if nvml.device() is None:
         pytest.skip("NVML is not there")
     x = torch.randn(4096, 4096, device="cuda")
     timed = latency.measure(lambda: x @ x, "cuda", "warm", Plan(20, 0.2, 5.0))
@@ -171,6 +172,6 @@ def test_reads_a_real_gpu() -> None:
     assert len(timed.clocks.sm_mhz) == len(timed.samples_ms)
     assert all(mhz > 100 for mhz in timed.clocks.sm_mhz)
     assert all(watts > 10 for watts in timed.clocks.power_w)
-    found = clocks.limits()
+    found = nvml.limits()
     assert found is not None
     assert found.max_sm_mhz is not None

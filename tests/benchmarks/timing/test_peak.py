@@ -7,12 +7,13 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks import gpus, runner
+from benchmarks import runner
 from benchmarks.history.records import Outcome, Record
 from benchmarks.timing import peak
 from benchmarks.timing.latency import Plan
-from benchmarks.timing.peak import MeasuredPeak
 from benchmarks.workloads import Work
+from harness import machines
+from harness.peak import MeasuredPeak
 from tests.benchmarks.synthetic import FINGERPRINT, GREEN, key
 
 H200 = MeasuredPeak(700.0, 50.0, 4.2, 50.0, sheet_bf16_tflops=989.0, sheet_memory_tb_per_s=4.8)
@@ -76,7 +77,7 @@ def test_no_peak_is_zero(name: str) -> None:
 
 
 def test_measures_this_cpu() -> None:
-    found = peak.measure(gpus.recognise(None))
+    found = peak.measure(machines.recognise(None))
     assert 1e-3 < found.float32_tflops < 1000
     assert 1e-4 < found.copy_tb_per_s < 100
     assert found.sheet_bf16_tflops is None
@@ -91,7 +92,7 @@ def test_reads_the_kernel_s_sizes(size: str, count: int) -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_reaches_much_of_its_data_sheet() -> None:
-    found = peak.measure(gpus.machine(None, gpus.visible_gpu()))
+    found = peak.measure(machines.machine(None, machines.visible_gpu()))
     assert found.cache_mib is not None
     if found.sheet_bf16_tflops is not None and found.sheet_memory_tb_per_s is not None:
         assert 0.4 < found.bf16_tflops / found.sheet_bf16_tflops <= 1.05

@@ -13,10 +13,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.history import schema
 from benchmarks.timing import latency
 from benchmarks.tuning import run, trials
 from benchmarks.tuning.trials import Workload, difference
+from harness import schema
 from nsa.triton_backend import hopper, tuning
 from nsa.triton_backend.tuning import LaunchConfig
 

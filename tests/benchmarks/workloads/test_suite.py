@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as front
-from benchmarks import gpus
 from benchmarks.commands import options
 from benchmarks.commands.run import run_command
 from benchmarks.history import run_file
 from benchmarks.history.key import Key
 from benchmarks.workloads import NSA, prepare, suite
+from harness import machines
 from nsa import NSAConfig
 
 SUITES = ("cpu", "24gb", "80gb")
@@ -24,7 +24,7 @@ GIB_THERE = {"24gb": 23.5, "80gb": 79.0}
 
 
 def keys(name: str, quick: bool = False, backend: str = "auto") -> list[Key]:
-    return suite.planned(gpus.suite(name), quick=quick, backend=backend, on_gpu=name != "cpu")
+    return suite.planned(suite.table(name), quick=quick, backend=backend, on_gpu=name != "cpu")
 
 
 def tiny(**changes: Any) -> Mapping[str, Any]:
@@ -147,7 +147,7 @@ def test_a_wrong_table_is_named(changes: dict[str, Any], error: type[Exception],
 
 
 def test_two_versions_meet_on_the_named_cases_of_the_quick_suite() -> None:
-    machine = gpus.machine("cpu", None)
+    machine = machines.machine("cpu", None)
     lengths = {
         quick: [key.num_keys for key in options.nsa_cases(machine, ["part-window"], quick=quick)]
         for quick in (True, False)

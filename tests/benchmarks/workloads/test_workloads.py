@@ -19,13 +19,13 @@ import nsa
 from benchmarks import runner
 from benchmarks.commands import options
 from benchmarks.correctness.verify import IncorrectError
-from benchmarks.history.fingerprint import ROOT
 from benchmarks.history.key import Key
 from benchmarks.history.records import Outcome
 from benchmarks.history.store import Store
 from benchmarks.timing.latency import Plan
 from benchmarks.workloads import attention, parts, prepare, roofline, train_step
 from benchmarks.workloads.parts import PARTS
+from harness.fingerprint import ROOT
 from nsa import NSAConfig
 from nsa.model import DecoderLM
 from tests.benchmarks.synthetic import CONFIG, FINGERPRINT, key

@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import gpus
-from benchmarks.gpus import Found
-from docker import entry
-from docker.host import ROOT
+from containers.host import ROOT
+from harness import machines
+from harness.machines import Gpu
 from nsa.train import profile
 
-A100 = Found("NVIDIA A100-SXM4-80GB", (8, 0))
+ENTRY = ROOT / "docker" / "entry.py"
+A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0))
 
 
 @pytest.mark.parametrize(
     ("expected", "found", "why"),
     [
         ("a100", A100, None),
-        ("gpu", Found("Tesla V100", (7, 0)), None),
+        ("gpu", Gpu("Tesla V100", (7, 0)), None),
         ("h100", A100, "needs an NVIDIA H100; found: NVIDIA A100-SXM4-80GB"),
         ("a100", None, "needs an NVIDIA A100; PyTorch"),
         ("gpu", None, "needs a GPU; PyTorch"),
     ],
 )
-def test_refusal(monkeypatch: pytest.MonkeyPatch, expected: str, found: Found | None, why: str | None) -> None:
-    monkeypatch.setattr(gpus, "visible_gpu", lambda: found)
-    refused = entry.refusal(expected)
+def test_refusal(monkeypatch: pytest.MonkeyPatch, expected: str, found: Gpu | None, why: str | None) -> None:
+    monkeypatch.setattr(machines, "visible_gpu", lambda: found)
+    refused: str | None = runpy.run_path(str(ENTRY))["refusal"](expected)
     if why is None:
         assert refused is None
     else:
@@ -39,7 +40,7 @@ def test_refusal(monkeypatch: pytest.MonkeyPatch, expected: str, found: Found | 
 
 
 def started(expected: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "docker" / "entry.py"), *words]
+    command = [sys.executable, str(ENTRY), *words]
     environment = {"NSA_FAMILY": expected, "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True)
 
@@ -60,7 +61,7 @@ def test_the_command_takes_over_with_its_exit_code(tmp_path: Path) -> None:
 def test_training_knows_every_variable_that_a_container_or_a_workflow_has() -> None:
     """It refuses unknown ones by name."""
     places = [ROOT / "docker" / "Dockerfile", ROOT / ".ci" / "containers", *(ROOT / ".github").rglob("*.yml")]
-    places += sorted((ROOT / "docker").glob("*.py"))
+    places += [ENTRY, *sorted((ROOT / "containers").glob("*.py"))]
     named = {name for path in places for name in re.findall(r"\bNSA_[A-Z_]+\b", path.read_text())}
     assert {"NSA_DIRTY", "NSA_RESULTS", "NSA_ENGINE"} <= named
     profile.read_environment(dict.fromkeys(named - {"NSA_GPUS"}, "1"))  # GitHub's own variable

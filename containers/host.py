@@ -5,21 +5,13 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from harness import machines
 
 ROOT = Path(__file__).resolve().parent.parent
-CPU, ANY_GPU = "cpu", "gpu"
-FAMILIES = ("a100", "3090", "4090", "h100", "h200")
-"""The GPU families that have an image: `family-...` in the Dockerfile, a name in gpus.toml."""
+CPU, ANY_GPU = machines.CPU, machines.UNKNOWN_GPU
 OLDEST_DRIVER = {12: (525, 60, 13), 13: (580, 65, 6)}
 """CUDA's major version -> the oldest Linux driver that runs any minor version of it (CUDA compatibility guide)."""
 NO_DRIVER, NO_GPU = "nvidia-smi: not installed", "nvidia-smi: no GPU"
@@ -31,11 +23,9 @@ class HostError(Exception):
 
 
 @dataclass(frozen=True)
-class HostGpu:
+class HostGpu(machines.Gpu):
     """One GPU, as nvidia-smi prints it."""
 
-    name: str
-    compute_capability: tuple[int, int]
     driver: str
 
 
@@ -60,29 +50,17 @@ def _gpu(row: str) -> HostGpu:
     return HostGpu(name, (int(major), int(minor)), driver)
 
 
-def _table() -> Mapping[str, Any]:
-    with (ROOT / "benchmarks" / "gpus.toml").open("rb") as file:
-        return tomllib.load(file)
-
-
-def family(gpu: HostGpu) -> str:
-    """The family of this GPU in gpus.toml, or "gpu"."""
-    for board in _table()["board"]:
-        if re.search(board["pattern"], gpu.name) and tuple(board["compute_capability"]) == gpu.compute_capability:
-            return str(board["id"])
-    return ANY_GPU
-
-
 def image_for(gpu: HostGpu) -> str:
     """The image that fits this GPU: its family's, or that of a family with its architecture. Raises HostError."""
-    if (own := family(gpu)) in FAMILIES:
+    with_image = machines.image_families()
+    if (own := machines.recognise(gpu).id) in with_image:
         return own
-    for board in _table()["board"]:
-        if tuple(board["compute_capability"]) == gpu.compute_capability and board["id"] in FAMILIES:
-            return str(board["id"])
+    for family in with_image:
+        if machines.families()[family].compute_capability == gpu.compute_capability:
+            return family
     major, minor = gpu.compute_capability
     raise HostError(
-        f"no image for {gpu.name} (sm{major}{minor}); there are images for {', '.join(FAMILIES)}. Use --engine none"
+        f"no image for {gpu.name} (sm{major}{minor}); there are images for {', '.join(with_image)}. Use --engine none"
     )
 
 
@@ -99,8 +77,9 @@ class Target:
 
 def target(asked: str | None, found: tuple[list[HostGpu], str] | None = None) -> Target:
     """The image for the family asked for, by default for what is there. Raises HostError naming what was seen."""
-    if asked not in (None, CPU, ANY_GPU, *FAMILIES):
-        raise ValueError(f"--family must be one of {', '.join((CPU, ANY_GPU, *FAMILIES))}; got {asked!r}")
+    known = (CPU, ANY_GPU, *machines.image_families())
+    if asked is not None and asked not in known:
+        raise ValueError(f"--family must be one of {', '.join(known)}; got {asked!r}")
     if asked == CPU:
         return Target(CPU, CPU, None)
     here, why_none = gpus() if found is None else found
@@ -111,16 +90,16 @@ def target(asked: str | None, found: tuple[list[HostGpu], str] | None = None) ->
     if not here:
         raise HostError(f"this session needs {title(asked)}; this host has no GPU that its driver shows ({why_none})")
     if asked in (None, ANY_GPU):
-        return Target(image_for(here[0]), family(here[0]), here[0])
+        return Target(image_for(here[0]), machines.recognise(here[0]).id, here[0])
     for gpu in here:
-        if family(gpu) == asked:
+        if machines.recognise(gpu).id == asked:
             return Target(str(asked), str(asked), gpu)
     raise HostError(f"this session needs {title(asked)}; found: {', '.join(gpu.name for gpu in here)}")
 
 
 def title(asked: str | None) -> str:
     """ "an NVIDIA A100", "a GPU"."""
-    return f"an {_table()['families'][asked]}" if asked in FAMILIES else "a GPU"
+    return "a GPU" if asked in (None, ANY_GPU) else machines.named(asked)
 
 
 def check_driver(gpu: HostGpu, cuda: str) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import gpus
-from benchmarks.gpus import Found, WrongMachineError
-from benchmarks.workloads.suite import MODES, planned
+from benchmarks.workloads.suite import MODES, planned, table
+from harness import machines
+from harness.machines import Gpu, WrongMachineError
 
 NAMES = [
     ("NVIDIA A100-SXM4-80GB", (8, 0), "a100", 2.039),
@@ -28,40 +28,40 @@ NAMES = [
 
 @pytest.mark.parametrize(("name", "capability", "wanted", "memory_tb_per_s"), NAMES)
 def test_recognises(name: str, capability: tuple[int, int], wanted: str, memory_tb_per_s: float | None) -> None:
-    machine = gpus.recognise(Found(name, capability))
+    machine = machines.recognise(Gpu(name, capability))
     assert (machine.id, machine.memory_tb_per_s, machine.device) == (wanted, memory_tb_per_s, "cuda")
 
 
 def test_without_a_gpu_it_is_the_cpu() -> None:
-    assert gpus.recognise(None).id == gpus.machine(None, None).id == "cpu"
+    assert machines.recognise(None).id == machines.machine(None, None).id == "cpu"
 
 
 def test_refuses_another_machine_saying_what_it_found() -> None:
     with pytest.raises(WrongMachineError, match=r"needs an NVIDIA A100; found: NVIDIA H200$"):
-        gpus.machine("a100", Found("NVIDIA H200", (9, 0)))
+        machines.machine("a100", Gpu("NVIDIA H200", (9, 0)))
     with pytest.raises(
         WrongMachineError, match=r"needs an NVIDIA GeForce RTX 3090; found: no GPU that PyTorch can use$"
     ):
-        gpus.machine("3090", None)
+        machines.machine("3090", None)
 
 
 def test_a_gpu_that_is_not_listed_can_be_asked_for() -> None:
-    assert "gpu" in gpus.known_ids()
-    assert gpus.machine("gpu", Found("NVIDIA L4", (8, 9))).title == "NVIDIA L4"
+    assert "gpu" in machines.known_ids()
+    assert machines.machine("gpu", Gpu("NVIDIA L4", (8, 9))).title == "NVIDIA L4"
     with pytest.raises(WrongMachineError, match=r"needs a GPU that is not listed; found: NVIDIA H200$"):
-        gpus.machine("gpu", Found("NVIDIA H200", (9, 0)))
+        machines.machine("gpu", Gpu("NVIDIA H200", (9, 0)))
 
 
 def test_the_cpu_is_there_beside_a_gpu() -> None:
-    assert gpus.machine("cpu", Found("NVIDIA H200", (9, 0))).device == "cpu"
+    assert machines.machine("cpu", Gpu("NVIDIA H200", (9, 0))).device == "cpu"
 
 
 def test_every_id_is_a_family_and_every_suite_can_be_planned() -> None:
-    machines = [gpus.recognise(Found(name, capability)) for name, capability, *_ in NAMES] + [gpus.recognise(None)]
-    assert {machine.id for machine in machines} == set(gpus.known_ids())
-    for name in {machine.suite for machine in machines}:
+    found = [machines.recognise(Gpu(name, capability)) for name, capability, *_ in NAMES] + [machines.recognise(None)]
+    assert {machine.id for machine in found} == set(machines.known_ids())
+    for name in {machine.suite for machine in found}:
         for quick in (True, False):
-            keys = planned(gpus.suite(name), quick=quick, backend="auto", on_gpu=name != "cpu")
+            keys = planned(table(name), quick=quick, backend="auto", on_gpu=name != "cpu")
             assert {key.mode for key in keys} >= set(MODES) - {"memory"}
             assert len({key.name for key in keys}) == len(keys), "two cases of one name"
 
@@ -69,7 +69,7 @@ def test_every_id_is_a_family_and_every_suite_can_be_planned() -> None:
 def test_quick_is_a_part_of_the_whole() -> None:
     for name in ("cpu", "24gb", "80gb"):
         quick, whole = (
-            {key.name for key in planned(gpus.suite(name), quick=quick, backend="auto", on_gpu=True)}
+            {key.name for key in planned(table(name), quick=quick, backend="auto", on_gpu=True)}
             for quick in (True, False)
         )
         assert quick < whole

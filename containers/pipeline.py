@@ -1,7 +1,7 @@
 """The whole chain on one machine, as CI runs it: image, preflight, tests, regress, bench, compare, report.
 
-    python -m docker pipeline --base main      the full suites, then: is the working tree slower than main?
-    python -m docker pipeline --quick          minutes in place of hours
+    python -m containers pipeline --base main      the full suites, then: is the working tree slower than main?
+    python -m containers pipeline --quick          minutes in place of hours
 
 Each step is a nox session. The first red one ends the chain, but pages and summary are made of what there is.
 """
@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from docker import engine, host
+from containers import engine, host
 
 SUMMARY = "summary.md"
 QUICK_TESTS = (
-    "tests/docker",
+    "tests/containers",
     "tests/nsa",
     "tests/benchmarks/history/test_merge.py",
     "--ignore",

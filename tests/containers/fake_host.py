@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from docker.host import HostGpu
+from containers.host import HostGpu
 
 A100 = HostGpu("NVIDIA A100-SXM4-80GB", (8, 0), "580.82.07")
 RTX_3090 = HostGpu("NVIDIA GeForce RTX 3090", (8, 6), "580.82.07")

@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cached_property
@@ -17,16 +17,19 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpus import Machine
-from benchmarks.timing import clocks
-from benchmarks.timing.clocks import ClockLimits
-from benchmarks.timing.peak import MeasuredPeak
+from harness import nvml
+from harness.machines import Machine
+from harness.nvml import ClockLimits
+from harness.peak import MeasuredPeak
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
-MEASURING = ("baselines", "correctness", "runner.py", "timing", "workloads")
-"""What in benchmarks/ decides how a figure comes about; a page or a command that changes makes none incomparable."""
-NOT_MEASURING = ("baselines/published.py", "timing/peak.py", "workloads/suite.py")
+MEASURING = (
+    "benchmarks/baselines", "benchmarks/correctness", "benchmarks/runner.py", "benchmarks/timing",
+    "benchmarks/workloads", "harness/nvml.py",
+)  # fmt: skip
+"""What decides how a figure comes about; a page or a command that changes makes none incomparable."""
+NOT_MEASURING = ("benchmarks/baselines/published.py", "benchmarks/timing/peak.py", "benchmarks/workloads/suite.py")
 """What lies there and does not: figures of others, the device's limits, which cases there are."""
 
 
@@ -37,7 +40,7 @@ class Fingerprint:
     utc: str
     """When the run began, ISO 8601, UTC, with milliseconds: it tells runs apart."""
     machine: str
-    """The name in gpus.toml: "h200", "cpu", "gpu" for one that is not listed."""
+    """The name in machines.toml: "h200", "cpu", "gpu" for one that is not listed."""
     device: str
     """The GPU's or the CPU's own name."""
     driver: str | None
@@ -128,7 +131,7 @@ def take(machine: str, device: str, ceilings: MeasuredPeak | None = None) -> Fin
         utc=datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
         machine=machine,
         device=torch.cuda.get_device_name() if on_gpu else cpu,
-        driver=clocks.driver() if on_gpu else None,
+        driver=nvml.driver() if on_gpu else None,
         cuda=torch.version.cuda if on_gpu else None,
         torch=torch.__version__,
         triton=_version("triton"),
@@ -141,11 +144,11 @@ def take(machine: str, device: str, ceilings: MeasuredPeak | None = None) -> Fin
         commit=os.environ.get("NSA_COMMIT") or _git("rev-parse", "HEAD"),
         dirty=_DIRTY.get(os.environ.get("NSA_DIRTY", "")) if os.environ.get("NSA_COMMIT") else _dirty(),
         nsa_sha256=sources_sha256(ROOT / "nsa"),
-        benchmarks_sha256=sources_sha256(ROOT / "benchmarks", MEASURING, NOT_MEASURING),
+        benchmarks_sha256=sources_sha256(ROOT, MEASURING, NOT_MEASURING),
         cudnn=_cudnn(torch.backends.cudnn.version()) if on_gpu else None,
         flash_attn=_flash_attn(),
         image=os.environ.get("NSA_IMAGE"),
-        gpu_clocks=clocks.limits() if on_gpu else None,
+        gpu_clocks=nvml.limits() if on_gpu else None,
         ceilings=ceilings,
     )
 
@@ -157,12 +160,17 @@ def sources_sha256(folder: Path, parts: Sequence[str] = ("",), without: Sequence
     """
     chosen, left_out = [folder / part for part in parts], {folder / name for name in without}
     digest = hashlib.sha256()
-    files = (*folder.rglob("*.py"), *folder.rglob("tables/*.json"))
-    for path in sorted({p for p in files if any(p.is_relative_to(part) for part in chosen)} - left_out):
+    files = [path for part in chosen for path in ([part] if part.is_file() else _python_files(part))]
+    for path in sorted(set(files) - left_out):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(folder).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()[:16]
+
+
+def _python_files(folder: Path) -> Iterator[Path]:
+    yield from folder.rglob("*.py")
+    yield from folder.rglob("tables/*.json")
 
 
 def _version(package: str) -> str | None:

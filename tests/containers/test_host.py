@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from docker import host, image
-from docker.host import HostError, HostGpu
-from tests.docker.machines import A100, A6000, RTX_3090, V100, nvidia_smi, program
+from containers import host, image
+from containers.host import HostError, HostGpu
+from harness import machines
+from tests.containers.fake_host import A100, A6000, RTX_3090, V100, nvidia_smi, program
 
 NOTHING = ([], host.NO_DRIVER)
 
@@ -74,8 +75,11 @@ def test_a_driver_that_is_too_old_says_what_is_needed() -> None:
 
 def test_every_family_has_an_image_and_a_name() -> None:
     dockerfile = image.DOCKERFILE.read_text()
-    for family in host.FAMILIES:
-        assert f" AS family-{family}\n" in dockerfile
+    for family in machines.image_families():
+        arguments = image.recipe(family).build_arguments()
+        assert f" AS machine-{arguments['MACHINE']}\n" in dockerfile
+        assert f" AS packages-{arguments['PACKAGES']}\n" in dockerfile
+        assert all(re.search(rf"(?m)^ARG {name}\b", dockerfile) for name in arguments)
         assert host.title(family).startswith("an NVIDIA")
 
 

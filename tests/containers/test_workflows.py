@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks.history import samples
-from docker.host import ROOT
+from containers.host import ROOT
+from harness import machines
 
 yaml = pytest.importorskip("yaml")
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -55,6 +57,11 @@ def test_a_gpu_is_for_one_run_of_this_repository_at_a_time() -> None:
     assert job["concurrency"] == {"group": "gpu-${{ matrix.gpu }}", "cancel-in-progress": False}
     assert "head.repo.full_name == github.repository" in job["if"]
     assert "self-hosted" in job["runs-on"]
+
+
+def test_the_gpus_that_are_measured_by_default_have_an_image() -> None:
+    inputs = loaded(ROOT / ".github" / "workflows" / "gpu.yml")[True]["workflow_dispatch"]["inputs"]
+    assert set(json.loads(inputs["gpus"]["default"])) <= set(machines.image_families())
 
 
 def test_the_shards_of_the_mutants_are_the_whole_set_and_are_judged_together() -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from docker import host
-from docker.__main__ import main
-from docker.host import ROOT
-from tests.docker import machines
+from containers import host
+from containers.__main__ import main
+from containers.host import ROOT
+from tests.containers import fake_host
 
 COMMAND = ("--", "python", "-m", "benchmarks", "run")
 
@@ -23,7 +23,7 @@ COMMAND = ("--", "python", "-m", "benchmarks", "run")
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     for name in ("NSA_ENGINE", "NSA_BASE_IMAGE", "NSA_WHEELS", "NSA_RESULTS"):
         monkeypatch.delenv(name, raising=False)
-    return machines.program(monkeypatch, tmp_path / "bin", "docker", machines.ENGINE)
+    return fake_host.program(monkeypatch, tmp_path / "bin", "docker", fake_host.ENGINE)
 
 
 def ran(asked: Path) -> str:
@@ -52,7 +52,7 @@ def test_results_belong_to_the_caller_and_nothing_else_can_be_reached(asked: Pat
 
 
 def test_a_gpu_is_given_and_expected(monkeypatch: pytest.MonkeyPatch, asked: Path, tmp_path: Path) -> None:
-    machines.nvidia_smi(monkeypatch, tmp_path / "bin", machines.A100)
+    fake_host.nvidia_smi(monkeypatch, tmp_path / "bin", fake_host.A100)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert main(["run", "--results", str(tmp_path / "results"), *COMMAND]) == 0
     assert "--env CUDA_VISIBLE_DEVICES " in ran(asked)
@@ -64,7 +64,7 @@ def test_a_gpu_is_given_and_expected(monkeypatch: pytest.MonkeyPatch, asked: Pat
     ("gpus", "why"),
     [
         ([], "needs an NVIDIA A100; this host has no GPU"),
-        ([machines.RTX_3090], "needs an NVIDIA A100; found: NVIDIA GeForce RTX 3090"),
+        ([fake_host.RTX_3090], "needs an NVIDIA A100; found: NVIDIA GeForce RTX 3090"),
     ],
 )
 def test_another_machine_is_refused_before_anything_is_built(
@@ -72,10 +72,10 @@ def test_another_machine_is_refused_before_anything_is_built(
     capsys: pytest.CaptureFixture[str],
     asked: Path,
     tmp_path: Path,
-    gpus: list[machines.HostGpu],
+    gpus: list[fake_host.HostGpu],
     why: str,
 ) -> None:
-    machines.nvidia_smi(monkeypatch, tmp_path / "bin", *gpus)
+    fake_host.nvidia_smi(monkeypatch, tmp_path / "bin", *gpus)
     assert main(["run", "--family", "a100", *COMMAND]) == 2
     assert why in capsys.readouterr().err
     assert "build " not in asked.read_text()
@@ -84,7 +84,7 @@ def test_another_machine_is_refused_before_anything_is_built(
 def test_an_old_driver_is_refused_before_anything_is_built(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asked: Path, tmp_path: Path
 ) -> None:
-    machines.nvidia_smi(monkeypatch, tmp_path / "bin", machines.A6000)
+    fake_host.nvidia_smi(monkeypatch, tmp_path / "bin", fake_host.A6000)
     assert main(["run", *COMMAND]) == 2
     assert "driver 570.10.01" in capsys.readouterr().err
     assert "build " not in asked.read_text()
@@ -99,7 +99,7 @@ def test_the_exit_code_is_the_commands(monkeypatch: pytest.MonkeyPatch, asked: P
 def test_an_engine_that_cannot_give_a_gpu_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asked: Path, tmp_path: Path
 ) -> None:
-    machines.nvidia_smi(monkeypatch, tmp_path / "bin", machines.A100)
+    fake_host.nvidia_smi(monkeypatch, tmp_path / "bin", fake_host.A100)
     monkeypatch.setenv("ENGINE_RUN_CODE", "125")
     assert main(["run", "--results", str(tmp_path / "results"), *COMMAND]) == 125
     assert "Install the NVIDIA Container Toolkit" in capsys.readouterr().err
@@ -138,7 +138,7 @@ def test_the_history_of_a_worktree_is_given_too(monkeypatch: pytest.MonkeyPatch,
     subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "one"], check=True)
     subprocess.run([*git, "worktree", "add", "--quiet", str(worktree)], check=True)
     monkeypatch.setattr(host, "ROOT", worktree)
-    monkeypatch.setattr("docker.__main__._image", lambda *_: "nsa:cpu")
+    monkeypatch.setattr("containers.__main__._image", lambda *_: "nsa:cpu")
     assert main(["run", "--family", "cpu", "--repository", "--results", str(tmp_path / "r"), *COMMAND]) == 0
     assert f"--volume {worktree}:{worktree}:ro " in ran(asked)
     assert f"--volume {whole / '.git'}:{whole / '.git'}:ro " in ran(asked)
@@ -160,14 +160,14 @@ def test_an_interrupt_stops_the_container_and_waits_for_it(
 
     Also where a shell has SIGINT ignored, as it does for what runs in its background.
     """
-    script = machines.ENGINE.replace(
+    script = fake_host.ENGINE.replace(
         '"run "*)',
         '"run "*) trap \'echo interrupted >> "$0.stopped"; sleep 0.3; exit 130\' INT; touch "$0.started";'
         ' for _ in {1..400}; do sleep 0.05; done; exit 9;; "x"*)',
     )
-    machines.program(monkeypatch, tmp_path / "bin", "docker", script)
+    fake_host.program(monkeypatch, tmp_path / "bin", "docker", script)
     words = ["run", "--family", "cpu", "--results", str(tmp_path / "r"), *COMMAND]
-    command = [*shell, sys.executable, "-m", "docker", *words]
+    command = [*shell, sys.executable, "-m", "containers", *words]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     started = tmp_path / "bin" / "docker.started"
     while not started.exists():

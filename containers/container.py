@@ -10,9 +10,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from docker import host, image
-from docker.engine import Engine
-from docker.host import Target
+from containers import host, image
+from containers.engine import Engine
+from containers.host import Target
 
 PASSED_ON = ("CUDA_VISIBLE_DEVICES", "HYPOTHESIS_PROFILE", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 """Variables of the caller that decide what is measured or tried."""
@@ -101,7 +101,7 @@ def run(engine: Engine, target: Target, line: Sequence[str]) -> int:
     except KeyboardInterrupt:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(OSError):  # whoever read this may be gone
-            print(f"docker: stopping {_name(target)}", file=sys.stderr, flush=True)
+            print(f"containers: stopping {_name(target)}", file=sys.stderr, flush=True)
         code = _stopped(engine, target, process)
     if code == ENGINE_FAILED and target.gpu is not None:
         print(_why_no_gpu(engine), file=sys.stderr)
@@ -118,7 +118,7 @@ def _stopped(engine: Engine, target: Target, process: subprocess.Popen[bytes]) -
 
 def _why_no_gpu(engine: Engine) -> str:
     return (
-        f"docker: {engine.name} could not start the container; its own words are above. If they are about the GPU:"
+        f"containers: {engine.name} could not start the container; its own words are above. If they are about the GPU:"
         " Install the NVIDIA Container Toolkit and register it with the engine, or use --engine none"
         " (docs/containers.md)"
     )

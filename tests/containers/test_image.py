@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from docker import image
-from docker.__main__ import main
-from docker.image import Recipe
-from tests.docker import machines
+from containers import image
+from containers.__main__ import main
+from containers.image import Recipe
+from tests.containers import fake_host
 
 PLAIN = Recipe("cpu", None, None, "abc", False)
 
@@ -20,7 +20,7 @@ PLAIN = Recipe("cpu", None, None, "abc", False)
 def engine_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     for name in ("NSA_ENGINE", "NSA_BASE_IMAGE", "NSA_WHEELS"):
         monkeypatch.delenv(name, raising=False)
-    return machines.program(monkeypatch, tmp_path, "docker", machines.ENGINE)
+    return fake_host.program(monkeypatch, tmp_path, "docker", fake_host.ENGINE)
 
 
 @pytest.mark.parametrize("change", [{"family": "a100"}, {"base_image": "x"}, {"commit": "abd"}, {"dirty": True}])
@@ -40,7 +40,7 @@ def test_another_source_is_another_image(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_sources_are_what_the_dockerignore_lets_in() -> None:
     found = {path.relative_to(image.ROOT).parts[0] for path in image.sources()}
-    assert {"nsa", "harness", "benchmarks", "regression", "tests", "docker", "noxfile.py"} <= found
+    assert {"nsa", "harness", "benchmarks", "regression", "tests", "containers", "docker", "noxfile.py"} <= found
     assert not {".git", ".nox"} & found
     assert not [path for path in image.sources() if path.is_relative_to(image.ROOT / "results" / "runs")]
 
@@ -63,8 +63,8 @@ def test_what_is_there_is_not_built_again(engine_asked: Path, capsys: pytest.Cap
 def test_a_build_that_fails_is_no_image(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    machines.program(
-        monkeypatch, tmp_path, "docker", machines.ENGINE.replace('"build "*)', '"build "*) exit 1 ;; "x"*)')
+    fake_host.program(
+        monkeypatch, tmp_path, "docker", fake_host.ENGINE.replace('"build "*)', '"build "*) exit 1 ;; "x"*)')
     )
     assert main(["image", "--family", "cpu", "--engine", "docker"]) == 2
     assert "docker could not build nsa:cpu-" in capsys.readouterr().err

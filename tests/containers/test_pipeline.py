@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks import __main__ as bench
 from benchmarks.ab.result import Rules
-from docker import host, pipeline
-from docker.engine import Choice, Engine
-from docker.pipeline import Done, Step
+from containers import host, pipeline
+from containers.engine import Choice, Engine
+from containers.pipeline import Done, Step
 
 DOCKER = Choice(Engine("docker", "26.1"), "engine: docker 26.1")
 BARE = Choice(None, "engine: none")
@@ -90,7 +90,8 @@ def test_an_interrupt_ends_the_session_first(tmp_path: Path) -> None:
     )
     session.chmod(0o755)
     program = (
-        "import sys, pathlib; from docker import pipeline; pipeline.sys = type('S', (), {'executable': sys.argv[1]});"
+        "import sys, pathlib; from containers import pipeline;"
+        "pipeline.sys = type('S', (), {'executable': sys.argv[1]});"
         "steps = [pipeline.Step(name, name, ()) for name in ('tests', 'bench')];"
         "print([one.code for one in pipeline.run(steps, pathlib.Path(sys.argv[2]))])"
     )

@@ -60,7 +60,7 @@ def _reader(kind: Any) -> _Reader:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind
     if kind not in _SCALARS:
-        raise NotImplementedError(f"benchmarks.history.schema reads no fields of type {kind}")
+        raise NotImplementedError(f"harness.schema reads no fields of type {kind}")
     return _SCALARS[kind]
 
 

@@ -1,9 +1,9 @@
 """The host's side of the containers.
 
-    python -m docker image --family a100      build the image for a family (default: for what is here)
-    python -m docker run -- python -m pytest  run a command in the image for what is here
-    python -m docker preflight                engine, driver, GPU inside the container, room on the disk
-    python -m docker pipeline --base main     all of it in turn, as CI does, with a summary for a reviewer
+    python -m containers image --family a100      build the image for a family (default: for what is here)
+    python -m containers run -- python -m pytest  run a command in the image for what is here
+    python -m containers preflight                engine, driver, GPU inside the container, room on the disk
+    python -m containers pipeline --base main     all of it in turn, as CI does, with a summary for a reviewer
 
 Exit code: the command's own; 2 for a wrong argument, another machine than asked for, or an engine that does not do its
 part; 130 where it was interrupted.
@@ -20,7 +20,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from docker import container, engine, host, image, pipeline
+from containers import container, engine, host, image, pipeline
+from harness import machines
 
 ROOM_GB = {"cpu": 8, "gpu": 40}
 """Free disk that building an image and running the suites in it takes."""
@@ -29,7 +30,7 @@ ROOM_GB = {"cpu": 8, "gpu": 40}
 def parser() -> argparse.ArgumentParser:
     """The arguments, each with its default."""
     top = argparse.ArgumentParser(
-        prog="python -m docker", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m containers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = top.add_subparsers(dest="command", required=True)
     summaries = {
@@ -70,7 +71,7 @@ def _add_machine(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument(
         "--family",
-        choices=(*host.FAMILIES, host.ANY_GPU, host.CPU),
+        choices=(*machines.image_families(), host.ANY_GPU, host.CPU),
         help="refuse any other GPU; 'gpu' is any (default: what is here, else cpu)",
     )
 
@@ -114,17 +115,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise engine.EngineError("an image needs a container engine; install Docker or Podman")
         return {"image": build, "run": run, "preflight": preflight}[arguments.command](chosen.engine, arguments)
     except (engine.EngineError, host.HostError, ValueError, OSError) as error:
-        print(f"python -m docker: {error}", file=sys.stderr)
+        print(f"python -m containers: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("python -m docker: interrupted", file=sys.stderr)
+        print("python -m containers: interrupted", file=sys.stderr)
         return 130
 
 
 def build(found: engine.Engine, arguments: argparse.Namespace) -> int:
     """An image can be built for a GPU that is elsewhere."""
     asked = arguments.family
-    family = asked if asked in (*host.FAMILIES, host.CPU) else host.target(asked).family
+    family = asked if asked in (*machines.image_families(), host.CPU) else host.target(asked).family
     begin = time.perf_counter()
     name = image.build(found, image.recipe(family, arguments.base_image, arguments.wheels))
     print(f"image: {name}  {image.identity(found, name)}  {time.perf_counter() - begin:.1f} s")

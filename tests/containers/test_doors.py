@@ -3,42 +3,60 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from benchmarks import __main__ as bench
-from benchmarks import gpus
-from docker.__main__ import main
-from docker.host import FAMILIES, ROOT, HostGpu
-from tests.docker import machines
+from benchmarks.workloads import suite
+from containers import image
+from containers.__main__ import main
+from containers.host import ROOT, HostGpu
+from harness import machines
+from tests.containers import fake_host
 
 GPUS = {
-    "a100": machines.A100,
-    "3090": machines.RTX_3090,
+    "a100": fake_host.A100,
+    "3090": fake_host.RTX_3090,
     "4090": HostGpu("NVIDIA GeForce RTX 4090", (8, 9), "580.82.07"),
     "h100": HostGpu("NVIDIA H100 80GB HBM3", (9, 0), "580.82.07"),
     "h200": HostGpu("NVIDIA H200", (9, 0), "580.82.07"),
 }
+FAMILIES = tuple(GPUS)
+
+NEW_GPU = """
+[5090]
+title = "NVIDIA GeForce RTX 5090"
+compute_capability = [12, 0]
+image = { packages = "cuda", flash_attn_sm = 120 }
+
+[[5090.boards]]
+title = "NVIDIA GeForce RTX 5090"
+pattern = "RTX 5090$"
+bf16_tflops = 209.5
+memory_tb_per_s = 1.792
+memory_gb = 32
+suite = "24gb"
+"""
 
 
-@pytest.fixture(scope="module")
-def noxfile() -> ModuleType:
-    """The front door, loaded as nox does."""
-    pytest.importorskip("nox")
+def sessions(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Callable[[Any], None]]:
+    """The front door, loaded as nox does: each session by its name."""
+    registry = pytest.importorskip("nox.registry")
+    monkeypatch.setattr(registry, "_REGISTRY", OrderedDict())  # nox loads a noxfile once and warns of a second time
     spec = importlib.util.spec_from_file_location("noxfile_under_test", ROOT / "noxfile.py")
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    found: Mapping[str, Callable[[Any], None]] = registry.get()
+    return found
 
 
 class Session:
-    """Runs what is of this repository's docker/ in this process; keeps the words of every other command."""
+    """Runs what is of this repository's containers/ in this process; keeps the words of every other command."""
 
     def __init__(self, *posargs: str) -> None:
         self.posargs = list(posargs)
@@ -52,7 +70,7 @@ class Session:
         """Nothing is installed."""
 
     def run(self, *words: str, **_: Any) -> None:
-        if list(words[1:3]) == ["-m", "docker"]:
+        if list(words[1:3]) == ["-m", "containers"]:
             self.codes.append(main(list(words[3:])))
         else:
             self.ran.append(list(words))
@@ -62,17 +80,17 @@ Ask = Callable[..., tuple[Session, list[str], list[str]]]
 
 
 @pytest.fixture
-def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, noxfile: ModuleType) -> Ask:
+def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ask:
     """Runs a session on a host with this GPU: (the session, FAMILY of each image built, each command run in one)."""
     for name in ("NSA_ENGINE", "NSA_BASE_IMAGE", "NSA_WHEELS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NSA_RESULTS", str(tmp_path / "results"))
 
     def run(name: str, gpu: HostGpu | None, *posargs: str) -> tuple[Session, list[str], list[str]]:
-        asked = machines.program(monkeypatch, tmp_path / "bin", "docker", machines.ENGINE)
-        machines.nvidia_smi(monkeypatch, tmp_path / "bin", *([gpu] if gpu else []))
+        asked = fake_host.program(monkeypatch, tmp_path / "bin", "docker", fake_host.ENGINE)
+        fake_host.nvidia_smi(monkeypatch, tmp_path / "bin", *([gpu] if gpu else []))
         session = Session(*posargs)
-        getattr(noxfile, name.replace("-", "_"))(session)
+        sessions(monkeypatch)[name](session)
         lines = asked.read_text().splitlines()
         built = [line.split("FAMILY=")[1].split()[0] for line in lines if line.startswith("build ")]
         return session, built, [line for line in lines if line.startswith("run ")]
@@ -149,8 +167,30 @@ def test_a_session_runs_its_suite_and_passes_arguments_on(name: str, words: str,
     assert ("--workdir" in line) == (name in ("compare", "calibrate"))  # which look up commits
 
 
-def test_every_family_has_both_sessions(noxfile: ModuleType) -> None:
+def test_every_family_has_both_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machines.image_families() == list(FAMILIES)
+    found = sessions(monkeypatch)
     for family in FAMILIES:
         for kind in ("bench", "image"):
-            title = gpus._table()["families"][family].removeprefix("NVIDIA ").removeprefix("GeForce ")
-            assert title in (getattr(noxfile, f"{kind}_{family}").__doc__ or "")
+            assert machines.families()[family].title in (found[f"{kind}-{family}"].__doc__ or "")
+
+
+def test_a_new_gpu_is_one_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ask: Ask) -> None:
+    """Its sessions, image, suite and recognition follow."""
+    table = tmp_path / "machines.toml"
+    table.write_text(machines.TABLE.read_text() + NEW_GPU)
+    monkeypatch.setattr(machines, "TABLE", table)
+    gpu = HostGpu("NVIDIA GeForce RTX 5090", (12, 0), "580.82.07")
+    session, built, (line,) = ask("bench-5090", gpu, "--quick")
+    assert (session.codes, built) == ([0], ["5090"])
+    assert "--env NSA_EXPECT=5090" in line
+    assert bench.parser().parse_args(line.split(" python -m benchmarks ")[1].split()).gpu == "5090"
+    assert ask("bench-5090", GPUS["4090"])[0].codes == [2]
+    assert ask("image-5090", None)[0].codes == [0]
+    arguments = image.recipe("5090").build_arguments()
+    assert (arguments["PACKAGES"], arguments["FLASH_ATTN_SM"]) == ("cuda", "120")
+    assert arguments["TORCH_CUDA_ARCH_LIST"] == "12.0"
+    here = machines.machine("5090", gpu)
+    assert (here.id, here.title, here.suite) == ("5090", gpu.name, "24gb")
+    quick = suite.planned(suite.table(here.suite), quick=True, backend="auto", on_gpu=True)
+    assert {key.mode for key in quick} >= set(suite.DEFAULT_MODES)

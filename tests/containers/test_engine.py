@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from docker import engine
-from docker.engine import Engine, EngineError
-from tests.docker import machines
+from containers import engine
+from containers.engine import Engine, EngineError
+from tests.containers import fake_host
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_an_engine_that_was_asked_for_is_not_replaced() -> None:
 
 
 def test_a_client_without_its_daemon_is_no_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    machines.program(monkeypatch, tmp_path, "docker", "echo 'Cannot connect to the Docker daemon' >&2; exit 1")
+    fake_host.program(monkeypatch, tmp_path, "docker", "echo 'Cannot connect to the Docker daemon' >&2; exit 1")
     assert engine.ask("docker") == "does not answer (Cannot connect to the Docker daemon)"
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.history import fingerprint, schema
-from benchmarks.history.fingerprint import Fingerprint, differences
-from benchmarks.timing.clocks import ClockLimits
-from benchmarks.timing.peak import MeasuredPeak
+from harness import fingerprint, schema
+from harness.fingerprint import Fingerprint, differences
+from harness.nvml import ClockLimits
+from harness.peak import MeasuredPeak
 from tests.benchmarks.synthetic import FINGERPRINT
 
 ONLY_TOLD = {"image", "utc", "load", "commit", "dirty", "nsa_sha256", "ceilings"}
@@ -71,25 +71,26 @@ def test_the_hash_holds_names_and_contents(tmp_path: Path) -> None:
     assert fingerprint.sources_sha256(tmp_path, ("a.py", "page")) != part
 
 
-BENCHMARKS = fingerprint.ROOT / "benchmarks"
 NOT_MEASURING = {
-    "gpus.py", "history/fingerprint.py", "history/key.py", "history/records.py", "history/samples.py",
-    "history/schema.py", "jsonl.py", "timing/peak.py",
+    "benchmarks/history/key.py", "benchmarks/history/records.py", "benchmarks/history/samples.py",
+    "benchmarks/timing/peak.py", "harness/fingerprint.py", "harness/machines.py", "harness/peak.py",
+    "harness/schema.py",
 }  # fmt: skip
 """What the runner imports to say and keep figures, not to come by them."""
 
 
 def test_whatever_the_runner_imports_is_in_the_hash_or_known_not_to_matter() -> None:
     """Else a change of how something is measured would leave figures comparable."""
-    script = "import sys, benchmarks.runner; print(*(m for m in sys.modules if m.startswith('benchmarks.')))"
+    ours = "('benchmarks.', 'harness.')"
+    script = f"import sys, benchmarks.runner; print(*(m for m in sys.modules if m.startswith({ours})))"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=fingerprint.ROOT, timeout=120
     )
-    imported = {name.removeprefix("benchmarks.").replace(".", "/") + ".py" for name in done.stdout.split()}
-    modules = {name for name in imported if (BENCHMARKS / name).is_file()}  # a package's own file is a docstring
+    imported = {name.replace(".", "/") + ".py" for name in done.stdout.split()}
+    modules = {name for name in imported if (fingerprint.ROOT / name).is_file()}  # a package's own file is a docstring
     unhashed = {name for name in modules if not any(Path(name).is_relative_to(part) for part in fingerprint.MEASURING)}
     assert unhashed | (modules & set(fingerprint.NOT_MEASURING)) == NOT_MEASURING
-    assert all((BENCHMARKS / part).exists() for part in (*fingerprint.MEASURING, *fingerprint.NOT_MEASURING))
+    assert all((fingerprint.ROOT / part).exists() for part in (*fingerprint.MEASURING, *fingerprint.NOT_MEASURING))
 
 
 def test_the_hash_leaves_out_what_lies_beside_and_does_not_measure(tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from docker.engine import Engine, EngineError
-from docker.host import CPU, ROOT
+from containers.engine import Engine, EngineError
+from containers.host import CPU, ROOT
+from harness import machines
+from harness.machines import Family
 
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
 
@@ -38,6 +40,8 @@ class Recipe:
         arguments = {"FAMILY": self.family}
         if self.family == CPU:
             arguments["CPU_LOCK"] = self.cpu_lock
+        else:
+            arguments |= gpu_arguments(machines.families()[self.family])
         if self.base_image is not None:
             arguments["BASE_IMAGE"] = self.base_image
         arguments["COMMIT"] = self.commit or ""
@@ -54,6 +58,18 @@ class Recipe:
         for path in sorted(self.wheels.glob("*.whl")) if self.wheels else ():
             digest.update(repr((path.name, path.stat().st_size, path.stat().st_mtime_ns)).encode())
         return f"nsa:{self.family}-{digest.hexdigest()[:12]}"
+
+
+def gpu_arguments(family: Family) -> dict[str, str]:
+    """What the Dockerfile is told of a GPU. Raises ValueError for a family without an image."""
+    if family.image is None:
+        raise ValueError(f"{family.title} has no `image` in {machines.TABLE.name}")
+    return {
+        "MACHINE": "gpu",
+        "PACKAGES": family.image.packages,
+        "FLASH_ATTN_SM": str(family.image.flash_attn_sm),
+        "TORCH_CUDA_ARCH_LIST": ".".join(map(str, family.compute_capability)),
+    }
 
 
 def recipe(family: str, base_image: str | None = None, wheels: Path | None = None) -> Recipe:
