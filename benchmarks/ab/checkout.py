@@ -1,4 +1,4 @@
-"""Two versions of nsa/ and one of benchmarks/, side by side in a folder of their own until the comparison is over."""
+"""Two versions of nsa/ and one of the benches, side by side in a folder of their own until the comparison is over."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Sources:
     folder: Path
     """Holds nsa/; a child's working directory."""
     harness: Path
-    """Holds benchmarks/, the same for every side."""
+    """Holds benchmarks/ and harness/, the same for every side."""
 
 
 @contextmanager
@@ -42,7 +42,8 @@ def sources(refs: Sequence[str]) -> Iterator[list[Sources]]:
     with tempfile.TemporaryDirectory(prefix="nsa-compare-") as name:
         root = Path(name)
         harness = root / "harness"
-        shutil.copytree(fingerprint.ROOT / "benchmarks", harness / "benchmarks", ignore=_CACHES)
+        for package in ("benchmarks", "harness"):
+            shutil.copytree(fingerprint.ROOT / package, harness / package, ignore=_CACHES)
         yield [_take(ref, root / f"side{i}", harness) for i, ref in enumerate(refs)]
 
 
