@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from harness import guard
+from harness import guard, isolate
 
 Step = Callable[..., None]
 PIDS = "HARNESS_TEST_PIDS"
@@ -55,6 +55,20 @@ def stalls(step: Step) -> None:
     step(0)
     while True:
         ctypes.PyDLL(None).sleep(600)  # unlike CDLL it keeps the lock; a signal ends one sleep
+
+
+def starts_a_child(step: Step) -> None:
+    """Whose scratch folder nobody but the grandparent can remove, once both are killed at the same time."""
+    child = isolate.Child("tests.harness.workers", {"function": "ends"})
+    step(0, pid=child._process.pid)
+    while True:
+        time.sleep(600)
+
+
+def answers(_step: Step) -> None:
+    print(sys.stdin.readline().upper())
+    print("a warning", file=sys.stderr)
+    sys.exit(3)
 
 
 def leaves_a_process(step: Step) -> None:
