@@ -1,22 +1,20 @@
-"""Measuring in a process of its own: a kernel that hangs or dies costs one record, not the run.
+"""Measuring in a guarded child: a kernel that hangs or dies costs one record, not the run.
 
 The process is kept from case to case, so that kernels stay compiled; one that stalled, died or crashed on a GPU (whose
-context may be poisoned) is replaced.
+context may be poisoned) is replaced. `python -m benchmarks.worker` is the child, which answers requests through a pipe
+that carries Python objects.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import multiprocessing
-import os
+import json
 import re
 import signal
-import tempfile
-import time
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import IO
 
 from benchmarks import runner
 from benchmarks.correctness import row_sampling
@@ -26,14 +24,14 @@ from benchmarks.runner import Measurement, Prepare
 from benchmarks.timing.latency import Plan
 from benchmarks.workloads.prepare import prepare
 from harness.fingerprint import Fingerprint
+from harness.isolate import Child
 
 DEADLINE_S = {"cuda": 180.0, "cpu": 600.0}
 """Per case, compilation and oracle included, by device: some nine times the longest seen on a GPU (20 s), and enough
 for the longest text on a slow CPU."""
 _START_S = 300.0
 _STACKS_S = 20.0
-"""On a busy machine; they are all there once the file has stopped growing."""
-_STACKS_POLL_S = 0.1
+"""On a busy machine."""
 
 
 def run(
@@ -68,15 +66,11 @@ class _Worker:
     """The process, and the pipe to it."""
 
     def __init__(self, device: str, plan: Plan, fingerprint: Fingerprint, prepare: Prepare, seed: int) -> None:
-        spawn = multiprocessing.get_context("spawn")  # CUDA does not live through a fork
         self._fingerprint = fingerprint
-        self._pipe, theirs = spawn.Pipe()
-        self._stacks = tempfile.NamedTemporaryFile(prefix="nsa-stacks-")  # noqa: SIM115 - closed with the process
-        self._process = spawn.Process(
-            target=_serve, args=(theirs, self._stacks.name, device, plan, fingerprint, prepare, seed), daemon=True
-        )
-        self._process.start()
-        theirs.close()  # the process holds the only other end: when it dies, this one ends
+        self._pipe, theirs = Pipe()
+        with theirs:  # the child holds the only other end: when it dies, this one ends
+            self._child = Child("benchmarks.worker", {"pipe": theirs.fileno()}, log=False, files=[theirs.fileno()])
+        self._measures = (device, plan, fingerprint, prepare, seed)
         self.ended = False
         self._started = False
 
@@ -84,6 +78,7 @@ class _Worker:
         """The measurement of a key; STALLED or CRASHED where the process does not give one."""
         try:
             if not self._started:  # importing PyTorch counts for no case
+                self._pipe.send(self._measures)
                 self._started = self._pipe.poll(_START_S) and self._pipe.recv()
             self._pipe.send((key, command))
             if self._pipe.poll(deadline_s):
@@ -92,28 +87,20 @@ class _Worker:
             reason = f"no answer within {deadline_s:.0f} s; it stood {self._where()}"
             outcome = Outcome.STALLED
         except (EOFError, OSError):
-            self._process.join()
-            reason, outcome = f"the process that measured it {_ending(self._process.exitcode)}", Outcome.CRASHED
+            reason, outcome = f"the process that measured it {_ending(self._child.wait())}", Outcome.CRASHED
         self.ended = True
         return Measurement(Record(key, outcome, reason, self._fingerprint, command))
 
     def close(self) -> None:
         """End it, whatever it does, and leave nothing behind."""
-        self._process.kill()
-        self._process.join()
+        self._child.end(grace_s=0.0)
+        self._child.close()
         self._pipe.close()
-        self._stacks.close()
 
     def _where(self) -> str:
         """Where its main thread stands: the innermost line of this project, or of anything."""
-        assert self._process.pid is not None
-        os.kill(self._process.pid, signal.SIGUSR1)
-        end = time.monotonic() + _STACKS_S
-        before, size = -1, 0
-        while time.monotonic() < end and (size == 0 or size != before):
-            time.sleep(_STACKS_POLL_S)
-            before, size = size, os.path.getsize(self._stacks.name)
-        return innermost(_text(self._stacks))
+        self._child.events(0.0)  # the worker's process id, for one
+        return innermost(self._child.threads(_STACKS_S))
 
 
 def innermost(stacks: str) -> str:
@@ -127,13 +114,8 @@ def innermost(stacks: str) -> str:
     return f"in {function}, {'/'.join(path.split('/')[-3:])}:{line}"
 
 
-def _text(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read().decode(errors="replace")
-
-
-def _ending(code: int | None) -> str:
-    if code is not None and code < 0:
+def _ending(code: int) -> str:
+    if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return f"ended with code {code}"
 
@@ -142,19 +124,19 @@ def _first(command: str, _key: Key) -> str:
     return command
 
 
-def _serve(
-    pipe: Connection, stacks: str, device: str, plan: Plan, fingerprint: Fingerprint, prepare: Prepare, seed: int
-) -> None:
+def main() -> None:
     """Measure what is asked for until nobody asks any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one who asks was told too, and ends this
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with open(stacks, "w") as file:
-        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-        pipe.send(True)
-        while True:
-            try:
-                key, command = pipe.recv()
-            except EOFError:
-                return
-            (measured,) = runner.run([key], device, plan, fingerprint, partial(_first, command), prepare, seed)
-            pipe.send(measured)
+    pipe: Connection = Connection(json.loads(sys.argv[1])["pipe"])
+    device, plan, fingerprint, prepare, seed = pipe.recv()
+    pipe.send(True)
+    while True:
+        try:
+            key, command = pipe.recv()
+        except EOFError:
+            return
+        (measured,) = runner.run([key], device, plan, fingerprint, partial(_first, command), prepare, seed)
+        pipe.send(measured)
+
+
+if __name__ == "__main__":
+    main()

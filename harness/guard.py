@@ -1,9 +1,11 @@
 """The guard: a process between a parent and a worker, which outlives a parent that is killed just long enough.
 
-`run` forks: the forked process does the work, this one guards it. The guard holds the read end of the *control pipe*
-from the parent. When that pipe breaks (the parent is gone, however it went) or a byte comes through it (the parent
+`python -m harness.guard EVENTS CONTROL SCRATCH MODULE TASK` forks: the forked process becomes `python -m MODULE TASK`,
+this one guards it. `harness.isolate.Child` starts it. The guard holds the read end of the *control pipe* from the
+parent. When that pipe breaks (the parent is gone, however it went) or a byte comes through it (the parent
 wants the worker ended), every descendant is killed, by way of Linux's subreaper also those that left the process group
-or whose parent has gone. The guard never imports PyTorch, so that nothing can block it.
+or whose parent has gone. The guard never imports PyTorch, so that nothing can block it, and the worker is
+forked before anything has used CUDA or started a thread.
 
 `send_event` is what a worker tells its parent: one line of JSON per event, each in one write. `harness.isolate` is the
 parent's end; it understands the events `started`, `imported` (`import_s`), `step` and `ended` (`status`).
@@ -16,12 +18,12 @@ import ctypes
 import faulthandler
 import json
 import os
+import runpy
 import select
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +43,19 @@ def send_event(events: int, event: str, **facts: Any) -> None:
         data = data[os.write(events, data) :]
 
 
-def run(work: Callable[[], int], *, events: int, control: int, scratch: Path) -> None:
-    """Fork; do `work` in the child and guard it in this process. `started` and `ended` are sent to `events`.
+def main() -> None:
+    """Guard the module that the arguments name."""
+    events, control, scratch, module, *task = sys.argv[1:]
+    if fork(int(events), int(control), Path(scratch)):
+        sys.argv = [module, *task]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
 
-    This process must be the leader of its session. `scratch` is removed if the parent is gone. The status of `ended`
-    is negative for a signal.
+
+def fork(events: int, control: int, scratch: Path) -> bool:
+    """True in a new process, the worker; False in this one, which guards it, once everything below has ended.
+
+    `started` and `ended` are sent to `events`; the status of `ended` is negative for a signal. This process must be the
+    leader of its session. `scratch` is removed if the parent is gone.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     guard = os.getpid()
@@ -56,7 +66,7 @@ def run(work: Callable[[], int], *, events: int, control: int, scratch: Path) ->
         if os.getppid() != guard:  # it went between fork and prctl
             os._exit(1)
         _start_worker(events, scratch)
-        os._exit(work())
+        return True
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent's request to the group is meant for the worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     status = _wait(worker, control)
@@ -68,12 +78,12 @@ def run(work: Callable[[], int], *, events: int, control: int, scratch: Path) ->
         send_event(events, "ended", status=status)
     if parent_is_gone:
         shutil.rmtree(scratch, ignore_errors=True)
+    return False
 
 
 def _start_worker(events: int, scratch: Path) -> None:
     stacks = (scratch / STACKS).open("wb")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    faulthandler.enable()  # a crash in C shows its Python stack in the log
     send_event(events, "started", pid=os.getpid())
 
 
@@ -114,3 +124,7 @@ def _prctl(option: int, value: int) -> None:
     """Linux only; elsewhere the control pipe alone holds."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,12 @@
 """The parent's end of an isolated child: start it, read its events, end it with all that is below it.
 
-`Child` is the process, `Deadline` how long it may be silent, scaled from its own pace (nothing is a fixed number of
-seconds but the floors), and `watch` reads the one until it has ended or has exceeded the other. `harness.guard` is the
-child's end.
+`Child` is the process, and all that a child has in common with every other: a session of its own, its log, its stacks,
+its end and that of everything below. What its parent and it say to each other is theirs: events (`events`), or requests
+and answers through stdin and stdout or through further open files.
+
+For a child that sends events, `Deadline` is how long it may be silent, scaled from its own pace (nothing is a fixed
+number of seconds but the floors), and `watch` reads the one until it has ended or has exceeded the other.
+`harness.guard` is the child's end.
 """
 
 from __future__ import annotations
@@ -18,11 +22,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event
-from typing import Any
+from threading import Event, RLock
+from typing import IO, Any
 
 from harness.guard import STACKS
 
@@ -36,6 +40,8 @@ MEDIANS_PER_STEP = 10
 LONGEST_PER_STEP = 3
 IMPORTS_PER_STEP = 2
 SCRATCH_PREFIX = "nsa-child-"
+SCRATCH = "HARNESS_SCRATCH"
+"""Environment variable of a child: its scratch folder, in which those of its own children lie and go with it."""
 _POLL_S = 0.1
 _STACKS_S = 5.0
 _PY_SPY_S = 20.0
@@ -49,28 +55,49 @@ class CancelledError(Exception):
 class Child:
     """`python -m <module> <task as JSON>`, in a session of its own; use it as a context manager: it never outlives it.
 
-    The task gets three more entries, which `harness.guard.run` takes: `events` and `control`, numbers of open files,
-    and `scratch`, a folder that is TMPDIR for all that runs below and is removed at the end.
+    The task gets one more entry, `events`, the number of an open file for `harness.guard.send_event`. Unless `stdout`
+    says otherwise, stdout goes where stderr goes; `log=False` leaves both as they are here.
     """
 
-    def __init__(self, module: str, task: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> None:
-        self.scratch = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX))
+    def __init__(
+        self,
+        module: str,
+        task: Mapping[str, Any],
+        environment: Mapping[str, str] | None = None,
+        *,
+        cwd: Path = ROOT,
+        stdin: int = subprocess.DEVNULL,
+        stdout: int | None = None,
+        log: bool = True,
+        files: Sequence[int] = (),
+        own_tmpdir: bool = False,
+    ) -> None:
+        """`environment` is beside this process's own, `stdin` and `stdout` are as `subprocess.Popen` takes them,
+        `files` stay open in the child under the same numbers; `own_tmpdir`: TMPDIR is removed with the child."""
+        self.scratch = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=os.environ.get(SCRATCH)))
         self.worker: int | None = None
         """Process id of the worker below the guard, once it has sent it."""
+        self._status: int | None = None
+        self._ended = self._closed = False
         self._events, events = os.pipe()
         control, self._control = os.pipe()
         self._buffer = b""
-        whole_task = {**task, "events": events, "control": control, "scratch": str(self.scratch)}
+        self._reading, self._ending = RLock(), RLock()  # another thread than the one that waits may end it
+        guard = [str(events), str(control), str(self.scratch)]
         try:
-            with self.log.open("wb") as log:
+            with self.log.open("wb") as file:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", module, json.dumps(whole_task)],
-                    cwd=ROOT,
-                    env={**os.environ, **(environment or {}), "TMPDIR": str(self.scratch)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=(events, control),
+                    [sys.executable, "-m", "harness.guard", *guard, module, json.dumps({**task, "events": events})],
+                    cwd=cwd,
+                    env={
+                        **os.environ,
+                        **dict.fromkeys((SCRATCH, "TMPDIR") if own_tmpdir else (SCRATCH,), str(self.scratch)),
+                        **(environment or {}),
+                    },
+                    stdin=stdin,
+                    stdout=file if stdout is None and log else stdout,
+                    stderr=file if log else None,
+                    pass_fds=(events, control, *files),
                     start_new_session=True,
                 )
         finally:
@@ -81,14 +108,36 @@ class Child:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it and leave nothing behind."""
         self.end()
-        os.close(self._events)
-        os.close(self._control)
+        with self._ending, self._reading:
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(BrokenPipeError):  # of a request that a child which died has never read
+                        pipe.close()
+            os.close(self._events)
+            os.close(self._control)
+            self._closed = True
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     @property
+    def stdin(self) -> IO[bytes]:
+        """The pipe to its stdin, if it has one."""
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+    @property
+    def stdout(self) -> IO[bytes]:
+        """The pipe from its stdout, if it has one."""
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    @property
     def log(self) -> Path:
-        """Its stdout and stderr."""
+        """Its stderr, and its stdout where that has no other way."""
         return self.scratch / "log"
 
     @property
@@ -107,23 +156,47 @@ class Child:
 
     def events(self, wait_s: float) -> list[dict[str, Any]]:
         """What it has sent since the last call; waits this long for the first."""
-        if not select.select([self._events], [], [], wait_s)[0]:
-            return []
-        self._buffer += os.read(self._events, 2**16)
-        *lines, self._buffer = self._buffer.split(b"\n")
-        events: list[dict[str, Any]] = [json.loads(line) for line in lines]
-        for event in events:
-            if event["event"] == "started":
-                self.worker = event["pid"]
-        return events
+        with self._reading:
+            if not select.select([self._events], [], [], wait_s)[0]:
+                return []
+            self._buffer += os.read(self._events, 2**16)
+            *lines, self._buffer = self._buffer.split(b"\n")
+            events: list[dict[str, Any]] = [json.loads(line) for line in lines]
+            for event in events:
+                if event["event"] == "started":
+                    self.worker = event["pid"]
+                elif event["event"] == "ended":
+                    self._status = event["status"]
+            return events
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """The worker's exit status, negative for a signal, or the guard's where that did not live to send it.
+
+        Raises subprocess.TimeoutExpired. For a child that sends few events: nobody else reads them meanwhile.
+        """
+        status = self._process.wait(timeout_s)
+        with self._reading:
+            while self._status is None and not self._closed and self.events(0.0):
+                pass
+        return status if self._status is None else self._status
+
+    def communicate(self, timeout_s: float) -> bytes:
+        """All that it writes to stdout until it has ended. Raises subprocess.TimeoutExpired."""
+        return self._process.communicate(timeout=timeout_s)[0]
+
+    def threads(self, within_s: float) -> str:
+        """Where all its threads are now, as faulthandler says it; "" if nothing came in this time."""
+        if self.worker is None or not self.running:
+            return ""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.worker, signal.SIGUSR1)
+        return _read_when_written(self.stacks_file, within_s)
 
     def stacks(self) -> str:
         """Where all its threads are now: faulthandler's view, and py-spy's where that is installed."""
         if self.worker is None or not self.running:
             return "the child has not said where it is"
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.worker, signal.SIGUSR1)
-        found = _read_when_written(self.stacks_file)
+        found = self.threads(_STACKS_S)
         spy = shutil.which("py-spy")
         if spy is not None:
             command = [spy, "dump", "--pid", str(self.worker)]
@@ -133,27 +206,38 @@ class Child:
         found = found.replace(f"{ROOT}{os.sep}", "")  # a record travels: it names files as the repository does
         return found.strip() or "no stack within 5 s: the process does not take signals"
 
-    def end(self) -> None:
-        """SIGTERM to the group; after a grace SIGKILL to everything below; wait. Nothing happens if it has ended."""
-        if self.running:
-            self._signal_group(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(GRACE_S)
-        if self.running:
-            os.write(self._control, b"x")
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(GRACE_S)
-        self._signal_group(signal.SIGKILL)  # also where the guard itself was killed
-        self._process.wait()
+    def end(self, grace_s: float = GRACE_S) -> None:
+        """SIGTERM to the group; after a grace SIGKILL to everything below; wait. Nothing happens if it has ended.
+
+        From any thread: who waits for the child is told of its end.
+        """
+        with self._ending:
+            if self._ended:
+                return
+            if grace_s and self.running:
+                self._signal_group(signal.SIGTERM)
+                self._wait_for_guard(grace_s)
+            if self.running:
+                with contextlib.suppress(BrokenPipeError):  # it has gone by itself
+                    os.write(self._control, b"x")
+                self._wait_for_guard(GRACE_S)
+            self._signal_group(signal.SIGKILL)  # also where the guard itself was killed
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # what it has sent that cannot be read
+                self.wait()
+            self._ended = True
+
+    def _wait_for_guard(self, timeout_s: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
 
     def _signal_group(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
             os.killpg(self._process.pid, number)
 
 
-def _read_when_written(path: Path) -> str:
+def _read_when_written(path: Path, within_s: float) -> str:
     """A file's text once it has stopped growing; "" if nothing came."""
-    end, size = time.monotonic() + _STACKS_S, 0
+    end, size = time.monotonic() + within_s, 0
     while time.monotonic() < end:
         time.sleep(0.2)
         now = path.stat().st_size if path.exists() else 0

@@ -1,12 +1,10 @@
-"""The child of one repro: `python -m regression.child <task as JSON>`, started by `harness.isolate.Child`.
-
-It forks at once: this process becomes the guard, the forked one imports the incident and runs it.
-"""
+"""The child of one repro: `python -m regression.child <task as JSON>`, below the guard of `harness.isolate.Child`."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import importlib
 import importlib.util
 import json
@@ -17,10 +15,8 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from harness import guard
 from harness.guard import send_event
 from regression.contract import Evidence
 
@@ -42,8 +38,6 @@ class Task:
     options: Mapping[str, Any]
     """Further arguments of the function."""
     events: int
-    control: int
-    scratch: str
 
 
 @dataclass(frozen=True)
@@ -60,13 +54,9 @@ class Heartbeat:
 
 
 def main() -> None:
-    """Run the task in the first argument."""
+    """Run the task in the first argument; what the repro found is sent, whatever happens to it."""
+    faulthandler.enable()  # a crash in C shows its Python stack in the log
     task = Task(**json.loads(sys.argv[1]))
-    guard.run(lambda: _work(task), events=task.events, control=task.control, scratch=Path(task.scratch))
-
-
-def _work(task: Task) -> int:
-    """The repro; what it found is sent, whatever happens to it."""
     try:
         evidence = _run(task, time.monotonic())
     except BaseException as error:  # also SystemExit and KeyboardInterrupt: it is the repro's, not ours
@@ -75,7 +65,7 @@ def _work(task: Task) -> int:
     send_event(task.events, "evidence", evidence=dataclasses.asdict(evidence))
     sys.stdout.flush()
     sys.stderr.flush()
-    return 0
+    os._exit(0)  # threads that the repro left do not hold it up
 
 
 def _run(task: Task, begin: float) -> Evidence:

@@ -217,7 +217,7 @@ class ChildResult:
 def run_child(task: Mapping[str, Any], deadline: Deadline, stop: Event) -> ChildResult:
     """The task in a child of its own, until it has ended or was ended. Raises CancelledError once `stop` is set."""
     result, begin = ChildResult(), time.monotonic()
-    with Child("regression.child", task, _environment(task["device"])) as child:
+    with Child("regression.child", task, _environment(task["device"]), own_tmpdir=True) as child:
         result.outcome = watch(child, deadline, stop, result.on_event)
     result.seconds = time.monotonic() - begin
     return result

@@ -1,4 +1,4 @@
-"""Two versions of nsa/ and one of benchmarks/, side by side in a folder of their own until the comparison is over."""
+"""Two versions of nsa/ and one of the benches, side by side in a folder of their own until the comparison is over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A child process that measures one version of nsa/ on request, and never longer than its parent lives."""
+"""A guarded child that measures one version of nsa/ on request: requests and answers as lines of JSON."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import json
 import os
 import select
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from benchmarks.ab.checkout import Sources
 from benchmarks.history.records import Outcome
+from harness import isolate
 
 THREADS = 1
 """On the CPU. Threads that wait for one another double the noise: each of them can be held up."""
@@ -37,20 +35,18 @@ class Child:
 
     def __init__(self, sources: Sources) -> None:
         """Raises ChildError where it cannot start or would measure another nsa/."""
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
         self._answers = bytearray()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.ab.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._said,
-            cwd=sources.folder,
-            env={
-                **os.environ,
+        self._child = isolate.Child(
+            "benchmarks.ab.worker",
+            {},
+            {
                 **_KEEP_FREED_MEMORY,
                 "PYTHONPATH": os.pathsep.join([str(sources.folder), str(sources.benches)]),
                 "OMP_NUM_THREADS": str(THREADS),
             },
+            cwd=sources.folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         self._folder = sources.folder
 
@@ -63,17 +59,15 @@ class Child:
 
     def ask(self, request: Mapping[str, Any]) -> None:
         """Send a request; the answer is fetched with `answer`."""
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
+            self._child.stdin.write(json.dumps(request).encode() + b"\n")
+            self._child.stdin.flush()
         except BrokenPipeError as error:
             raise self._ended() from error
 
     def answer(self, deadline_s: float) -> dict[str, Any]:
         """The next answer. Raises ChildError: STALLED after the deadline, CRASHED where the process ended."""
-        assert self._process.stdout is not None
-        pipe, end = self._process.stdout.fileno(), time.monotonic() + deadline_s
+        pipe, end = self._child.stdout.fileno(), time.monotonic() + deadline_s
         while b"\n" not in self._answers:
             ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))
             if not ready:
@@ -89,19 +83,14 @@ class Child:
 
     def kill(self) -> None:
         """End it, whatever it does; whoever waits for its answer gets a ChildError. It is gone when this returns."""
-        self._process.kill()
-        self._process.wait()
+        self._child.end(grace_s=0.0)
 
     def close(self) -> None:
         """End it and leave nothing behind."""
         self.kill()
-        for stream in (self._process.stdin, self._process.stdout, self._said):
-            assert stream is not None
-            with suppress(BrokenPipeError):  # of a request that a child which died has never read
-                stream.close()
+        self._child.close()
 
     def _ended(self) -> ChildError:
-        code = self._process.wait()
-        self._said.seek(0)
-        words = self._said.read().decode(errors="replace").strip().splitlines()
+        code = self._child.wait()
+        words = self._child.log_tail().strip().splitlines()
         return ChildError(Outcome.CRASHED, f"the child ended with code {code}: {words[-1] if words else 'no word'}")

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import signal
 import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.history.key import Key
 from benchmarks.history.records import Gate, Outcome
 from harness import schema
-from harness.fingerprint import ROOT
+from harness.isolate import Child
 
 MIB = 2**20
 FAILED = 3
@@ -29,6 +28,7 @@ FAILED = 3
 _CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 _RESET_HIGH_WATER = "5"
 _MMAP_THRESHOLD_BYTES = 2**16
+_CHILD = "benchmarks.timing.memory_child"
 
 
 class ChildError(Exception):
@@ -71,25 +71,25 @@ def _high_water_mib() -> float:
 
 
 def in_child(key: Key, deadline_s: float, seed: int) -> tuple[Gate, PeakMemory]:
-    """Gate and peak of one key from `python -m benchmarks.timing.memory_child`; the seed draws what is compared.
+    """Gate and peak of one key from a guarded `memory_child`; the seed draws what is compared.
 
     Raises ChildError, or subprocess.TimeoutExpired at the deadline.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.timing.memory_child", json.dumps(dataclasses.asdict(key)), str(seed)],
-        capture_output=True,
-        text=True,
-        timeout=deadline_s,
-        cwd=ROOT,
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(_MMAP_THRESHOLD_BYTES)},
-    )
-    if done.returncode == -signal.SIGKILL:
+    status, said, log = _run_child({"key": dataclasses.asdict(key), "seed": seed}, deadline_s)
+    if status == -signal.SIGKILL:
         raise ChildError(Outcome.OUT_OF_MEMORY, "the child was killed (SIGKILL), as Linux does when memory runs out")
-    if done.returncode not in (0, FAILED):
-        last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-        raise ChildError(Outcome.CRASHED, last)
-    answer = json.loads(done.stdout.splitlines()[-1])
+    if status not in (0, FAILED):
+        raise ChildError(Outcome.CRASHED, (log.strip() or f"exit code {status}").splitlines()[-1])
+    answer = json.loads(said.splitlines()[-1])
     gate = None if answer["gate"] is None else schema.build(Gate, answer["gate"], "gate")
-    if gate is None or done.returncode == FAILED:
+    if gate is None or status == FAILED:
         raise ChildError(Outcome(answer["outcome"]), answer["reason"], gate)
     return gate, PeakMemory(**answer["peak"])
+
+
+def _run_child(task: Mapping[str, Any], deadline_s: float) -> tuple[int, str, str]:
+    """Exit status, stdout and the end of stderr of the child."""
+    kept = {"MALLOC_MMAP_THRESHOLD_": str(_MMAP_THRESHOLD_BYTES)}
+    with Child(_CHILD, task, kept, stdout=subprocess.PIPE) as child:
+        said = child.communicate(deadline_s).decode()
+        return child.wait(), said, child.log_tail()

@@ -1,8 +1,8 @@
 """The child process of a memory case: make the inputs, one call, its peak, then the oracle on the same inputs.
 
 The oracle comes after the peak, because what it allocates would hide the call's; the figure leaves this process only
-if the oracle is green. Usage: python -m benchmarks.timing.memory_child '<key as JSON>' SEED; the last
-line of stdout is JSON: {"gate", "peak"}, or with the exit code `memory.FAILED` {"gate", "outcome", "reason"}.
+if the oracle is green. Usage: python -m benchmarks.timing.memory_child '{"key": {...}, "seed": 1}'; the last line of
+stdout is JSON: {"gate", "peak"}, or with the exit code `memory.FAILED` {"gate", "outcome", "reason"}.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _WARM_UP_TOKENS = 128  # loads the libraries and starts the threads, too small t
 
 
 def main() -> int:
-    """Answer for the key in the first argument, with the seed in the second."""
-    key = Key(**json.loads(sys.argv[1]))
+    """Answer for the key and the seed of the task in the first argument."""
+    task = json.loads(sys.argv[1])
+    key = Key(**task["key"])
     try:
-        gate, peak = _measured(key, int(sys.argv[2]))
+        gate, peak = _measured(key, task["seed"])
     except Exception as error:
         outcome, reason = runner.classify(error, key.implementation)
         _print({"gate": getattr(error, "gate", None), "outcome": outcome.value, "reason": reason})

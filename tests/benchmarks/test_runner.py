@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from benchmarks.timing.latency import Plan
 from benchmarks.workloads import Work, attention
 from nsa import NSAConfig
 from tests.benchmarks.synthetic import FINGERPRINT, GREEN, key
+from tests.harness import workers
 
 PLAN = Plan(min_samples=3, min_time_s=0.0, wall_limit_s=5.0, warmup_calls=1)
 
@@ -184,14 +186,13 @@ def test_a_child_that_fails_says_its_last_words() -> None:
 def in_this_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The child's main runs here, so that a fault can be put into it."""
 
-    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+    def run(task: Mapping[str, Any], deadline_s: float) -> tuple[int, str, str]:
         with monkeypatch.context() as patch:
-            patch.setattr(sys, "argv", command[2:])
-            code = memory_child.main()
-        said = capsys.readouterr()
-        return subprocess.CompletedProcess(command, code, said.out, said.err)
+            patch.setattr(sys, "argv", ["memory_child", json.dumps(task)])
+            status = memory_child.main()
+        return status, *capsys.readouterr()
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(memory, "_run_child", run)
 
 
 def test_what_is_wrong_in_a_child_is_told_apart(
@@ -213,9 +214,8 @@ def test_what_is_wrong_in_a_child_is_told_apart(
 def test_a_child_that_the_kernel_kills_was_out_of_memory(
     signal_number: int, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = f"import os; os.kill(os.getpid(), {signal_number})"
-    whole = subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda command, **options: whole([command[0], "-c", script], **options))
+    monkeypatch.setattr(memory, "_CHILD", workers.__name__)
+    monkeypatch.setenv(workers.SIGNAL, str(signal_number))
     record = measure(key("memory"))
     assert (record.outcome, has_no_number(record)) == (outcome, True)
     assert record.reason

@@ -96,7 +96,7 @@ def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def noted(self: worker._Worker, *arguments: object) -> None:
         spawn(self, *arguments)  # type: ignore[arg-type]
-        started.append(self._process.pid or 0)
+        started.append(self._child._process.pid)
 
     monkeypatch.setattr(worker._Worker, "__init__", noted)
     run = worker.run([key(length=SOUND), key(length=HANGS)], "cpu", PLAN, FINGERPRINT, str, prepare)

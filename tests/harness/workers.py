@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import os
 import signal
@@ -12,11 +13,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from harness import guard
+from harness import guard, isolate
 
 Step = Callable[..., None]
 PIDS = "HARNESS_TEST_PIDS"
 """Environment variable: the file in which `stalls` leaves the ids of its processes."""
+SIGNAL = "HARNESS_TEST_SIGNAL"
+"""Environment variable: the signal by which any task ends at once."""
 _SLEEP = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"]
 
 
@@ -54,25 +57,38 @@ def stalls(step: Step) -> None:
         ctypes.PyDLL(None).sleep(600)  # unlike CDLL it keeps the lock; a signal ends one sleep
 
 
+def starts_a_child(step: Step) -> None:
+    """Whose scratch folder nobody but the grandparent can remove, once both are killed at the same time."""
+    child = isolate.Child("tests.harness.workers", {"function": "ends"})
+    step(0, pid=child._process.pid)
+    while True:
+        time.sleep(600)
+
+
+def answers(_step: Step) -> None:
+    print(sys.stdin.readline().upper())
+    print("a warning", file=sys.stderr)
+    sys.exit(3)
+
+
 def leaves_a_process(step: Step) -> None:
     child = subprocess.Popen(_SLEEP, start_new_session=True)
     step(0, pid=child.pid)
 
 
 def main() -> None:
-    """Do what the task names, guarded."""
+    """Do what the task names, or die."""
+    if SIGNAL in os.environ:
+        os.kill(os.getpid(), int(os.environ[SIGNAL]))
+    faulthandler.enable()
     task = json.loads(sys.argv[1])
     begin = time.monotonic()
 
     def step(n: int, **figures: float) -> None:
         guard.send_event(task["events"], "step", n=n, figures=figures)
 
-    def work() -> int:
-        guard.send_event(task["events"], "imported", import_s=time.monotonic() - begin)
-        globals()[task["function"]](step)
-        return 0
-
-    guard.run(work, events=task["events"], control=task["control"], scratch=Path(task["scratch"]))
+    guard.send_event(task["events"], "imported", import_s=time.monotonic() - begin)
+    globals()[task["function"]](step)
 
 
 if __name__ == "__main__":

@@ -116,6 +116,27 @@ def test_junit_that_cannot_be_written_is_refused_before_the_run(
     assert said.out == ""
 
 
+def test_the_last_line_names_the_backends_of_the_repros(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a repro names them itself, and with Triton all three."""
+
+    def one_that_names_them(repros_of_it: Sequence[Repro], **arguments: Any) -> Iterator[Finding]:
+        return run_all([replace(repros_of_it[1], part="names_its_backends")], **arguments)
+
+    run_all = runner.run
+    monkeypatch.setattr(listing, "IDS", ("a-repro",))
+    monkeypatch.setattr(listing, "module_of", lambda _id: repros.__name__)
+    monkeypatch.setattr(runner, "run", one_that_names_them)
+    code, summary, _ = run(capsys, "--out", str(tmp_path))
+    assert code == 0
+    entries, _ = ledger.read_all(tmp_path)
+    [entry] = entries
+    assert summary["backends"] == list(entry.evidence.notes)
+    if importlib.util.find_spec("triton") is not None:
+        assert summary["backends"] == ["reference", "torch", "triton"]
+
+
 def test_a_run_without_triton_says_what_it_did_not_prove(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

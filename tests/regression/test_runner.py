@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from regression import listing, runner
+from regression import child, listing, runner
 from regression.contract import Bound, Evidence, Incident, Needs, Verdict
 from regression.detectors.backends import COMPILING_S
 from regression.runner import Finding, Repro
@@ -38,6 +38,10 @@ def test_passes() -> None:
     assert finding.pace.steps == 3
     assert finding.pace.figures == {"loss": pytest.approx(1 / 3), "bad": None, "low": None}
     assert {aspect.name for aspect in finding.aspects} == {"wrong", "error"}
+
+
+def test_a_repro_is_given_the_backends_that_can_be_imported() -> None:
+    assert found("names_its_backends").evidence.notes == child.backends()
 
 
 @pytest.mark.parametrize(

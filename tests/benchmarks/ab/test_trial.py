@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -23,17 +24,24 @@ from benchmarks.ab.child import Child, ChildError
 from benchmarks.ab.result import Rules, Side
 from benchmarks.ab.sequential import PairFailure
 from benchmarks.history.records import Outcome
-from harness import fingerprint
+from harness import fingerprint, isolate
 from tests.benchmarks.synthetic import key
 
 
-def child(folder: Path, worker_source: str) -> Child:
-    (folder / "benches" / "benchmarks" / "ab").mkdir(parents=True)
+def sources(folder: Path, worker_source: str) -> Sources:
+    """An empty side, and benches that have this worker."""
+    benches = folder / "benches"
+    shutil.copytree(fingerprint.ROOT / "harness", benches / "harness")
+    (benches / "benchmarks" / "ab").mkdir(parents=True)
+    (benches / "benchmarks" / "__init__.py").touch()
+    (benches / "benchmarks" / "ab" / "__init__.py").touch()
+    (benches / "benchmarks" / "ab" / "worker.py").write_text(worker_source)
     (folder / "side0").mkdir()
-    (folder / "benches" / "benchmarks" / "__init__.py").touch()
-    (folder / "benches" / "benchmarks" / "ab" / "__init__.py").touch()
-    (folder / "benches" / "benchmarks" / "ab" / "worker.py").write_text(worker_source)
-    return Child(Sources(Side("x", None, None, "0"), folder / "side0", folder / "benches"))
+    return Sources(Side("x", None, None, "0"), folder / "side0", benches)
+
+
+def child(folder: Path, worker_source: str) -> Child:
+    return Child(sources(folder, worker_source))
 
 
 @pytest.mark.parametrize(
@@ -65,31 +73,27 @@ def test_a_child_that_measures_another_nsa_is_refused(tmp_path: Path) -> None:
 
 
 def test_children_end_with_their_parent(tmp_path: Path) -> None:
-    """Killed without a word, the parent leaves no process behind: the child's stdin ends."""
-    (tmp_path / "benches" / "benchmarks" / "ab").mkdir(parents=True)
-    (tmp_path / "benches" / "benchmarks" / "__init__.py").touch()
-    (tmp_path / "benches" / "benchmarks" / "ab" / "__init__.py").touch()
-    (tmp_path / "benches" / "benchmarks" / "ab" / "worker.py").write_text(
-        "import os, sys\nprint(os.getpid(), flush=True)\nfor line in sys.stdin: pass\n"
-    )
+    """Killed without a word, the parent leaves no process behind, however busy, and no file."""
+    sources(tmp_path, "import os, sys, time\nprint(os.getpid(), os.getppid(), flush=True)\ntime.sleep(600)\n")
     program = (
         "import os, pathlib, sys; from benchmarks.ab.child import Child; from benchmarks.ab.checkout import Sources;"
-        " folder = pathlib.Path(sys.argv[1]); child = Child(Sources(None, folder, folder / 'benches'));"
-        " print(child._process.stdout.readline().decode().strip(), flush=True); os.kill(os.getpid(), 9)"
+        " folder = pathlib.Path(sys.argv[1]); child = Child(Sources(None, folder / 'side0', folder / 'benches'));"
+        " print(child._child.stdout.readline().decode().strip(), flush=True); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(fingerprint.ROOT)},
+        env={**os.environ, "PYTHONPATH": str(fingerprint.ROOT), "TMPDIR": str(tmp_path)},
     )
     assert done.returncode == -9, done.stderr
-    pid = int(done.stdout)
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2
     for _ in range(100):
-        if not _alive(pid):
+        if not any(map(_alive, pids)) and not list(tmp_path.glob(f"{isolate.SCRATCH_PREFIX}*")):
             return
         time.sleep(0.05)
-    pytest.fail(f"process {pid} still runs")
+    pytest.fail(f"of {pids} some still run, or a folder is left: {list(tmp_path.iterdir())}")
 
 
 def _alive(pid: int) -> bool:
@@ -123,19 +127,14 @@ for line in sys.stdin:
         answer = {"outcome": "PASSED", "reason": None}
     print(json.dumps(answer), flush=True)
 """
-    (tmp_path / "benches" / "benchmarks" / "ab").mkdir(parents=True)
-    (tmp_path / "benches" / "benchmarks" / "__init__.py").touch()
-    (tmp_path / "benches" / "benchmarks" / "ab" / "__init__.py").touch()
-    (tmp_path / "benches" / "benchmarks" / "ab" / "worker.py").write_text(worker_source)
-    sides = []
-    for name in ("side0", "side1"):
-        (tmp_path / name).mkdir()
-        sides.append(Sources(Side(name, None, None, "0"), tmp_path / name, tmp_path / "benches"))
+    base = sources(tmp_path, worker_source)
+    (tmp_path / "side1").mkdir()
+    head = dataclasses.replace(base, folder=tmp_path / "side1")
     monkeypatch.setattr(trial, "_cores", lambda: [None, None])
     keys = [key(length=length) for length in (1, 2, 3, 4, 5)]
-    played = trial.run(sides[0], sides[1], "cpu", keys, Rules(), 0)
-    base = [found.base_ms[0] if isinstance(found, trial.PairedSamples) else None for found in played]
-    assert base == [1.0, 2.0, None, 4.0, 5.0]
+    played = trial.run(base, head, "cpu", keys, Rules(), 0)
+    base_ms = [found.base_ms[0] if isinstance(found, trial.PairedSamples) else None for found in played]
+    assert base_ms == [1.0, 2.0, None, 4.0, 5.0]
     assert [found.head_ms[0][0] for found in played if isinstance(found, trial.PairedSamples)] == [
         101.0,
         102.0,
@@ -156,12 +155,7 @@ def test_an_interrupt_ends_the_children_of_every_lane(
 
     Each ends by the parent's kill, and not as one that stalled: `answer` would wait two minutes for that.
     """
-    (tmp_path / "benches" / "benchmarks" / "ab").mkdir(parents=True)
-    (tmp_path / "benches" / "benchmarks" / "__init__.py").touch()
-    (tmp_path / "benches" / "benchmarks" / "ab" / "__init__.py").touch()
-    (tmp_path / "benches" / "benchmarks" / "ab" / "worker.py").write_text("import time; time.sleep(600)")
-    (tmp_path / "side0").mkdir()
-    side = Sources(Side("x", None, None, "0"), tmp_path / "side0", tmp_path / "benches")
+    side = sources(tmp_path, "import time; time.sleep(600)")
     monkeypatch.setattr(trial, "_cores", lambda: [None, None])
     started: list[Child] = []
     lost: list[Outcome] = []
@@ -202,7 +196,7 @@ def test_an_interrupt_ends_the_children_of_every_lane(
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
         trial.run(side, side, "cpu", [key(length=1), key(length=2)], Rules(), 0)
-    codes = [child._process.returncode for child in started]
+    codes = [child._child.wait() for child in started]
     noticed.set()
     for thread in threads:
         thread.join()
