@@ -31,7 +31,7 @@ import psutil
 
 STACKS = "stacks"
 """File in the scratch folder to which faulthandler writes all threads on SIGUSR1."""
-_POLL_S = 0.05
+_POLL_S = 0.01
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -59,9 +59,12 @@ def fork(events: int, control: int, scratch: Path) -> bool:
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     guard = os.getpid()
+    child_ended = _notified_of_children()
     worker = os.fork()
     if worker == 0:
         os.close(control)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != guard:  # it went between fork and prctl
             os._exit(1)
@@ -69,7 +72,7 @@ def fork(events: int, control: int, scratch: Path) -> bool:
         return True
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent's request to the group is meant for the worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    status = _wait(worker, control)
+    status = _wait(worker, control, child_ended)
     parent_is_gone = status is None and not _asked_to_end(control)
     end_descendants()
     if status is None:
@@ -87,14 +90,26 @@ def _start_worker(events: int, scratch: Path) -> None:
     send_event(events, "started", pid=os.getpid())
 
 
-def _wait(worker: int, control: int) -> int | None:
+def _notified_of_children() -> int:
+    """A pipe in which bytes come as children end, so that a guard beside a measurement sleeps until then."""
+    ended, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # ignored, as it is by default, it would wake nobody
+    return ended
+
+
+def _wait(worker: int, control: int, child_ended: int) -> int | None:
     """The worker's status, or None as soon as the control pipe says that it must end."""
     while True:
-        if select.select([control], [], [], _POLL_S)[0]:
+        if control in select.select([control, child_ended], [], [])[0]:
             return None
-        pid, status = os.waitpid(-1, os.WNOHANG)  # also orphans that became ours
-        if pid == worker:
-            return os.waitstatus_to_exitcode(status)
+        os.read(child_ended, 2**12)
+        pid = -1
+        while pid:  # also orphans that became ours; one signal may stand for several
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == worker:
+                return os.waitstatus_to_exitcode(status)
 
 
 def _asked_to_end(control: int) -> bool:
@@ -111,7 +126,7 @@ def end_descendants() -> None:
         for child in living:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
-        time.sleep(_POLL_S / 5)
+        time.sleep(_POLL_S)
 
 
 def _runs(process: psutil.Process) -> bool:
