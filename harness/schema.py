@@ -7,17 +7,13 @@ What a type asks is worked out once; thousands of records are then read by the s
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import reprlib
 import types
 from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import cache
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
-
-from nsa import io
 
 T = TypeVar("T")
 _Reader = Callable[[Any], Any]
@@ -148,23 +144,3 @@ _SCALARS: dict[Any, _Reader] = {bool: _bool, int: _int, float: _float, str: _str
 def _refuse(kind: Any, value: Any) -> NoReturn:
     wanted = kind.__name__ if isinstance(kind, type) else str(kind)
     raise _MisfitError(TypeError, f"must be {wanted}; got {reprlib.repr(value)}")
-
-
-def append_line(path: Path, value: Any) -> None:
-    """Add one dataclass as one line, in a folder that is made where it is missing. Raises DiskFullError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    io.append_line(path, json.dumps(dataclasses.asdict(value), allow_nan=False, separators=(",", ":")))
-
-
-def read_lines(path: Path, kind: type[T]) -> tuple[list[T], list[str]]:
-    """Every line of this kind, oldest first, and what is wrong with the others ("file.jsonl:3: ..."); [] if no file."""
-    found: list[T] = []
-    damaged: list[str] = []
-    if not path.exists():
-        return found, damaged
-    for number, line in io.read_lines(path):
-        try:
-            found.append(build(kind, json.loads(line.decode()), kind.__name__.lower()))
-        except (ValueError, TypeError, RecursionError) as error:
-            damaged.append(f"{path.name}:{number}: {type(error).__name__}: {error}")
-    return found, damaged

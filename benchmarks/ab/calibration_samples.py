@@ -18,7 +18,7 @@ from benchmarks.ab.checkout import Sources
 from benchmarks.ab.result import Rules
 from benchmarks.ab.sequential import PairFailure
 from benchmarks.history.key import Key
-from harness import fingerprint, schema
+from harness import fingerprint, jsonl
 from harness.fingerprint import Fingerprint
 
 SLOWDOWNS = (0.01, 0.03, 0.1)
@@ -63,7 +63,7 @@ def identity(of: Fingerprint, cases: Sequence[str], rules: Rules) -> str:
 
 def read(results: Path, machine: str, wanted: str) -> list[CalibrationPair]:
     """The pairs of this identity, oldest first; an incomplete last line counts as not begun."""
-    pairs, _ = schema.read_lines(path(results, machine), CalibrationPair)
+    pairs, _ = jsonl.read(path(results, machine), CalibrationPair)
     return [pair for pair in pairs if pair.identity == wanted]
 
 
@@ -84,7 +84,7 @@ def measure(
         found = trial.run(base, head, "cpu", keys, rules, number % 2, SLOWDOWNS, check=number == 0)
         taken = [_samples(key, result) for key, result in zip(keys, found, strict=True)]
         pair = CalibrationPair(wanted, round(time.perf_counter() - begin, 1), tuple(taken))
-        schema.append_line(path(results, machine), pair)
+        jsonl.append(path(results, machine), pair)
         yield pair
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.ab import signed_rank
 from benchmarks.history.key import Key
 from benchmarks.history.records import Outcome
-from harness import schema
+from harness import jsonl
 from harness.fingerprint import Fingerprint
 
 
@@ -138,7 +138,7 @@ def read(results: Path) -> tuple[list[ComparisonResult], list[str]]:
     found: list[ComparisonResult] = []
     damaged: list[str] = []
     for file in sorted((results / "verdicts").glob("*.jsonl")):
-        results_of_file, wrong = schema.read_lines(file, ComparisonResult)
+        results_of_file, wrong = jsonl.read(file, ComparisonResult)
         found += results_of_file
         damaged += wrong
     return found, damaged

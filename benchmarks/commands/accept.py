@@ -20,7 +20,7 @@ from benchmarks.commands import options
 from benchmarks.history import accepted, trend
 from benchmarks.history.accepted import Acceptance, Standing, State
 from benchmarks.history.store import Series, Store
-from harness import machines, schema
+from harness import jsonl, machines
 
 SUMMARY = "move baselines to the level that cases have now, with a reason"
 
@@ -48,7 +48,7 @@ def main(arguments: argparse.Namespace) -> int:
     history = Store(arguments.out).history(machine)
     moved = _acceptances(machine, _chosen(history, arguments.cases, machine), arguments.reason, arguments.out)
     for acceptance in moved:
-        schema.append_line(accepted.path(arguments.out), acceptance)
+        jsonl.append(accepted.path(arguments.out), acceptance)
         print(f"{acceptance.case}: {_ms(acceptance.previous_ms)} -> {_ms(acceptance.latency_ms)}")
     standings = accepted.standings(machine, history, accepted.current(arguments.out))
     print("\n" + "\n".join(map(_line, standings)))

@@ -12,7 +12,7 @@ import json
 from benchmarks.ab import bisect, checkout, result
 from benchmarks.ab.result import Verdict
 from benchmarks.commands import compare, options
-from harness import machines, schema
+from harness import jsonl, machines
 
 SUMMARY = "find the first commit that made a case slower"
 
@@ -44,7 +44,7 @@ def main(arguments: argparse.Namespace) -> int:
             (found,), interrupted = compare.measure(machine, keys, base, head, rules)
             if interrupted:
                 raise KeyboardInterrupt
-        schema.append_line(result.path(arguments.out, found.utc, base.side, head.side), found)
+        jsonl.append(result.path(arguments.out, found.utc, base.side, head.side), found)
         print(compare.table([found]), flush=True)
         return found.verdict
 

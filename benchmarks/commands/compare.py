@@ -22,7 +22,7 @@ from benchmarks.ab.result import ComparisonResult, Rules, Verdict
 from benchmarks.ab.sequential import PairFailure, PairTiming
 from benchmarks.commands import options
 from benchmarks.history.key import Key
-from harness import fingerprint, machines, schema
+from harness import fingerprint, jsonl, machines
 from harness.machines import Machine
 
 SUMMARY = "measure two commits in turns: FASTER, SLOWER, SAME or UNDECIDED for each case"
@@ -64,7 +64,7 @@ def main(arguments: argparse.Namespace) -> int:
         found, interrupted = measure(machine, keys, base, head, rules)
     path = result.path(arguments.out, found[0].utc, base.side, head.side)
     for one in found:
-        schema.append_line(path, one)
+        jsonl.append(path, one)
     print("\n" + table(found))
     summary = {
         "verdicts": dict(Counter(one.verdict.value for one in found)),

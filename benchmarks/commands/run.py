@@ -15,7 +15,7 @@ from benchmarks import console, runner, worker
 from benchmarks.commands import options
 from benchmarks.commands.report import build_page
 from benchmarks.correctness import row_sampling
-from benchmarks.history import run_file, samples, speedup
+from benchmarks.history import run_file, speedup
 from benchmarks.history.records import Record
 from benchmarks.timing import peak
 from benchmarks.workloads import suite
@@ -78,7 +78,7 @@ def main(arguments: argparse.Namespace) -> int:
             for measured in worker.run(keys, machine.device, plan, identity, case_command, seed=seed):
                 run_file.append(path, measured.record)
                 if measured.raw:
-                    samples.append_raw(path, measured.raw)
+                    run_file.append_samples(path, measured.raw)
                 progress.finished(measured.record)
                 done.append(measured.record)
     except KeyboardInterrupt:

@@ -19,8 +19,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 import nsa
 from benchmarks.workloads.inputs import Problem, block_means, with_compressed
-from nsa import geometry
-from nsa.config import NSAConfig
+from nsa import NSAConfig, geometry
 
 # not cuDNN, which would build a plan for every length
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.history import trend
 from benchmarks.history.store import Series
-from harness import fingerprint, schema
+from harness import fingerprint, jsonl
 from harness.fingerprint import Fingerprint
 
 
@@ -52,7 +52,7 @@ def path(results: Path) -> Path:
 
 def read(results: Path) -> tuple[list[Acceptance], list[str]]:
     """Every acceptance, oldest first, and every line that is none."""
-    return schema.read_lines(path(results), Acceptance)
+    return jsonl.read(path(results), Acceptance)
 
 
 def current(results: Path) -> dict[tuple[str, str, str], Acceptance]:

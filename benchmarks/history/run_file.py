@@ -15,13 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.history import record_line
+from benchmarks.history import record_line, samples
 from benchmarks.history.key import Key
 from benchmarks.history.record_line import Line
 from benchmarks.history.records import Record
+from benchmarks.history.samples import RawSamples
 from harness import schema
 from harness.fingerprint import Fingerprint
-from nsa.io import append_line, append_lines, read_lines
+from nsa.io import append_bytes, append_line, append_lines, read_lines
 
 VERSION = 3
 RUN_PREFIX = b'{"schema_version":'
@@ -92,6 +93,11 @@ def append(path: Path, record: Record) -> None:
         return [_run_line(run), _record_line(record, run)]
 
     append_lines(path, lines)
+
+
+def append_samples(path: Path, raw: RawSamples) -> None:
+    """Add all samples of one record to the file beside the run's. Raises DiskFullError, with that file as it was."""
+    append_bytes(samples.raw_path(path), samples.encode_raw(raw))
 
 
 def _last_run(lines: Iterable[bytes]) -> Run | None:

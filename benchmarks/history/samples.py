@@ -18,7 +18,6 @@ from pathlib import Path
 
 from benchmarks.timing.clocks import Clocks
 from harness import schema
-from nsa.io import append_bytes
 
 _ENOUGH_FOR_P99 = 100
 
@@ -93,11 +92,6 @@ def raw_path(run: Path) -> Path:
     return run.with_name(run.name.removesuffix(".jsonl") + RAW_SUFFIX)
 
 
-def append_raw(run: Path, raw: RawSamples) -> None:
-    """Add the samples of one record. Raises DiskFullError, with the file as it was."""
-    append_bytes(raw_path(run), encode_raw(raw))
-
-
 def encode_raw(raw: RawSamples) -> bytes:
     """The samples of one record as they stand in the file."""
     text = json.dumps(dataclasses.asdict(raw), allow_nan=False, separators=(",", ":")) + "\n"
@@ -107,7 +101,7 @@ def encode_raw(raw: RawSamples) -> bytes:
 def read_raw(run: Path) -> list[RawSamples]:
     """The samples of a run in the order measured; an incomplete end is left out.
 
-    Raises GoneError where they are not here, ValueError where they are damaged.
+    Raises MissingSamplesError where they are not here, ValueError where they are damaged.
     """
     file = raw_path(run)
     if not file.is_file():

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from benchmarks.tuning import candidates
 from benchmarks.tuning.candidates import Trial
 from benchmarks.tuning.trials import Workload, fits
-from harness import fingerprint, schema
+from harness import fingerprint, jsonl
 from harness.fingerprint import Fingerprint
 from nsa.io import atomic_write
 from nsa.triton_backend import tuning
@@ -113,7 +113,7 @@ def _tried(
     shape = (workload.group, workload.dk, workload.dv, workload.kv_heads, workload.tokens)
     for tuned in tqdm(candidates, kernel, unit="candidate", leave=False, dynamic_ncols=True, disable=None):
         trial = workload.trial(kernel, tuned, table)
-        schema.append_line(file, TrialRecord(trial, *shape, where))
+        jsonl.append(file, TrialRecord(trial, *shape, where))
         yield trial
 
 

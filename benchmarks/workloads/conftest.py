@@ -19,7 +19,7 @@ from benchmarks import runner
 from benchmarks.commands import options
 from benchmarks.commands.run import run_command
 from benchmarks.correctness import row_sampling
-from benchmarks.history import run_file, samples
+from benchmarks.history import run_file
 from benchmarks.history.key import Key
 from benchmarks.runner import Measurement
 from benchmarks.timing import peak
@@ -64,7 +64,7 @@ class Session:
         (measured,) = runner.run([key], self.machine.device, plan, self.identity, case_command, seed=self.seed)
         run_file.append(self.path, measured.record)
         if measured.raw:
-            samples.append_raw(self.path, measured.raw)
+            run_file.append_samples(self.path, measured.raw)
         return measured
 
 

@@ -25,10 +25,9 @@ from benchmarks.history.records import Gate
 from benchmarks.workloads import NSA, Call, Work, roofline
 from nsa import NSAConfig, backends, loss
 from nsa.model import BASE_125M, SHOWCASE, DecoderLM, ModelConfig, next_token_loss
-from nsa.train.data import Batch
 from nsa.train.distributed import Ranks
 from nsa.train.settings import Data, Runtime, Settings, Train
-from nsa.train.trainer import Trainer
+from nsa.train.trainer import Batch, Trainer
 
 MODELS = {"showcase": SHOWCASE, "125m": BASE_125M}
 _CHECKED_TOKENS = 64

@@ -17,7 +17,7 @@ from nsa.model import DecoderLM, ModelConfig
 from nsa.train import distributed, health, objective
 from nsa.train.attention_stats import AttentionObserver
 from nsa.train.cuda_graph import GraphedPass
-from nsa.train.data import Batch
+from nsa.train.data import Batch as Batch  # of a step, for those who drive the trainer
 from nsa.train.distributed import Ranks
 from nsa.train.objective import Objective
 from nsa.train.settings import Settings

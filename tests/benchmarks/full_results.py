@@ -18,7 +18,7 @@ from benchmarks.history.key import Key
 from benchmarks.history.records import Outcome, Record
 from benchmarks.history.samples import SampleSummary
 from benchmarks.timing.clocks import ClockSummary
-from harness import schema
+from harness import jsonl
 from harness.fingerprint import Fingerprint
 from harness.peak import MeasuredPeak
 from tests.benchmarks.synthetic import FINGERPRINT, failed, key, passed
@@ -121,7 +121,7 @@ def write_verdicts(results: Path, utc: str = "2026-03-01T00:00:00.000Z", **chang
             detectable=None if change is None else 0.013, base_ms=10.0,
             head_ms=None if change is None else 10 * (1 + change),
         )  # fmt: skip
-        schema.append_line(result.path(results, utc, base, head), dataclasses.replace(one, **changes))
+        jsonl.append(result.path(results, utc, base, head), dataclasses.replace(one, **changes))
 
 
 def write_calibration(results: Path) -> None:
@@ -143,7 +143,7 @@ def write_accepted(results: Path) -> None:
     entry = Acceptance(
         "2026-02-01T00:00:00Z", "A Person <a@b.c>", "keys are checked now", "h200", "NVIDIA H200", case, 2.2, None, 2.0
     )
-    schema.append_line(accepted.path(results), entry)
+    jsonl.append(accepted.path(results), entry)
 
 
 def write_incidents(results: Path, number: int, red: str | None = None) -> None:

@@ -23,7 +23,7 @@ from benchmarks.commands import calibrate as command
 from benchmarks.commands import compare
 from benchmarks.history.key import Key
 from benchmarks.history.records import Outcome
-from harness import fingerprint, schema
+from harness import fingerprint, jsonl
 from harness.machines import recognise
 from tests.benchmarks import comparisons
 from tests.benchmarks.synthetic import FINGERPRINT
@@ -207,7 +207,7 @@ def test_pairs_of_other_sources_are_left_alone(tmp_path: Path) -> None:
         calibration_samples.identity(dataclasses.replace(FINGERPRINT, load=3.0), ["a"], RULES.up_to(14)) in identities
     )
     (pair,) = comparisons.calibration_pairs(1, 2, quiet)
-    schema.append_line(calibration_samples.path(tmp_path, "cpu"), pair)
+    jsonl.append(calibration_samples.path(tmp_path, "cpu"), pair)
     assert calibration_samples.read(tmp_path, "cpu", "identity") == [pair]
     assert calibration_samples.read(tmp_path, "cpu", "another") == []
 

@@ -16,7 +16,7 @@ from benchmarks.history.key import Key
 from benchmarks.history.records import Record
 from benchmarks.history.store import Store
 from benchmarks.report import changes
-from harness import schema
+from harness import jsonl
 from tests.benchmarks.synthetic import key, passed
 
 A, B, NEW = key("decode", length=128), key("decode", length=256), key("decode", length=512)
@@ -105,7 +105,7 @@ def test_refuses_a_case_that_was_never_measured(results: Path, capsys: pytest.Ca
 def test_new_missing_slower_and_faster_cases_are_reported(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     accept(results)
     gone = Acceptance(utc(0), "A Person", "once", "cpu", "A CPU", "decode/gone/nsa", 3.0, None)
-    schema.append_line(accepted.path(results), gone)
+    jsonl.append(accepted.path(results), gone)
     for day in range(6, 26):  # half a percent a run, far below what a single step may be
         write_run(results, day, (A, 10.0 * 1.005 ** (day - 5)), (NEW, 5.0))
     capsys.readouterr()

@@ -297,7 +297,7 @@ def raw(the_key: Key) -> RawSamples:
 def test_raw_samples_lie_beside_the_run_and_survive_an_incomplete_end(tmp_path: Path) -> None:
     path = written(tmp_path, passed(key()))
     for length in (64, 128, 256):
-        samples.append_raw(path, raw(key(length=length)))
+        run_file.append_samples(path, raw(key(length=length)))
     assert list(samples.read_raw(path)) == [raw(key(length=length)) for length in (64, 128, 256)]
     file = samples.raw_path(path)
     file.write_bytes(file.read_bytes()[:-20])
@@ -310,7 +310,7 @@ def test_samples_are_printed_or_said_to_be_gone(tmp_path: Path, capsys: pytest.C
     said = capsys.readouterr().err
     assert "are not here" in said
     assert "90 days" in said
-    samples.append_raw(path, raw(key()))
+    run_file.append_samples(path, raw(key()))
     assert main(["samples", str(path), "--case", "prefill-*"]) == 0
     assert json.loads(capsys.readouterr().out)["samples_ms"] == [1.0, 2.0]
     assert main(["samples", str(path), "--case", "none"]) == 2
@@ -323,7 +323,7 @@ def test_samples_are_printed_or_said_to_be_gone(tmp_path: Path, capsys: pytest.C
 
 def test_a_full_disk_keeps_the_samples_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path, passed(key()))
-    samples.append_raw(path, raw(key()))
+    run_file.append_samples(path, raw(key()))
     whole = os.write
 
     def almost_full(file: int, data: bytes) -> int:
@@ -334,6 +334,6 @@ def test_a_full_disk_keeps_the_samples_that_are_there(tmp_path: Path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", almost_full)
         with pytest.raises(DiskFullError, match="make room"):
-            samples.append_raw(path, raw(key(length=128)))
-    samples.append_raw(path, raw(key(length=256)))
+            run_file.append_samples(path, raw(key(length=128)))
+    run_file.append_samples(path, raw(key(length=256)))
     assert samples.read_raw(path) == [raw(key()), raw(key(length=256))]

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from benchmarks.timing import latency
 from benchmarks.tuning import run, trials
 from benchmarks.tuning.trials import Workload, difference
-from harness import schema
+from harness import jsonl
 from nsa.triton_backend import hopper, tuning
 from nsa.triton_backend.tuning import LaunchConfig
 
@@ -67,7 +67,7 @@ def test_a_trial_is_on_the_disk_before_the_next_one_begins(workload: Workload, t
     table = tuning.table(86)
     trials = run._tried("scores", [SMALL, SMALL], table, workload, tmp_path)
     first = next(trials)
-    found, damaged = schema.read_lines(tmp_path / "tuning" / "sm86.jsonl", run.TrialRecord)
+    found, damaged = jsonl.read(tmp_path / "tuning" / "sm86.jsonl", run.TrialRecord)
     assert not damaged
     (line,) = found
     assert line.trial == first
