@@ -3,6 +3,7 @@
     python -m benchmarks run            recognise the machine, measure its suite, write records, build the page
     python -m benchmarks run --quick    the same on fewer shapes with fewer samples
     python -m benchmarks report         build the page again from the records
+    python -m benchmarks results        write the tables of docs/results.md from the records
     python -m benchmarks compare BASE   is the working tree slower than BASE? (compare BASE HEAD: two commits)
     python -m benchmarks bisect GOOD BAD --case NAME    which commit made it slower?
     python -m benchmarks calibrate      how often compare is right on this machine; sets its thresholds

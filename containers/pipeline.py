@@ -46,7 +46,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Done:
+class StepResult:
     """How a step ended."""
 
     step: Step
@@ -90,19 +90,19 @@ def _why_no_compare(base: str | None) -> str | None:
     return f"nsa/ is what it is in {base}" if same.returncode == 0 else None
 
 
-def run(steps: Sequence[Step], logs: Path) -> list[Done]:
+def run(steps: Sequence[Step], logs: Path) -> list[StepResult]:
     """Every step to the first red one, and the report; what each printed is kept in logs/<step>.log."""
     logs.mkdir(parents=True, exist_ok=True)
-    done: list[Done] = []
+    done: list[StepResult] = []
     for step in steps:
         red = next((before for before in done if before.code), None)
         if step.skipped is not None or (red is not None and step.name != REPORT):
-            done.append(Done(step, None, 0.0, {}))
+            done.append(StepResult(step, None, 0.0, {}))
             continue
         print(f"\n== {step.name}", flush=True)
         begin = time.perf_counter()
         code, last = _stream(step, logs / f"{step.name}.log")
-        done.append(Done(step, code, time.perf_counter() - begin, _json(last)))
+        done.append(StepResult(step, code, time.perf_counter() - begin, _json(last)))
         if code == INTERRUPTED:
             return done
     return done
@@ -155,7 +155,7 @@ def _json(line: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def summary(done: Sequence[Done]) -> str:
+def summary(done: Sequence[StepResult]) -> str:
     """Markdown, what a reviewer must know first: verdicts, then steps."""
     red = [one.step.name for one in done if one.code]
     head = f"## RED: {', '.join(red)}" if red else "## GREEN"
@@ -163,13 +163,13 @@ def summary(done: Sequence[Done]) -> str:
     return "\n\n".join([head, *_verdicts(done), "\n".join(rows)]) + "\n"
 
 
-def _row(one: Done) -> str:
+def _row(one: StepResult) -> str:
     if one.code is None:
         return f"| {one.step.name} | not run: {one.step.skipped or 'a step before it is red'} | |"
     return f"| {one.step.name} | {'green' if one.code == 0 else f'RED, exit code {one.code}'} | {one.seconds:.0f} s |"
 
 
-def _verdicts(done: Sequence[Done]) -> Iterator[str]:
+def _verdicts(done: Sequence[StepResult]) -> Iterator[str]:
     """What each suite's own summary says, the comparison first."""
     wanted = (
         ("compare", ("bad", "undecided", "verdicts")),

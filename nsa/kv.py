@@ -23,7 +23,7 @@ class KVView:
 
     @property
     def page_size(self) -> int:
-        """KVView in a page, 0 if there are no pages."""
+        """Rows in a page, 0 if there are no pages."""
         return 0 if self.table is None else self.k.shape[1]
 
     @property

@@ -101,7 +101,7 @@ class Store:
         ]
 
     def current(self) -> list[Record]:
-        """As few records as `verdict.comparisons` needs to answer as it would for all of them, oldest run first.
+        """As few records as `speedup.comparisons` needs to answer as it would for all of them, oldest run first.
 
         For each case the newest run with NSA and a baseline, and what came after; NSA's newest where none has both.
         """

@@ -18,6 +18,7 @@ import matplotlib
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from nsa.config import BRANCHES
 from nsa.io import atomic_write
 from nsa.train import health, monitors, run_folder
 from nsa.train.health import WARM_UP_STEPS
@@ -253,7 +254,7 @@ def _figures(run: RunHistory) -> list[tuple[str, str]]:
     memory = {name: run.series(name) for name in ("allocated_mib", "reserved_mib", "rss_mib")}
     shares = {
         branch: [(r["step"], r["gate_shares"][branch]) for r in run.steps if r.get("gate_shares")]
-        for branch in ("compressed", "selected", "window")
+        for branch in BRANCHES
     }
     wanted: list[tuple[str, dict[str, Curve], str]] = [
         ("Loss", {"training": run.series("loss"), "validation": list(run.validations)}, "nats"),

@@ -41,12 +41,6 @@ class Needs:
     """Per thread: registers that had to go through memory."""
     num_warps: int
 
-    @property
-    def warps_per_sm(self) -> int:
-        """Warps that registers allow at a time, of 65,536 registers given out in units of 256 per warp."""
-        per_warp = -(-max(self.registers, 1) * 32 // 256) * 256
-        return 65536 // per_warp // self.num_warps * self.num_warps
-
 
 @dataclass(frozen=True)
 class Launch:

@@ -145,7 +145,7 @@ def shape(kernel: str, q: Tensor, v: Tensor) -> Shape:
 
 
 def fit(kernel: str, capability: int, group: int, dk: int, dv: int, dtype: torch.dtype) -> Shape:
-    """LaunchConfig tiles, made smaller as far as head sizes and dtype make rows wider than the tables assume."""
+    """Tiles of the table, made smaller as far as head sizes and dtype make rows wider than the tables assume."""
     padded_group, (padded_k, padded_v) = triton.next_power_of_2(group), padded_channels(dk, dv)
     of_width, excess = width(dk, dv, dtype)
     tables = table(capability)

@@ -13,7 +13,7 @@ from benchmarks import __main__ as bench
 from benchmarks.ab.result import Rules
 from containers import host, pipeline
 from containers.engine import Choice, Engine
-from containers.pipeline import Done, Step
+from containers.pipeline import Step, StepResult
 
 DOCKER = Choice(Engine("docker", "26.1"), "engine: docker 26.1")
 BARE = Choice(None, "engine: none")
@@ -57,7 +57,7 @@ def test_a_base_with_the_same_nsa_is_not_compared(monkeypatch: pytest.MonkeyPatc
             pipeline._why_no_compare(base)
 
 
-def chain(monkeypatch: pytest.MonkeyPatch, logs: Path, codes: dict[str, int]) -> list[Done]:
+def chain(monkeypatch: pytest.MonkeyPatch, logs: Path, codes: dict[str, int]) -> list[StepResult]:
     told = '{"bad": ["prefill/x"], "undecided": [], "verdicts": {"SLOWER": 1, "SAME": 4}}\n'
     monkeypatch.setattr(
         pipeline, "_stream", lambda step, log: (codes.get(step.name, 0), told if step.name == "compare" else "{torn")
