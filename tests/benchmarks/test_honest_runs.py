@@ -31,7 +31,8 @@ from benchmarks.timing.device_clock import EventSampler
 from benchmarks.timing.latency import Plan
 from benchmarks.workloads import Work, attention, suite
 from containers import pipeline
-from containers.pipeline import Done, Step
+from containers.pipeline import Step, StepResult
+from harness.fingerprint import ROOT
 from harness.peak import MeasuredPeak
 from nsa import nsa_attention
 from tests.benchmarks import full_results
@@ -122,7 +123,7 @@ def test_a_baseline_that_is_absent_or_refuses_is_not_red(run: Run) -> None:
 
 def test_a_red_baseline_is_in_the_summary_of_a_pipeline_and_on_the_page(tmp_path: Path) -> None:
     step = Step("bench", "bench", ())
-    text = pipeline.summary([Done(step, 0, 1.0, {"faults": [], "red_baselines": {DENSE.name: "INCORRECT"}})])
+    text = pipeline.summary([StepResult(step, 0, 1.0, {"faults": [], "red_baselines": {DENSE.name: "INCORRECT"}})])
     assert DENSE.name in text
     assert "INCORRECT" in text
     write(tmp_path, failed(DENSE, Outcome.INCORRECT, "why"), passed(key()))
@@ -142,7 +143,7 @@ def test_only_a_quick_run_measures_as_quick(
         return [Measurement(passed(key()))]
 
     monkeypatch.setattr(worker, "run", measure)
-    assert main(["run", "--gpu", "cpu", "--out", str(memory.ROOT / "results"), "--list"]) == 0
+    assert main(["run", "--gpu", "cpu", "--out", str(ROOT / "results"), "--list"]) == 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_file, "create", lambda *_: Path("nowhere"))
         patch.setattr(run_file, "append", lambda *_: None)
