@@ -1,4 +1,4 @@
-"""Which kernel serves which call, and why: decided here and nowhere else.
+"""Which Triton kernel serves which call, and why; `nsa.backends` decides before whether this backend does.
 
 `why_not` says whether the backend serves a call at all. `variant` then picks from `TABLE`, which lists the kernels of a
 computation in order of preference: the first whose condition holds takes the call, and the last serves every call.
