@@ -29,7 +29,7 @@ QUICK_TESTS = (
     "--ignore",
     "tests/nsa/triton_backend",
 )
-QUICK_COMPARE = ("--quick", "--cases", "part-window", "--rounds", "14")
+QUICK_COMPARE = ("--quick", "--cases", "part-window", "--pairs", "14")
 REPORT = "report"
 INTERRUPTED = 130
 

@@ -1,7 +1,8 @@
 """A dataclass from parsed JSON, every value held to its field's type: a file may be damaged, edited or foreign.
 
 What a type asks is worked out once; thousands of records are then read by the same small functions. Files of lines
-(`nsa.io`) hold one such dataclass per line.
+(`nsa.io`) hold one such dataclass per line. A dataclass whose fields were renamed says so in `OLD_NAMES` (name in
+earlier files -> field), and earlier files are read as before.
 """
 
 from __future__ import annotations
@@ -68,10 +69,13 @@ def _dataclass(kind: Any) -> _Reader:
         for field in dataclasses.fields(kind)
         if field.default is field.default_factory is dataclasses.MISSING
     ]
+    old_names: Mapping[str, str] = getattr(kind, "OLD_NAMES", {})
 
     def read(data: Any) -> Any:
         if not isinstance(data, dict):
             raise _MisfitError(TypeError, f"must be a JSON object; got {reprlib.repr(data)}")
+        if not old_names.keys().isdisjoint(data):
+            data = _with_new_names(data, old_names)
         if unknown := [key for key in data if key not in readers]:
             raise _MisfitError(ValueError, f"has no field {reprlib.repr(unknown[0])}")
         if missing := [key for key in needed if key not in data]:
@@ -86,6 +90,13 @@ def _dataclass(kind: Any) -> _Reader:
         return kind(**values)
 
     return read
+
+
+def _with_new_names(data: Mapping[str, Any], old_names: Mapping[str, str]) -> dict[str, Any]:
+    for old in old_names.keys() & data.keys():
+        if old_names[old] in data:
+            raise _MisfitError(ValueError, f"must not have {old!r} beside {old_names[old]!r}")
+    return {old_names.get(name, name): value for name, value in data.items()}
 
 
 def _tuple(kind: Any) -> _Reader:

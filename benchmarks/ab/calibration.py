@@ -105,7 +105,7 @@ Group = Sequence[CalibrationPair]
 def least_effort(rules: Rules) -> Rules:
     """What is calibrated: `compare` up to the first interim analysis that can find a change. Later ones can find more,
     and measure on what this one, being the last, calls SAME beyond `plainly_same`."""
-    return rules.up_to(rules.fewest_rounds)
+    return rules.up_to(rules.min_pairs)
 
 
 def groups_for(comparisons: int, cases: int) -> int:
@@ -144,15 +144,15 @@ def noise(pairs: Sequence[CalibrationPair]) -> float:
     """Median over the cases of 1.4826 MAD of the log-ratios of identical code."""
     ratios: dict[str, list[float]] = {}
     for pair in pairs:
-        for taken in pair.taken:
-            ratios.setdefault(taken.case, []).append(taken.samples.timed().log_ratio)
+        for one in pair.cases:
+            ratios.setdefault(one.case, []).append(one.samples.timed().log_ratio)
     return statistics.median(1.4826 * statistics.median(map(abs, values)) for values in ratios.values())
 
 
 def _tallies(groups: Sequence[Group], rules: Rules, levels: Sequence[float] = LEVELS) -> dict[float, Counter[Verdict]]:
     tallies: dict[float, Counter[Verdict]] = {level: Counter() for level in levels}
     for group in groups:
-        cases = [taken.case for taken in group[0].taken]
+        cases = [one.case for one in group[0].cases]
         for level in levels:
             if level == 0.0:
                 tallies[level].update(answer.verdict for answer in simulate(group, None, 0, rules))
@@ -168,21 +168,17 @@ def simulate(group: Group, slowed: str | None, level: int, rules: Rules) -> list
     waiting = iter(group)
 
     def measure(cases: Sequence[str]) -> Mapping[str, PairTiming]:
-        by_case = {taken.case: taken.samples for taken in next(waiting).taken}
+        by_case = {one.case: one.samples for one in next(waiting).cases}
         return {case: by_case[case].timed(level if case == slowed else 0) for case in cases}
 
-    return sequential.run([taken.case for taken in group[0].taken], measure, least_effort(rules))
+    return sequential.run([one.case for one in group[0].cases], measure, least_effort(rules))
 
 
 def _injected(groups: Sequence[Group], level: float) -> float:
     """What the slowdown really was: median share of the injected work in a sample."""
     i = LEVELS.index(level)
     return statistics.median(
-        sample[i] / sample[0] - 1
-        for group in groups
-        for pair in group
-        for taken in pair.taken
-        for sample in taken.head_ms
+        sample[i] / sample[0] - 1 for group in groups for pair in group for one in pair.cases for sample in one.head_ms
     )
 
 

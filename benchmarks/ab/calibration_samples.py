@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from benchmarks.ab import trial
 from benchmarks.ab.checkout import Sources
@@ -45,7 +46,9 @@ class CalibrationPair:
 
     identity: str
     seconds: float
-    taken: tuple[CaseSamples, ...]
+    cases: tuple[CaseSamples, ...]
+
+    OLD_NAMES: ClassVar[Mapping[str, str]] = {"taken": "cases"}
 
 
 def path(results: Path, machine: str) -> Path:
@@ -56,7 +59,7 @@ def path(results: Path, machine: str) -> Path:
 def identity(of: Fingerprint, cases: Sequence[str], rules: Rules) -> str:
     """One word for all that pairs must share to be judged together."""
     conditions = {name: str(getattr(of, name)) for name in fingerprint.CONDITIONS}
-    measured = [rules.turns, rules.most_turns, rules.turn_precision, SLOWDOWNS]
+    measured = [rules.min_samples, rules.max_samples, rules.target_standard_error, SLOWDOWNS]
     text = json.dumps([conditions, of.nsa_sha256, list(cases), measured], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -82,8 +85,8 @@ def measure(
     for number in range(count):
         begin = time.perf_counter()
         found = trial.run(base, head, "cpu", keys, rules, number % 2, SLOWDOWNS, check=number == 0)
-        taken = [_samples(key, result) for key, result in zip(keys, found, strict=True)]
-        pair = CalibrationPair(wanted, round(time.perf_counter() - begin, 1), tuple(taken))
+        cases = tuple(_samples(key, result) for key, result in zip(keys, found, strict=True))
+        pair = CalibrationPair(wanted, round(time.perf_counter() - begin, 1), cases)
         jsonl.append(path(results, machine), pair)
         yield pair
 

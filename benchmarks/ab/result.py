@@ -5,9 +5,11 @@ Every change is HEAD's time over BASE's, less 1: 0.03 is 3 % slower. None is unk
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
+from typing import ClassVar
 
 from benchmarks.ab import signed_rank
 from benchmarks.history.key import Key
@@ -41,7 +43,7 @@ class Rules:
     plainly_same: float = 0.03
     """SAME before the last interim analysis needs the interval within this too: on a machine that cannot tell 3 % at
     once, further pairs often can."""
-    looks: tuple[int, ...] = (6, 14, 22)
+    interim_analyses: tuple[int, ...] = (6, 14, 22)
     """After how many pairs of processes the undecided cases are analysed; the first analysis can find no change."""
     false_discovery_rates: tuple[float, ...] = (0.0, 0.04, 0.01)
     """Of each analysis: the share of its calls FASTER and SLOWER that may be false. Together the share of all."""
@@ -49,36 +51,51 @@ class Rules:
     """Of a call FASTER or SLOWER, however few cases share the false discoveries."""
     alpha: float = 0.05
     """Two-sided error of an interval."""
-    turns: int = 6
-    """Samples of each process of a pair on a case, interleaved, at least; an even number."""
-    most_turns: int = 40
-    turn_precision: float = 0.015
-    """Standard error of a pair's log-ratio at which they stop earlier."""
+    min_samples: int = 6
+    """Of each process of a pair on a case, interleaved; an even number."""
+    max_samples: int = 40
+    target_standard_error: float = 0.015
+    """Of a pair's log-ratio: at this one the sampling stops before `max_samples`."""
+
+    OLD_NAMES: ClassVar[Mapping[str, str]] = {
+        "looks": "interim_analyses",
+        "turns": "min_samples",
+        "most_turns": "max_samples",
+        "turn_precision": "target_standard_error",
+    }
 
     def __post_init__(self) -> None:
-        if len(self.looks) != len(self.false_discovery_rates) or list(self.looks) != sorted(set(self.looks)):
+        analyses = self.interim_analyses
+        if len(analyses) != len(self.false_discovery_rates) or list(analyses) != sorted(set(analyses)):
             raise ValueError(
-                "rules.looks must ascend and have one false_discovery_rates each; got"
-                f" {self.looks} and {self.false_discovery_rates}"
+                "rules.interim_analyses must ascend and have one false_discovery_rates each; got"
+                f" {analyses} and {self.false_discovery_rates}"
             )
-        if not signed_rank.enough(self.looks[0], self.alpha):
-            raise ValueError(f"rules.looks must begin with enough pairs for alpha {self.alpha}; got {self.looks}")
+        if not signed_rank.enough(analyses[0], self.alpha):
+            raise ValueError(
+                f"rules.interim_analyses must begin with enough pairs for alpha {self.alpha}; got {analyses}"
+            )
 
     @property
-    def fewest_rounds(self) -> int:
+    def min_pairs(self) -> int:
         """Pairs of processes before a change can be found."""
-        return next(look for look, rate in zip(self.looks, self.false_discovery_rates, strict=True) if rate > 0)
+        rates = zip(self.interim_analyses, self.false_discovery_rates, strict=True)
+        return next(pairs for pairs, rate in rates if rate > 0)
 
     def same_within(self, pairs: int) -> float:
         """What the interval must lie within on both sides, for SAME after so many pairs of processes."""
-        return self.equal_within if pairs == self.looks[-1] else min(self.equal_within, self.plainly_same)
+        return self.equal_within if pairs == self.interim_analyses[-1] else min(self.equal_within, self.plainly_same)
 
-    def up_to(self, rounds: int) -> Rules:
+    def up_to(self, pairs: int) -> Rules:
         """Without the analyses after so many pairs of processes. ValueError where none left can find a change."""
-        if rounds < self.fewest_rounds:
-            raise ValueError(f"rounds must be at least {self.fewest_rounds}, fewer can show nothing; got {rounds}")
-        kept = sum(look <= rounds for look in self.looks)
-        return replace(self, looks=self.looks[:kept], false_discovery_rates=self.false_discovery_rates[:kept])
+        if pairs < self.min_pairs:
+            raise ValueError(f"pairs must be at least {self.min_pairs}, fewer can show nothing; got {pairs}")
+        kept = sum(analysis <= pairs for analysis in self.interim_analyses)
+        return replace(
+            self,
+            interim_analyses=self.interim_analyses[:kept],
+            false_discovery_rates=self.false_discovery_rates[:kept],
+        )
 
 
 @dataclass(frozen=True)
@@ -117,7 +134,7 @@ class ComparisonResult:
     detectable: float | None = None
     """The smallest change that could have been seen in these pairs."""
     p_value: float | None = None
-    """That identical code looks as changed as this."""
+    """The probability that identical code seems as changed as this."""
     base_ms: float | None = None
     """Median over the processes."""
     head_ms: float | None = None

@@ -104,7 +104,7 @@ def run(cases: Sequence[str], measure: MeasurePair, rules: Rules) -> list[CaseRe
 
 def extend(results: Sequence[CaseResult], measure: MeasurePair, rules: Rules) -> None:
     """Test cases that the caller holds, so that an exception out of `measure` leaves what was found until then."""
-    for pairs, rate in zip(rules.looks, rules.false_discovery_rates, strict=True):
+    for pairs, rate in zip(rules.interim_analyses, rules.false_discovery_rates, strict=True):
         while waiting := [one for one in results if _is_open(one) and len(one.pairs) < pairs]:
             _measure(waiting, measure)
         discoveries = signed_rank.benjamini_hochberg([one.p_value for one in results], rate)
@@ -146,5 +146,5 @@ def _interim_analysis(one: CaseResult, discovered: bool, rules: Rules) -> None:
 
 def _seen_again(one: CaseResult, effect: Effect, rules: Rules) -> bool:
     """Whether the pairs since the first interim analysis alone show a change to the same side."""
-    new = signed_rank.pseudomedian([pair.log_ratio for pair in one.pairs[rules.looks[0] :]])
+    new = signed_rank.pseudomedian([pair.log_ratio for pair in one.pairs[rules.interim_analyses[0] :]])
     return math.copysign(1, effect.change) * math.expm1(new) >= rules.smallest_change

@@ -60,10 +60,10 @@ class PairedSamples:
 
     def enough(self, rules: Rules) -> bool:
         """Whether further samples would say little more; by the spread alone, so that it favours no answer."""
-        taken = len(self.base_ms)
-        if taken < rules.turns or taken % 2:
+        count = len(self.base_ms)
+        if count < rules.min_samples or count % 2:
             return False
-        return taken >= rules.most_turns or standard_error(self._log_ratios(0)) <= rules.turn_precision
+        return count >= rules.max_samples or standard_error(self._log_ratios(0)) <= rules.target_standard_error
 
     def _log_ratios(self, level: int) -> list[float]:
         pairs = zip(self.base_ms, self.head_ms, strict=True)
@@ -95,15 +95,15 @@ class WorkerPair:
             return refused
         latencies_ms = [self._ask_one(side, {"slowdowns": list(slowdowns)})["latency_ms"] for side in (0, 1)]
         calls = calls_per_sample(min(latencies_ms), self._device)
-        taken = PairedSamples((), ())
-        while not taken.enough(rules):
+        samples = PairedSamples((), ())
+        while not samples.enough(rules):
             sample_ms = {}
-            for side in (0, 1) if (len(taken.base_ms) + first) % 2 == 0 else (1, 0):
+            for side in (0, 1) if (len(samples.base_ms) + first) % 2 == 0 else (1, 0):
                 sample_ms[side] = self._ask_one(side, {"sample": calls})["sample_ms"]
-            taken = PairedSamples((*taken.base_ms, sample_ms[0][0]), (*taken.head_ms, tuple(sample_ms[1])))
+            samples = PairedSamples((*samples.base_ms, sample_ms[0][0]), (*samples.head_ms, tuple(sample_ms[1])))
         if check and (refused := self._ask_both({"finish": True})):
             return refused
-        return taken
+        return samples
 
     def _ask_one(self, side: int, request: Mapping[str, Any]) -> dict[str, Any]:
         with blame(side):

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bad", metavar="BAD", help="a later commit that is slow")
     parser.add_argument("--case", required=True, metavar="NAME", help="one case's name, as compare prints it")
     options.add_gpu(parser)
-    compare.add_rounds(parser)
+    compare.add_pairs(parser)
     options.add_out(parser)
 
 
@@ -33,7 +33,7 @@ def main(arguments: argparse.Namespace) -> int:
     keys = options.nsa_cases(machine, [arguments.case])
     if len(keys) != 1:
         raise ValueError(f"--case must name one case of NSA; {arguments.case!r} names {len(keys)}")
-    rules = compare.rules_for(arguments.out, machine, arguments.rounds)
+    rules = compare.rules_for(arguments.out, machine, arguments.pairs)
     options.check_writable(arguments.out / "verdicts")
     good, bad = checkout.resolve(arguments.good), checkout.resolve(arguments.bad)
     commits = checkout.first_parents(good, bad)

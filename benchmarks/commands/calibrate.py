@@ -85,7 +85,7 @@ def main(arguments: argparse.Namespace) -> int:
     except calibration_samples.LostPairError as error:
         print(f"python -m benchmarks: {error}", file=sys.stderr)
         return 1
-    groups = calibration.split(pairs, Rules().fewest_rounds)
+    groups = calibration.split(pairs, Rules().min_pairs)
     rules, rates = calibration.calibrate(groups, Rules())
     found = Calibration(
         identity,
@@ -114,7 +114,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _pairs(arguments: argparse.Namespace, identity: fingerprint.Fingerprint) -> list[CalibrationPair]:
     cases, rules = keys(), Rules()
     word = calibration_samples.identity(identity, [key.name for key in cases], rules)
-    wanted = rules.fewest_rounds * calibration.groups_for(arguments.comparisons, len(cases))
+    wanted = rules.min_pairs * calibration.groups_for(arguments.comparisons, len(cases))
     pairs = calibration_samples.read(arguments.out, machines.CPU, word)[:wanted]
     print(f"{len(cases)} cases, {wanted} pairs of processes, of which {len(pairs)} are there", flush=True)
     if len(pairs) == wanted:

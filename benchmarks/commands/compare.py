@@ -1,4 +1,4 @@
-"""`compare`: is HEAD slower than BASE? Both are measured now, here, in turns, by the benches as they are.
+"""`compare`: is HEAD slower than BASE? Both are measured now, here, with interleaved samples, by today's benches.
 
 Answers FASTER, SLOWER, SAME or UNDECIDED for each case, with the smallest change that could have been seen; FAILED
 where HEAD does not pass it. Exit code 1 for SLOWER or FAILED, 0 otherwise: UNDECIDED is no verdict.
@@ -25,7 +25,7 @@ from benchmarks.history.key import Key
 from harness import fingerprint, jsonl, machines
 from harness.machines import Machine
 
-SUMMARY = "measure two commits in turns: FASTER, SLOWER, SAME or UNDECIDED for each case"
+SUMMARY = "measure two commits side by side: FASTER, SLOWER, SAME or UNDECIDED for each case"
 BAD = (Verdict.SLOWER, Verdict.FAILED)
 
 
@@ -36,26 +36,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_gpu(parser)
     options.add_cases(parser, default="the quick suite but memory")
     parser.add_argument("--quick", action="store_true", help="of the named cases only those of the quick suite")
-    add_rounds(parser)
+    add_pairs(parser)
     options.add_out(parser)
 
 
-def add_rounds(parser: argparse.ArgumentParser) -> None:
-    """--rounds."""
+def add_pairs(parser: argparse.ArgumentParser) -> None:
+    """--pairs, and --rounds, its earlier name, which stored commands have."""
     parser.add_argument(
-        "--rounds",
+        "--pairs",
         type=int,
-        default=Rules.looks[-1],
+        default=Rules.interim_analyses[-1],
         metavar="N",
-        help=f"most pairs of processes per case; what they leave open is UNDECIDED (default: {Rules.looks[-1]})",
+        help="most pairs of processes per case; what they leave open is UNDECIDED"
+        f" (default: {Rules.interim_analyses[-1]})",
     )
+    parser.add_argument("--rounds", dest="pairs", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure and answer; the last line of stdout is JSON."""
     machine = machines.machine(arguments.gpu, machines.visible_gpu())
     keys = options.nsa_cases(machine, arguments.cases, quick=arguments.quick)
-    rules = rules_for(arguments.out, machine, arguments.rounds)
+    rules = rules_for(arguments.out, machine, arguments.pairs)
     options.check_writable(arguments.out / "verdicts")
     begin = time.perf_counter()
     refs = [arguments.base, arguments.head or checkout.WORKING_TREE]
@@ -79,8 +81,8 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if summary["bad"] else 0
 
 
-def rules_for(results: Path, machine: Machine, rounds: int) -> Rules:
-    """This machine's calibrated thresholds, or the defaults, up to so many rounds. ValueError for too few.
+def rules_for(results: Path, machine: Machine, pairs: int) -> Rules:
+    """This machine's calibrated thresholds, or the defaults, up to so many pairs. ValueError for too few.
 
     Machines of one name ("cpu") differ in their noise: thresholds of another processor or GPU are not taken.
     """
@@ -90,13 +92,13 @@ def rules_for(results: Path, machine: Machine, rounds: int) -> Rules:
     ):
         print(f"thresholds: the defaults; {calibration.path(results, machine.id)} is of {there}, and this is {here}")
         calibrated = None
-    return (calibrated.rules if calibrated else Rules()).up_to(rounds)
+    return (calibrated.rules if calibrated else Rules()).up_to(pairs)
 
 
 def measure(
     machine: Machine, keys: Sequence[Key], base: Sources, head: Sources, rules: Rules
 ) -> tuple[list[ComparisonResult], bool]:
-    """One result per key, with a line of progress per round; and whether it was interrupted before the end."""
+    """One result per key, with a line of progress per pair of processes; and whether it was interrupted."""
     identity = fingerprint.take(machine.id, machine.device)
     if machine.device == "cpu":
         identity = dataclasses.replace(identity, threads=THREADS)
@@ -133,12 +135,12 @@ class _Measure:
 
     def _progress(self, cases: int) -> str:
         """Time left to the next interim analysis; how many cases go on after it is not known before it."""
-        what, analyses = f"round {self._done}, {cases} case{'s' if cases > 1 else ''}", self._rules.looks
+        what, analyses = f"pair {self._done}, {cases} case{'s' if cases > 1 else ''}", self._rules.interim_analyses
         next_analysis = next((pairs for pairs in analyses if pairs >= self._done), self._done)
         if next_analysis == self._done:
             return f"[{what}] {self._seconds:.0f} s"
         left_s = (next_analysis - self._done) * cases * self._seconds / self._cases
-        progress = f"[{what}] {self._seconds:.0f} s, {left_s:.0f} s to the analysis after round {next_analysis}"
+        progress = f"[{what}] {self._seconds:.0f} s, {left_s:.0f} s to the analysis after pair {next_analysis}"
         return f"{progress}, {analyses[-1]} at most"
 
 
@@ -175,7 +177,7 @@ def _result(
 
 def _command(base: Sources, head: Sources, machine: str, key: Key, rules: Rules) -> str:
     refs = [side.ref for side in (base.side, head.side) if side.ref != checkout.WORKING_TREE]
-    rest = ["--gpu", machine, "--cases", key.name, "--rounds", str(rules.looks[-1])]
+    rest = ["--gpu", machine, "--cases", key.name, "--pairs", str(rules.interim_analyses[-1])]
     return shlex.join(["python", "-m", "benchmarks", "compare", *refs, *rest])
 
 

@@ -111,7 +111,7 @@ def _compare(broken: bool, folder: Path) -> GateResult:
         _base: object, _head: object, _device: object, keys: Sequence[Key], rules: Rules, *_: object
     ) -> list[PairedSamples]:
         head_ms = 1.1 if broken else 1.0
-        return [PairedSamples((1.0,) * rules.turns, ((head_ms,),) * rules.turns) for _ in keys]
+        return [PairedSamples((1.0,) * rules.min_samples, ((head_ms,),) * rules.min_samples) for _ in keys]
 
     side = Sources(Side("main", None, None, "0" * 64), folder, folder)
     with contextlib.ExitStack() as stack:

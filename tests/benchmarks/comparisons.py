@@ -20,20 +20,20 @@ def comparison_result(verdict: Verdict) -> ComparisonResult:
     )
 
 
-def calibration_pairs(pairs: int, cases: int, noise: Noise, seed: int = 0, turns: int = 8) -> list[CalibrationPair]:
-    """Pairs of identical code of 50 ms, each turn longer by the noise, the injected work too."""
+def calibration_pairs(pairs: int, cases: int, noise: Noise, seed: int = 0, samples: int = 8) -> list[CalibrationPair]:
+    """Pairs of identical code of 50 ms, each sample longer by the noise, the injected work too."""
     r = random.Random(seed)
 
     def work(share: float) -> float:
         return 50.0 * share * (1 + noise(r))
 
-    def head_turn() -> tuple[float, ...]:
+    def head_sample() -> tuple[float, ...]:
         call = work(1.0)
         return (call, *(call + work(slowdown) for slowdown in SLOWDOWNS))
 
-    def taken(case: int) -> CaseSamples:
+    def measured(case: int) -> CaseSamples:
         return CaseSamples(
-            f"case {case}", tuple(work(1.0) for _ in range(turns)), tuple(head_turn() for _ in range(turns))
+            f"case {case}", tuple(work(1.0) for _ in range(samples)), tuple(head_sample() for _ in range(samples))
         )
 
-    return [CalibrationPair("identity", 1.0, tuple(taken(case) for case in range(cases))) for _ in range(pairs)]
+    return [CalibrationPair("identity", 1.0, tuple(measured(case) for case in range(cases))) for _ in range(pairs)]

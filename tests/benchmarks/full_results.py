@@ -102,7 +102,7 @@ def write_runs(results: Path, runs: int, machine: str = "h200", device: str = "N
 
 
 def write_verdicts(results: Path, utc: str = "2026-03-01T00:00:00.000Z", **changes: Any) -> None:
-    """One contest with every verdict."""
+    """One comparison with every verdict."""
     where = run_of(SLOWER_FROM)
     base = Side("main", run_of(0).commit, False, "a" * 16)
     head = Side("HEAD", where.commit, False, "b" * 16)

@@ -32,7 +32,7 @@ def test_the_chain_of_an_a100(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_quick_comparison_is_one_that_compare_takes() -> None:
     arguments = bench.parser().parse_args(["compare", "HEAD", *pipeline.QUICK_COMPARE])
-    assert Rules().up_to(arguments.rounds)  # raises ValueError for too few
+    assert Rules().up_to(arguments.pairs)  # raises ValueError for too few
     assert (arguments.cases, arguments.quick) == (["part-window"], True)
 
 

@@ -7,30 +7,31 @@ import itertools
 import json
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.ab import calibration, calibration_samples, trial
+from benchmarks.ab import calibration, calibration_samples, result, trial
 from benchmarks.ab.calibration import Calibration, Rate
 from benchmarks.ab.injection import StagedSlowdown
-from benchmarks.ab.result import Rules
+from benchmarks.ab.result import Rules, Verdict
 from benchmarks.ab.sequential import PairFailure
 from benchmarks.commands import calibrate as command
 from benchmarks.commands import compare
 from benchmarks.history.key import Key
 from benchmarks.history.records import Outcome
-from harness import fingerprint, jsonl
+from harness import fingerprint, jsonl, schema
 from harness.machines import recognise
 from tests.benchmarks import comparisons
 from tests.benchmarks.synthetic import FINGERPRINT
 
 RULES = Rules()
 CASES = 20
-SIZE = RULES.fewest_rounds
+SIZE = RULES.min_pairs
 
 
 def quiet(r: random.Random) -> float:
@@ -55,7 +56,7 @@ def test_a_quiet_machine_finds_three_percent_without_false_alarms() -> None:
     assert rates[0.1].power >= 0.95
     assert rates[0.01].power < rates[0.03].power
     assert rates[0.03].injected == pytest.approx(0.03, rel=0.1)
-    assert (rules.equal_within, rules.looks) == (0.03, RULES.looks)
+    assert (rules.equal_within, rules.interim_analyses) == (0.03, RULES.interim_analyses)
     assert rates[0.0].same >= 180
 
 
@@ -72,7 +73,7 @@ def test_no_pair_is_in_two_groups_and_each_is_as_large_as_a_test() -> None:
     groups = calibration.split(pairs, 10)
     assert [len(group) for group in groups] == [10, 10]
     assert [*itertools.chain(*groups)] == pairs[:20]
-    assert calibration.least_effort(RULES).looks[-1] == SIZE
+    assert calibration.least_effort(RULES).interim_analyses[-1] == SIZE
 
 
 def test_thresholds_that_judge_a_group_were_chosen_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,15 +99,13 @@ def test_one_case_is_slowed_down_at_a_time() -> None:
 def test_false_alarms_blunt_the_thresholds() -> None:
     """Process pairs that differ by a constant, as two builds of one source can: the smallest change is raised."""
     pairs = comparisons.calibration_pairs(4 * SIZE, 2, lambda r: r.gauss(0.0, 0.0005))
-    slower = [
-        dataclasses.replace(pair, taken=tuple(_head_slower(taken, 1.012) for taken in pair.taken)) for pair in pairs
-    ]
+    slower = [dataclasses.replace(pair, cases=tuple(_head_slower(one, 1.012) for one in pair.cases)) for pair in pairs]
     assert calibration.choose(calibration.split(pairs, SIZE), RULES).smallest_change == calibration.SMALLEST_CHANGES[0]
     assert calibration.choose(calibration.split(slower, SIZE), RULES).smallest_change == 0.015
 
 
-def _head_slower(taken: calibration_samples.CaseSamples, factor: float) -> calibration_samples.CaseSamples:
-    return dataclasses.replace(taken, head_ms=tuple(tuple(factor * x for x in turn) for turn in taken.head_ms))
+def _head_slower(one: calibration_samples.CaseSamples, factor: float) -> calibration_samples.CaseSamples:
+    return dataclasses.replace(one, head_ms=tuple(tuple(factor * x for x in sample) for sample in one.head_ms))
 
 
 def test_the_injected_work_is_real_and_as_large_as_it_says() -> None:
@@ -161,9 +160,9 @@ class Machine:
             raise KeyboardInterrupt
         self.pairs += 1
         (pair,) = comparisons.calibration_pairs(
-            1, len(keys), quiet, seed=self._random.randrange(2**30), turns=rules.turns
+            1, len(keys), quiet, seed=self._random.randrange(2**30), samples=rules.min_samples
         )
-        return [taken.samples for taken in pair.taken]
+        return [one.samples for one in pair.cases]
 
 
 ARGUMENTS = ["calibrate", "--comparisons", "8"]
@@ -199,7 +198,7 @@ def test_pairs_of_other_sources_are_left_alone(tmp_path: Path) -> None:
             (dataclasses.replace(FINGERPRINT, nsa_sha256="2" * 16), ["a"], RULES),
             (dataclasses.replace(FINGERPRINT, torch="2.14.0"), ["a"], RULES),
             (FINGERPRINT, ["b"], RULES),
-            (FINGERPRINT, ["a"], dataclasses.replace(RULES, turns=8)),
+            (FINGERPRINT, ["a"], dataclasses.replace(RULES, min_samples=8)),
         )
     }
     assert len(identities) == 5
@@ -235,6 +234,39 @@ def test_compare_takes_its_thresholds_from_the_machines_calibration(tmp_path: Pa
     path.write_text('{"rules": 1}')
     with pytest.raises(ValueError, match=r"cpu\.json is no calibration: .*; run calibrate again or remove it"):
         compare.rules_for(tmp_path, cpu, 14)
+
+
+def test_files_with_earlier_names_are_read(tmp_path: Path) -> None:
+    """The committed calibration has them; so do pairs and comparison results of before."""
+    committed = calibration.load(fingerprint.ROOT / "results", "cpu")
+    assert committed is not None
+    assert committed.rules == dataclasses.replace(RULES, smallest_change=0.005)
+    (pair,) = comparisons.calibration_pairs(1, 2, quiet)
+    _with_earlier_names(calibration_samples.path(tmp_path, "cpu"), pair, {"cases": "taken"})
+    assert calibration_samples.read(tmp_path, "cpu", "identity") == [pair]
+    found = comparisons.comparison_result(Verdict.SAME)
+    _with_earlier_names(
+        result.path(tmp_path, found.utc, found.base, found.head),
+        found,
+        {
+            "interim_analyses": "looks",
+            "min_samples": "turns",
+            "max_samples": "most_turns",
+            "target_standard_error": "turn_precision",
+        },
+    )
+    assert result.read(tmp_path) == ([found], [])
+    with pytest.raises(ValueError, match=r"rules must not have 'looks' beside 'interim_analyses'"):
+        schema.build(Rules, {"looks": [6], "interim_analyses": [6]}, "rules")
+
+
+def _with_earlier_names(path: Path, value: Any, names: Mapping[str, str]) -> None:
+    jsonl.append(path, value)
+    text = path.read_text()
+    for name, earlier in names.items():
+        assert f'"{name}":' in text
+        text = text.replace(f'"{name}":', f'"{earlier}":')
+    path.write_text(text)
 
 
 def test_a_calibration_that_cannot_be_written_leaves_the_old_one(

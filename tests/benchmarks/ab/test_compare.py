@@ -58,11 +58,18 @@ def summary(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
 
 
 def test_twice_the_work_is_slower(real: Repository, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whole and unreplaced: git, folders, processes, the oracle, turns, confirmation, the file, the exit code.
+    """Whole and unreplaced: git, folders, processes, the oracle, samples, confirmation, the file, the exit code.
 
     With few pairs, as a calibration may allow.
     """
-    rules = Rules(looks=(3, 4), false_discovery_rates=(0.0, 0.2), alpha=0.25, largest_p=0.25, turns=4, most_turns=6)
+    rules = Rules(
+        interim_analyses=(3, 4),
+        false_discovery_rates=(0.0, 0.2),
+        alpha=0.25,
+        largest_p=0.25,
+        min_samples=4,
+        max_samples=6,
+    )
     here = dataclasses.replace(FINGERPRINT, device=fingerprint.device_name(machines.machine("cpu", None)))
     calibration.save(tmp_path / "results", Calibration(here, rules, (), (CASE,), 0, 0.0, "calibrate"))
     change_attention(real, TWICE)
@@ -112,7 +119,7 @@ def test_a_head_that_cannot_be_imported_fails_every_case(
 Play = Callable[[Key, int], trial.PairedSamples | PairFailure]
 
 
-def turns(base_ms: float, head_ms: float) -> trial.PairedSamples:
+def samples(base_ms: float, head_ms: float) -> trial.PairedSamples:
     return trial.PairedSamples((base_ms,) * 6, ((head_ms,),) * 6)
 
 
@@ -146,30 +153,30 @@ def answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Play]
 def test_identical_times_are_the_same_and_exit_with_0(
     answered: Callable[[Play], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answered(lambda key, i: turns(10.0, 10.0 + 0.01 * (-1) ** i))
+    answered(lambda key, i: samples(10.0, 10.0 + 0.01 * (-1) ** i))
     assert run(tmp_path, "HEAD~1", "HEAD", cases="prefill-forward") == 0
     said = capsys.readouterr().out
     found = json.loads(said.splitlines()[-1])
     assert list(found["verdicts"]) == ["SAME"]
-    assert "[round 6, " in said
-    assert "s to the analysis after round 6, 22 at most" in said
+    assert "[pair 6, " in said
+    assert "s to the analysis after pair 6, 22 at most" in said
 
 
 def test_noise_is_undecided_and_exits_with_0_at_the_limit(
     answered: Callable[[Play], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answered(lambda key, i: turns(10.0, 10.0 * 1.2 ** (-1) ** i))
-    assert run(tmp_path, "HEAD~1", "HEAD", "--rounds", "14") == 0
+    answered(lambda key, i: samples(10.0, 10.0 * 1.2 ** (-1) ** i))
+    assert run(tmp_path, "HEAD~1", "HEAD", "--pairs", "14") == 0
     assert summary(capsys)["undecided"] == [CASE]
     ((found,), _) = result.read(tmp_path / "results")
-    assert (len(found.changes), found.rules.looks) == (14, (6, 14))
+    assert (len(found.changes), found.rules.interim_analyses) == (14, (6, 14))
     assert found.detectable == pytest.approx(0.2, abs=0.01)
 
 
 def test_a_confirmed_slowdown_exits_with_1_also_through_a_pipe(
     answered: Callable[[Play], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answered(lambda key, i: turns(10.0, 11.0 if key.name == CASE else 10.0))
+    answered(lambda key, i: samples(10.0, 11.0 if key.name == CASE else 10.0))
     assert run(tmp_path, "HEAD~1", "HEAD", cases="prefill-forward") == 1
     said = capsys.readouterr().out
     assert json.loads(said.splitlines()[-1])["bad"] == [CASE]
@@ -179,15 +186,15 @@ def test_a_confirmed_slowdown_exits_with_1_also_through_a_pipe(
 
 
 def test_faster_exits_with_0(answered: Callable[[Play], None], tmp_path: Path) -> None:
-    answered(lambda key, i: turns(10.0, 9.0))
+    answered(lambda key, i: samples(10.0, 9.0))
     assert run(tmp_path, "HEAD~1", "HEAD") == 0
 
 
 def test_what_reproduces_a_result_is_in_it(answered: Callable[[Play], None], tmp_path: Path) -> None:
-    answered(lambda key, i: turns(10.0, 10.0))
+    answered(lambda key, i: samples(10.0, 10.0))
     run(tmp_path, "HEAD~1", "HEAD")
     ((found,), _) = result.read(tmp_path / "results")
-    assert found.command == (f"python -m benchmarks compare 'HEAD~1' HEAD --gpu cpu --cases {CASE} --rounds 22")
+    assert found.command == (f"python -m benchmarks compare 'HEAD~1' HEAD --gpu cpu --cases {CASE} --pairs 22")
 
 
 @pytest.mark.parametrize(
@@ -195,7 +202,7 @@ def test_what_reproduces_a_result_is_in_it(answered: Callable[[Play], None], tmp
     [
         (["nowhere"], "'nowhere' must name a commit of "),
         (["--", "-x"], "'-x' must name a commit of "),
-        (["HEAD", "--rounds", "5"], "rounds must be at least 14, fewer can show nothing; got 5"),
+        (["HEAD", "--rounds", "5"], "pairs must be at least 14, fewer can show nothing; got 5"),
         (["HEAD", "--cases", "memory"], "--cases: 'memory' names no case of NSA that is timed"),
         (["HEAD", "--cases", "decode/*/sdpa-flash"], "names no case of NSA that is timed"),
         (["HEAD", "--cases", "prefil"], "--cases: no case here is named 'prefil'"),
@@ -214,7 +221,7 @@ def test_an_interrupted_comparison_keeps_what_it_decided(
     def play(key: Key, i: int) -> trial.PairedSamples:
         if key.name == CASE and i == 7:
             raise KeyboardInterrupt
-        return turns(10.0, 10.0 * 1.2 ** (-1) ** i if key.name == CASE else 10.0)
+        return samples(10.0, 10.0 * 1.2 ** (-1) ** i if key.name == CASE else 10.0)
 
     answered(play)
     assert run(tmp_path, "HEAD~1", "HEAD", cases=f"{OTHER},{CASE}") == 130

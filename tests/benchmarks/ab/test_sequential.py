@@ -1,4 +1,4 @@
-"""The exact statistics, the course of a contest, and how often it is wrong under noise that is known."""
+"""The exact statistics, the course of a group-sequential test, and how often it is wrong under noise that is known."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class Script:
 
     def __init__(self, **ratios: Sequence[float] | PairFailure) -> None:
         self._ratios = ratios
-        self._taken: Counter[str] = Counter()
+        self._measured: Counter[str] = Counter()
         self.asked: list[list[str]] = []
 
     def __call__(self, cases: Sequence[str]) -> Mapping[str, PairTiming | PairFailure]:
         self.asked.append(list(cases))
         found = {case: self._next(case) for case in cases}
-        self._taken.update(cases)
+        self._measured.update(cases)
         return found
 
     def _next(self, case: str) -> PairTiming | PairFailure:
         ratios = self._ratios[case]
         if isinstance(ratios, PairFailure):
             return ratios
-        return timed(ratios[min(self._taken[case], len(ratios) - 1)])
+        return timed(ratios[min(self._measured[case], len(ratios) - 1)])
 
     def play(self, rules: Rules = RULES) -> dict[str, sequential.CaseResult]:
         return {answer.case: answer for answer in sequential.run(list(self._ratios), self, rules)}
@@ -93,7 +93,7 @@ def test_what_seems_changed_is_measured_again_and_what_is_the_same_is_not() -> N
 
 
 def test_a_machine_that_tells_little_apart_measures_again_before_it_says_same() -> None:
-    """Calibrated to 10 %: an interval within 10 % but not within 3 % ends no case before the last look."""
+    """Calibrated to 10 %: an interval within 10 % but not within 3 % ends no case before the last interim analysis."""
     rules = dataclasses.replace(RULES, equal_within=0.1)
     script = Script(slow=[0.05] * 5 + [-0.04, 0.05], noisy=[0.04, -0.05] * 11, same=[0.01, -0.01] * 11)
     found = {case: (answer.verdict, len(answer.pairs)) for case, answer in script.play(rules).items()}
@@ -102,7 +102,7 @@ def test_a_machine_that_tells_little_apart_measures_again_before_it_says_same() 
 
 def test_a_machine_that_tells_much_apart_says_same_of_nothing_wider() -> None:
     rules = dataclasses.replace(RULES, equal_within=0.01)
-    assert len(Script(same=[0.02, -0.02] * 11).play(rules)["same"].pairs) == RULES.looks[-1]
+    assert len(Script(same=[0.02, -0.02] * 11).play(rules)["same"].pairs) == RULES.interim_analyses[-1]
 
 
 def test_a_change_that_is_not_seen_again_is_none() -> None:
@@ -141,11 +141,11 @@ def test_changes_lend_each_other_evidence() -> None:
     assert Script(slow=ratios, **others).play(RULES.up_to(14))["slow"].verdict is Verdict.SLOWER
 
 
-def test_noise_asks_for_more_rounds_up_to_the_limit_and_then_says_so() -> None:
+def test_noise_asks_for_more_pairs_up_to_the_limit_and_then_says_so() -> None:
     script = Script(noisy=[0.1, -0.1] * 11)
     answer = script.play()["noisy"]
     assert answer.verdict is Verdict.UNDECIDED
-    assert len(script.asked) == RULES.looks[-1] == 22
+    assert len(script.asked) == RULES.interim_analyses[-1] == 22
     assert answer.reason == "22 pairs of processes leave it between -9.5% and +10.5% (p = 1)"
     effect = answer.effect(RULES)
     assert effect is not None
@@ -157,7 +157,7 @@ def test_same_needs_both_ends_of_the_interval(sign: int) -> None:
     assert Script(lopsided=[sign * 0.1, sign * -0.001] * 11).play()["lopsided"].verdict is Verdict.UNDECIDED
 
 
-def test_more_rounds_can_decide() -> None:
+def test_more_pairs_can_decide() -> None:
     answer = Script(late=[0.2, -0.2] + [0.001] * 12).play()["late"]
     assert (answer.verdict, len(answer.pairs)) == (Verdict.SAME, 14)
 
@@ -193,9 +193,9 @@ def test_what_breaks_after_the_first_analysis_fails() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"looks": (6, 6), "false_discovery_rates": (0.0, 0.05)}, "rules.looks must ascend"),
-        ({"looks": (6, 14)}, "one false_discovery_rates each"),
-        ({"looks": (5, 14, 22)}, "enough pairs for alpha 0.05"),
+        ({"interim_analyses": (6, 6), "false_discovery_rates": (0.0, 0.05)}, "rules.interim_analyses must ascend"),
+        ({"interim_analyses": (6, 14)}, "one false_discovery_rates each"),
+        ({"interim_analyses": (5, 14, 22)}, "enough pairs for alpha 0.05"),
     ],
 )
 def test_rules_that_contradict_themselves_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -203,11 +203,11 @@ def test_rules_that_contradict_themselves_are_refused(changes: dict[str, Any], m
         Rules(**changes)
 
 
-def test_rules_up_to_a_number_of_rounds() -> None:
-    assert RULES.fewest_rounds == 14
-    assert RULES.up_to(21).looks == (6, 14)
+def test_rules_up_to_a_number_of_pairs() -> None:
+    assert RULES.min_pairs == 14
+    assert RULES.up_to(21).interim_analyses == (6, 14)
     assert RULES.up_to(99) == RULES
-    with pytest.raises(ValueError, match="rounds must be at least 14, fewer can show nothing; got 13"):
+    with pytest.raises(ValueError, match="pairs must be at least 14, fewer can show nothing; got 13"):
         RULES.up_to(13)
 
 

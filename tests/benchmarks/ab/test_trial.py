@@ -237,7 +237,7 @@ def pair_of(log: list[str], **fails: Mapping[str, str]) -> trial.WorkerPair:
 @pytest.mark.parametrize(("first", "order"), [(0, "ABBAABBA"), (1, "BAABBAAB")])
 def test_the_two_are_interleaved_and_neither_is_always_first(first: int, order: str) -> None:
     log: list[str] = []
-    found = pair_of(log).run(key(), dataclasses.replace(Rules(), turns=4), first)
+    found = pair_of(log).run(key(), dataclasses.replace(Rules(), min_samples=4), first)
     samples = [entry for entry in log if ":sample:" in entry]
     assert "".join("A" if entry.startswith("base:") else "B" for entry in samples) == order
     assert {entry.split(":")[2] for entry in samples} == {"6"}  # of the faster side's 10 ms: five beside the first
@@ -283,7 +283,7 @@ def test_an_outlier_in_four_samples_does_not_count() -> None:
 
 
 def test_samples_go_on_until_the_ratio_is_known_well_enough() -> None:
-    rules = Rules(turns=4, most_turns=8)
+    rules = Rules(min_samples=4, max_samples=8)
     calm, noisy = [10.0, 10.1], [10.0, 14.0]
     for base_ms, wanted in ((calm, 4), (noisy, 8)):
         ended = next(n for n in range(20) if trial.PairedSamples(tuple(base_ms * 5)[:n], ((10.0,),) * n).enough(rules))
