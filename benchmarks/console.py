@@ -9,10 +9,9 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from benchmarks.history.key import Key
+from benchmarks.cases.key import NSA, Key
 from benchmarks.history.records import Record
 from benchmarks.history.speedup import Comparison, speed_up
-from benchmarks.workloads import NSA
 
 
 class Progress:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from benchmarks.baselines import NotPresentError, UnsupportedError
+from benchmarks import memory_worker
+from benchmarks.cases.key import Key
+from benchmarks.cases.outcome import Gate, Outcome
+from benchmarks.cases.work import Work
 from benchmarks.correctness import anti_cheat, row_sampling
-from benchmarks.correctness.verify import IncorrectError, NonFiniteError, joined, require_finite
-from benchmarks.history.key import Key
-from benchmarks.history.records import Gate, Outcome, Record
+from benchmarks.correctness.verify import IncorrectError, joined, require_finite
+from benchmarks.errors import ThrottledError, classify
+from benchmarks.history.records import Record
 from benchmarks.history.samples import RawSamples, SampleSummary
 from benchmarks.timing import latency, memory, peak
-from benchmarks.timing.clocks import Clocks
-from benchmarks.timing.cuda_graphs import CannotCaptureError
-from benchmarks.timing.device_clock import UnjoinedWorkError
 from benchmarks.timing.latency import Timing
 from benchmarks.timing.rotating_inputs import RotatingInputs
-from benchmarks.workloads import NSA, Work
 from benchmarks.workloads.prepare import prepare
 from harness.fingerprint import Fingerprint
 from harness.peak import MeasuredPeak
@@ -40,14 +38,6 @@ class Measurement:
     record: Record
     raw: RawSamples | None = None
     """None where nothing was timed."""
-
-
-class ThrottledError(Exception):
-    """Most samples were taken while the device was too hot or short of power."""
-
-    def __init__(self, reason: str, clocks: Clocks) -> None:
-        self.clocks = clocks
-        super().__init__(reason)
 
 
 def run(
@@ -83,7 +73,7 @@ def measure(
     seed = row_sampling.new_seed() if seed is None else seed
     try:
         if key.mode == "memory":
-            gate, peak = memory.in_child(key, MEMORY_DEADLINE_S, seed)
+            gate, peak = memory_worker.measure(key, MEMORY_DEADLINE_S, seed)
             return Measurement(
                 Record(
                     key,
@@ -164,36 +154,3 @@ def _finite_outputs(work: Work) -> None:
     """What was timed must still be right after many calls; a train step may have diverged."""
     for i, x in enumerate(work.call()):
         require_finite(f"output {i} after the last sample", x)
-
-
-def classify(error: Exception, implementation: str) -> tuple[Outcome, str]:
-    """The outcome that an exception of this implementation means, and one line that says why.
-
-    What a baseline cannot import is not installed; NSA is always here, and an import that fails in it is its fault.
-    """
-    text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-    if isinstance(error, (IncorrectError, UnjoinedWorkError)):
-        return Outcome.INCORRECT, str(error)
-    if isinstance(error, memory.ChildError):
-        return error.outcome, str(error)
-    if isinstance(error, ThrottledError):
-        return Outcome.THROTTLED, str(error)
-    if isinstance(error, NonFiniteError):
-        return Outcome.NONFINITE, str(error)
-    if isinstance(error, NotPresentError):
-        return Outcome.NOT_PRESENT, str(error)
-    if isinstance(error, ImportError) and implementation != NSA:
-        return Outcome.NOT_PRESENT, text
-    if isinstance(error, UnsupportedError):
-        return Outcome.UNSUPPORTED, str(error)
-    if isinstance(error, CannotCaptureError):
-        return Outcome.UNSUPPORTED, text
-    if isinstance(error, subprocess.TimeoutExpired):
-        return Outcome.STALLED, f"no answer within {error.timeout:.0f} s"
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text:
-        return Outcome.OUT_OF_MEMORY, text
-    if type(error).__module__.startswith("triton.") and type(error).__name__ in ("CompilationError", "OutOfResources"):
-        return Outcome.COMPILE_ERROR, text
-    if isinstance(error, ValueError) and "cannot serve this call" in text:
-        return Outcome.UNSUPPORTED, text
-    return Outcome.CRASHED, text

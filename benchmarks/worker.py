@@ -17,9 +17,10 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 from benchmarks import runner
+from benchmarks.cases.key import Key
+from benchmarks.cases.outcome import Outcome
 from benchmarks.correctness import row_sampling
-from benchmarks.history.key import Key
-from benchmarks.history.records import Outcome, Record
+from benchmarks.history.records import Record
 from benchmarks.runner import Measurement, Prepare
 from benchmarks.timing.latency import Plan
 from benchmarks.workloads.prepare import prepare

@@ -25,12 +25,16 @@ from harness.peak import MeasuredPeak
 ROOT = Path(__file__).resolve().parents[1]
 
 MEASURING = (
-    "benchmarks/baselines", "benchmarks/correctness", "benchmarks/runner.py", "benchmarks/timing",
-    "benchmarks/workloads", "harness/nvml.py",
+    "benchmarks/baselines", "benchmarks/cases", "benchmarks/correctness", "benchmarks/errors.py",
+    "benchmarks/memory_worker.py", "benchmarks/runner.py", "benchmarks/timing", "benchmarks/workloads",
+    "harness/nvml.py",
 )  # fmt: skip
 """What decides how a figure comes about; a page or a command that changes makes none incomparable."""
-NOT_MEASURING = ("benchmarks/baselines/published.py", "benchmarks/timing/peak.py", "benchmarks/workloads/suite.py")
-"""What lies there and does not: figures of others, the device's limits, which cases there are."""
+NOT_MEASURING = (
+    "benchmarks/cases/key.py", "benchmarks/cases/outcome.py", "benchmarks/timing/peak.py",
+    "benchmarks/workloads/suite.py",
+)  # fmt: skip
+"""What lies there and does not: names of cases and outcomes, the device's limits, which cases there are."""
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ def test_the_contracts_are_kept(copy: Path) -> None:
         ("benchmarks/console.py", "from containers import host", "benchmarks.console -> containers.host"),
         ("nsa/kv.py", "def late() -> None:\n    from nsa import geometry", "nsa.kv -> nsa.geometry"),
         ("nsa/geometry.py", "def late() -> None:\n    from nsa import layer", "No cycles are allowed in nsa"),
+        ("benchmarks/cases/key.py", "from benchmarks import runner", "No cycles are allowed in benchmarks"),
         ("nsa/paged/store.py", "from nsa.triton_backend import decode", "nsa.paged.store -> nsa.triton_backend.decode"),
     ],
 )

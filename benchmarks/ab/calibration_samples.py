@@ -18,7 +18,7 @@ from benchmarks.ab import trial
 from benchmarks.ab.checkout import Sources
 from benchmarks.ab.result import Rules
 from benchmarks.ab.sequential import PairFailure
-from benchmarks.history.key import Key
+from benchmarks.cases.key import Key
 from harness import fingerprint, jsonl
 from harness.fingerprint import Fingerprint
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.ab.checkout import Sources
-from benchmarks.history.records import Outcome
+from benchmarks.cases.outcome import Outcome
 from harness import isolate
 
 THREADS = 1

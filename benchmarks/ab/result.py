@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from benchmarks.ab import signed_rank
-from benchmarks.history.key import Key
-from benchmarks.history.records import Outcome
+from benchmarks.cases.key import Key
+from benchmarks.cases.outcome import Outcome
 from harness import jsonl
 from harness.fingerprint import Fingerprint
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.ab import signed_rank
 from benchmarks.ab.result import Rules, Verdict
-from benchmarks.history.records import FAULTS, Outcome
+from benchmarks.cases.outcome import FAULTS, Outcome
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from benchmarks.ab.checkout import Sources
 from benchmarks.ab.child import Child, ChildError
 from benchmarks.ab.result import Rules
 from benchmarks.ab.sequential import PairFailure, PairTiming
-from benchmarks.history.key import Key
-from benchmarks.history.records import FAULTS, Outcome
+from benchmarks.cases.key import Key
+from benchmarks.cases.outcome import FAULTS, Outcome
 
 PREPARE_DEADLINE_S = 600.0
 """Compilation and the oracle included."""

@@ -26,14 +26,13 @@ from typing import Any
 import torch
 
 import nsa
-from benchmarks import runner
+from benchmarks import errors
 from benchmarks.ab import injection
+from benchmarks.cases.key import NSA, Key
+from benchmarks.cases.outcome import Outcome
 from benchmarks.correctness import anti_cheat, row_sampling
-from benchmarks.history.key import Key
-from benchmarks.history.records import Outcome
 from benchmarks.timing import latency
 from benchmarks.timing.rotating_inputs import RotatingInputs
-from benchmarks.workloads import NSA
 from benchmarks.workloads.prepare import prepare
 
 _WARM_UPS = 2
@@ -71,7 +70,7 @@ class Worker:
         try:
             step()
         except Exception as error:
-            outcome, reason = runner.classify(error, NSA)
+            outcome, reason = errors.classify(error, NSA)
             return {"outcome": outcome.value, "reason": reason}
         return {"outcome": Outcome.PASSED.value, "reason": None}
 

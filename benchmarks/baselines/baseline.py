@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.workloads.inputs import Problem
+from benchmarks.cases.inputs import Problem
 from nsa import NSAConfig
 
 

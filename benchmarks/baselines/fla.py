@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.baselines import flash
 from benchmarks.baselines.baseline import Baseline, needs_cuda, not_installed
-from benchmarks.workloads.inputs import Problem
+from benchmarks.cases.inputs import Problem
 from nsa import NSAConfig
 
 NAME = "fla-nsa"

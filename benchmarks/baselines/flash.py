@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.baselines.baseline import Baseline, needs_cuda, not_installed
-from benchmarks.workloads.inputs import Problem
+from benchmarks.cases.inputs import Problem
 
 VERSION_2 = "flash-attn"
 VERSION_4 = "flash-attn-4"

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from benchmarks.baselines.baseline import Baseline
-from benchmarks.workloads.inputs import Problem
+from benchmarks.cases.inputs import Problem
 
 
 def attend(problem: Problem) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.baselines.baseline import Baseline, UnsupportedError, needs_cuda
-from benchmarks.workloads.inputs import Problem
+from benchmarks.cases.inputs import Problem
 
 BACKENDS = {
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,

@@ -19,9 +19,8 @@ from benchmarks.ab.calibration import Calibration, Rate
 from benchmarks.ab.calibration_samples import CalibrationPair
 from benchmarks.ab.child import THREADS
 from benchmarks.ab.result import Rules
+from benchmarks.cases.key import NSA, Key
 from benchmarks.commands import options
-from benchmarks.history.key import Key
-from benchmarks.workloads import NSA
 from harness import fingerprint, machines
 from nsa import NSAConfig
 

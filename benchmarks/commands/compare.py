@@ -20,8 +20,8 @@ from benchmarks.ab.checkout import Sources
 from benchmarks.ab.child import THREADS
 from benchmarks.ab.result import ComparisonResult, Rules, Verdict
 from benchmarks.ab.sequential import PairFailure, PairTiming
+from benchmarks.cases.key import Key
 from benchmarks.commands import options
-from benchmarks.history.key import Key
 from harness import fingerprint, jsonl, machines
 from harness.machines import Machine
 

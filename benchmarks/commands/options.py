@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.history.key import Key
-from benchmarks.workloads import NSA, suite
+from benchmarks.cases.key import NSA, Key
+from benchmarks.workloads import suite
 from harness import fingerprint, machines
 from harness.machines import Machine
 

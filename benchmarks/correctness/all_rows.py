@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from benchmarks.cases.inputs import Problem, block_means
+from benchmarks.cases.outcome import Check
 from benchmarks.correctness import masked_attention, row_sampling, tolerance
 from benchmarks.correctness.masked_attention import Chunk, KeyValues
 from benchmarks.correctness.verify import Answer
-from benchmarks.history.records import Check
-from benchmarks.workloads.inputs import Problem, block_means
 from nsa import NSAConfig, geometry
 
 _MOST_PAIRS = {"cuda": 2e10, "cpu": 1e7}

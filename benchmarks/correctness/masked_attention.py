@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from benchmarks.cases.inputs import Problem, block_means
 from benchmarks.correctness import oracle
-from benchmarks.workloads.inputs import Problem, block_means
 from nsa import NSAConfig, geometry
 
 _CHUNK_BYTES = {"cuda": 2**29, "cpu": 2**27}

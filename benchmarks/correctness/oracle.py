@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 import nsa
-from benchmarks.workloads.inputs import Problem, block_means, with_compressed
+from benchmarks.cases.inputs import Problem, block_means, with_compressed
 from nsa import NSAConfig, geometry
 
 # not cuDNN, which would build a plan for every length

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from benchmarks.cases.inputs import Problem
+from benchmarks.cases.outcome import Check
 from benchmarks.correctness import oracle
 from benchmarks.correctness.oracle import Row
-from benchmarks.history.records import Check
-from benchmarks.workloads.inputs import Problem
 from nsa import NSAConfig, geometry
 
 FORWARD_FACTOR = 2.0

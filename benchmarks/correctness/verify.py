@@ -16,10 +16,10 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
+from benchmarks.cases.inputs import Problem
+from benchmarks.cases.outcome import Check, Gate
 from benchmarks.correctness import oracle, tolerance
 from benchmarks.correctness.oracle import Row
-from benchmarks.history.records import Check, Gate
-from benchmarks.workloads.inputs import Problem
 from nsa import Aux, NSAConfig
 
 NSA_INPUTS = ("q", "k", "v", "gates")

@@ -17,8 +17,9 @@ from typing import Any
 
 import msgspec  # decodes and checks a line in a fifth of the time that Python's json and a checker of our own need
 
-from benchmarks.history.key import Key
-from benchmarks.history.records import Check, Gate, Outcome, Record, check_figures
+from benchmarks.cases.key import Key
+from benchmarks.cases.outcome import Check, Gate, Outcome
+from benchmarks.history.records import Record, check_figures
 from benchmarks.history.samples import RawSamples, SampleSummary
 from benchmarks.timing.clocks import ClockSummary
 from harness import schema

@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.cases.key import Key
 from benchmarks.history import record_line, samples
-from benchmarks.history.key import Key
 from benchmarks.history.record_line import Line
 from benchmarks.history.records import Record
 from benchmarks.history.samples import RawSamples

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from benchmarks.history.records import FAULTS, Outcome, Record
-from benchmarks.workloads import NSA
+from benchmarks.cases.key import NSA
+from benchmarks.cases.outcome import FAULTS, Outcome
+from benchmarks.history.records import Record
 
 
 @dataclass(frozen=True)

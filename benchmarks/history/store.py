@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.cases.key import NSA, Key
 from benchmarks.history import run_file
-from benchmarks.history.key import Key
 from benchmarks.history.record_line import Line
 from benchmarks.history.records import Record
 from benchmarks.history.run_file import DamagedLine
-from benchmarks.workloads import NSA
 from harness.fingerprint import Fingerprint
 
 

@@ -10,14 +10,13 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.baselines.published import Series
-from benchmarks.history.key import Key
+from benchmarks.cases.key import NSA, Key
 from benchmarks.history.records import Record
 from benchmarks.history.speedup import Comparison, speed_up
 from benchmarks.report import references, style
 from benchmarks.report.folder import Picture, ReportFolder
+from benchmarks.report.published import Series
 from benchmarks.report.references import Points, Reference
-from benchmarks.workloads import NSA
 
 TITLES = {
     "prefill-forward": "Prefill, forward",

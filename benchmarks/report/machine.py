@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.baselines.published import Series as Published
+from benchmarks.cases.key import Key
 from benchmarks.history import accepted
 from benchmarks.history.accepted import Acceptance
-from benchmarks.history.key import Key
 from benchmarks.history.speedup import Comparison
 from benchmarks.history.store import Series, Store
 from benchmarks.report import changes, lengths, machine_tables, references, style, trends
 from benchmarks.report.changes import SeriesTrend
 from benchmarks.report.folder import Picture, ReportFolder
 from benchmarks.report.lengths import Group
+from benchmarks.report.published import Series as Published
 from benchmarks.report.references import Reference
 from benchmarks.report.table import Cell, Table
 from benchmarks.report.trends import Boundary, Row

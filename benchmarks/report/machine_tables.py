@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks import console
+from benchmarks.cases.outcome import Outcome
 from benchmarks.history import speedup
-from benchmarks.history.records import Outcome, Record
+from benchmarks.history.records import Record
 from benchmarks.history.speedup import Comparison, speed_up
 from benchmarks.report import style
 from benchmarks.report.lengths import TITLES, Group

@@ -16,11 +16,10 @@ from typing import Any
 import jinja2
 
 from benchmarks.ab import result
-from benchmarks.baselines import published
 from benchmarks.history import accepted, speedup
 from benchmarks.history import mutants as recorded
 from benchmarks.history.store import Store
-from benchmarks.report import calibration, comparisons, ledger, machine, mutants
+from benchmarks.report import calibration, comparisons, ledger, machine, mutants, published
 from benchmarks.report.folder import ReportFolder
 from benchmarks.report.machine import Machine
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.baselines.published import RATIO, Series
-from benchmarks.history.key import Key
+from benchmarks.cases.key import Key
+from benchmarks.report.published import RATIO, Series
 
 Points = list[tuple[int, float]]
 

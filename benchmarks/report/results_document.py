@@ -17,10 +17,10 @@ from pathlib import Path
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from benchmarks.cases.key import NSA
 from benchmarks.history.records import Record
 from benchmarks.history.store import Store
 from benchmarks.report import style
-from benchmarks.workloads import NSA
 from nsa.io import atomic_write
 
 SHOWN = {NSA: "NSA", "sdpa-cudnn": "cuDNN", "sdpa-flash": "FlashAttention-2", "flash-attn-4": "FlashAttention-4"}

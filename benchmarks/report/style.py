@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from benchmarks.workloads import NSA
+from benchmarks.cases.key import NSA
 
 # Okabe and Ito's colours, which any colour vision tells apart, without their yellow, which white paper swallows.
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"

@@ -6,8 +6,8 @@ import warnings
 
 import torch
 
+from benchmarks.cases.work import Call
 from benchmarks.correctness.verify import IncorrectError
-from benchmarks.workloads import Call
 
 _WARM_UPS = 3  # on another stream, as for capturing, so that libraries have made their workspaces
 

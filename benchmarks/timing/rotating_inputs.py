@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks.cases.key import Key
+from benchmarks.cases.outcome import Gate
+from benchmarks.cases.work import Work
 from benchmarks.correctness import anti_cheat
-from benchmarks.history.key import Key
-from benchmarks.history.records import Gate
 from benchmarks.timing import cuda_graphs, latency
 from benchmarks.timing.latency import Plan, Timing
-from benchmarks.workloads import Work
 
 _ROOM = 4
 """A copy is made where this many times the inputs are free on the device: it needs outputs and scratch too."""

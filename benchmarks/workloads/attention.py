@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.baselines import BASELINES, Baseline
+from benchmarks.cases import inputs
+from benchmarks.cases.inputs import Problem
+from benchmarks.cases.key import NSA, Key
+from benchmarks.cases.outcome import Gate
+from benchmarks.cases.work import Call, Work
 from benchmarks.correctness import all_rows, anti_cheat, oracle, verify
 from benchmarks.correctness.all_rows import RowComparison
 from benchmarks.correctness.oracle import Row
 from benchmarks.correctness.verify import Answer
-from benchmarks.history.key import Key
-from benchmarks.history.records import Gate
-from benchmarks.workloads import NSA, Call, Work, inputs, roofline
-from benchmarks.workloads.inputs import Problem
+from benchmarks.workloads import roofline
 from nsa import Aux, NSAConfig, nsa_attention
 
 NSA_ROWS = 24

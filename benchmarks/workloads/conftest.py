@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from benchmarks import runner
+from benchmarks.cases.key import Key
 from benchmarks.commands import options
 from benchmarks.commands.run import run_command
 from benchmarks.correctness import row_sampling
 from benchmarks.history import run_file
-from benchmarks.history.key import Key
 from benchmarks.runner import Measurement
 from benchmarks.timing import peak
 from benchmarks.workloads import suite

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 import nsa
+from benchmarks.cases import inputs
+from benchmarks.cases.inputs import Problem
+from benchmarks.cases.key import Key
+from benchmarks.cases.outcome import Gate
+from benchmarks.cases.work import Call, Work
 from benchmarks.correctness import all_rows, anti_cheat, oracle, verify
 from benchmarks.correctness.verify import Answer
-from benchmarks.history.key import Key
-from benchmarks.history.records import Gate
-from benchmarks.workloads import Call, Work, inputs, roofline
+from benchmarks.workloads import roofline
 from benchmarks.workloads.attention import FRESH_ROWS, NSA_ROWS
-from benchmarks.workloads.inputs import Problem
 from nsa import Aux, NSAConfig, backends
 
 Tensors = tuple[Tensor, ...]

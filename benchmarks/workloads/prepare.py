@@ -10,8 +10,9 @@ import psutil
 import torch
 
 from benchmarks.baselines import BASELINES
-from benchmarks.history.key import Key
-from benchmarks.workloads import NSA, Work, attention, parts, train_step
+from benchmarks.cases.key import NSA, Key
+from benchmarks.cases.work import Work
+from benchmarks.workloads import attention, parts, train_step
 from benchmarks.workloads.train_step import MODELS
 
 GIB = 2**30

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.baselines import BASELINES
-from benchmarks.history.key import Key
-from benchmarks.workloads import NSA
+from benchmarks.cases.key import NSA, Key
 from nsa import NSAConfig, geometry
 from nsa.model import DecoderLM
 

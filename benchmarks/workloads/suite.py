@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.baselines import BASELINES
-from benchmarks.history.key import Key
-from benchmarks.workloads import NSA
+from benchmarks.cases.key import NSA, Key
 from benchmarks.workloads.parts import PARTS
 from benchmarks.workloads.train_step import MODELS
 from harness import schema

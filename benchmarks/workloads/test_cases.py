@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from benchmarks.cases.key import Key
+from benchmarks.cases.outcome import Outcome
 from benchmarks.history import speedup
-from benchmarks.history.key import Key
-from benchmarks.history.records import Outcome
 from benchmarks.runner import Measurement
 
 

@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from benchmarks.baselines import sdpa
+from benchmarks.cases.key import NSA, Key
+from benchmarks.cases.outcome import Gate
+from benchmarks.cases.work import Call, Work
 from benchmarks.correctness import anti_cheat, tolerance
 from benchmarks.correctness.verify import IncorrectError, require_finite, require_passed
-from benchmarks.history.key import Key
-from benchmarks.history.records import Gate
-from benchmarks.workloads import NSA, Call, Work, roofline
+from benchmarks.workloads import roofline
 from nsa import NSAConfig, backends, loss
 from nsa.model import BASE_125M, SHOWCASE, DecoderLM, ModelConfig, next_token_loss
 from nsa.train.distributed import Ranks

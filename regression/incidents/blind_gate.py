@@ -26,9 +26,9 @@ from benchmarks.ab.checkout import Sources
 from benchmarks.ab.result import Rules, Side
 from benchmarks.ab.sequential import PairFailure
 from benchmarks.ab.trial import PairedSamples
+from benchmarks.cases.key import Key
 from benchmarks.commands import run as bench_run
 from benchmarks.history import run_file, speedup
-from benchmarks.history.key import Key
 from benchmarks.history.records import Record
 from benchmarks.workloads import attention
 from harness.fingerprint import ROOT

@@ -14,8 +14,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.cases.inputs import Problem
 from benchmarks.correctness import verify
-from benchmarks.workloads.inputs import Problem
 from nsa import backends
 from regression.contract import Evidence, Incident, Step, Verdict
 from regression.detectors import calls

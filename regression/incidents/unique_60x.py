@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.cases.key import Key
+from benchmarks.cases.outcome import Check, Gate, Outcome
 from benchmarks.history import speedup
-from benchmarks.history.key import Key
-from benchmarks.history.records import Check, Gate, Outcome, Record
+from benchmarks.history.records import Record
 from harness import fingerprint
 from nsa import NSAConfig
 from nsa.model import SHOWCASE, DecoderLM, ModelConfig

@@ -12,10 +12,11 @@ from typing import Any
 from benchmarks.ab import calibration, result
 from benchmarks.ab.calibration import Calibration, Rate
 from benchmarks.ab.result import ComparisonResult, Rules, Side, Verdict
+from benchmarks.cases.key import Key
+from benchmarks.cases.outcome import Outcome
 from benchmarks.history import accepted, run_file
 from benchmarks.history.accepted import Acceptance
-from benchmarks.history.key import Key
-from benchmarks.history.records import Outcome, Record
+from benchmarks.history.records import Record
 from benchmarks.history.samples import SampleSummary
 from benchmarks.timing.clocks import ClockSummary
 from harness import jsonl

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from benchmarks.history.key import Key
-from benchmarks.history.records import Check, Gate, Outcome, Record
+from benchmarks.cases.key import NSA, Key
+from benchmarks.cases.outcome import Check, Gate, Outcome
+from benchmarks.history.records import Record
 from benchmarks.history.samples import SampleSummary
-from benchmarks.workloads import NSA
 from harness.fingerprint import Fingerprint
 from nsa import NSAConfig
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from benchmarks import console
-from benchmarks.history.records import Outcome
+from benchmarks.cases.outcome import Outcome
 from benchmarks.history.speedup import Comparison
 from tests.benchmarks.synthetic import failed, key, passed
 

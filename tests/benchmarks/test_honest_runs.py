@@ -18,10 +18,12 @@ from benchmarks import __main__ as bench
 from benchmarks import runner, worker
 from benchmarks.__main__ import main
 from benchmarks.ab.worker import Worker
+from benchmarks.cases.key import Key
+from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.work import Work
 from benchmarks.commands import run as bench_run
 from benchmarks.history import run_file
-from benchmarks.history.key import Key
-from benchmarks.history.records import Outcome, Record
+from benchmarks.history.records import Record
 from benchmarks.history.samples import SampleSummary
 from benchmarks.report.pages import build
 from benchmarks.runner import Measurement
@@ -29,7 +31,7 @@ from benchmarks.timing import device_clock, latency, memory, peak
 from benchmarks.timing.clocks import Clocks, ClockSummary
 from benchmarks.timing.device_clock import EventSampler
 from benchmarks.timing.latency import Plan
-from benchmarks.workloads import Work, attention, suite
+from benchmarks.workloads import attention, suite
 from containers import pipeline
 from containers.pipeline import Step, StepResult
 from harness.fingerprint import ROOT

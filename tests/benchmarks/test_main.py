@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks import runner, worker
 from benchmarks.__main__ import main
+from benchmarks.cases.outcome import Outcome
 from benchmarks.commands.options import chosen
 from benchmarks.history import run_file, samples
-from benchmarks.history.records import Outcome
 from benchmarks.history.samples import SampleSummary
 from benchmarks.runner import Measurement
 from benchmarks.workloads import attention

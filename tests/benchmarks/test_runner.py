@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 import nsa
-from benchmarks import runner
+from benchmarks import memory_worker, runner
 from benchmarks.baselines import BASELINES
+from benchmarks.cases.key import Key
+from benchmarks.cases.outcome import Gate, Outcome
+from benchmarks.cases.work import Work
 from benchmarks.history import records
-from benchmarks.history.key import Key
-from benchmarks.history.records import Gate, Outcome, Record
-from benchmarks.timing import memory, memory_child
+from benchmarks.history.records import Record
+from benchmarks.timing import memory
 from benchmarks.timing.latency import Plan
-from benchmarks.workloads import Work, attention
+from benchmarks.workloads import attention
 from nsa import NSAConfig
 from tests.benchmarks.synthetic import FINGERPRINT, GREEN, key
 from tests.harness import workers
@@ -188,11 +190,11 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
 
     def run(task: Mapping[str, Any], deadline_s: float) -> tuple[int, str, str]:
         with monkeypatch.context() as patch:
-            patch.setattr(sys, "argv", ["memory_child", json.dumps(task)])
-            status = memory_child.main()
+            patch.setattr(sys, "argv", ["memory_worker", json.dumps(task)])
+            status = memory_worker.main()
         return status, *capsys.readouterr()
 
-    monkeypatch.setattr(memory, "_run_child", run)
+    monkeypatch.setattr(memory_worker, "_run_child", run)
 
 
 def test_what_is_wrong_in_a_child_is_told_apart(
@@ -214,7 +216,7 @@ def test_what_is_wrong_in_a_child_is_told_apart(
 def test_a_child_that_the_kernel_kills_was_out_of_memory(
     signal_number: int, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "_CHILD", workers.__name__)
+    monkeypatch.setattr(memory_worker, "_CHILD", workers.__name__)
     monkeypatch.setenv(workers.SIGNAL, str(signal_number))
     record = measure(key("memory"))
     assert (record.outcome, has_no_number(record)) == (outcome, True)

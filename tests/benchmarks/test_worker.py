@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks import runner, worker
-from benchmarks.history.key import Key
-from benchmarks.history.records import Outcome, Record
+from benchmarks.cases.key import Key
+from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.work import Work
+from benchmarks.history.records import Record
 from benchmarks.runner import Measurement
 from benchmarks.timing.latency import Plan
-from benchmarks.workloads import Work
 from tests.benchmarks.synthetic import FINGERPRINT, key
 
 PLAN = Plan(min_samples=3, min_time_s=0.0, wall_limit_s=5.0, warmup_calls=1)

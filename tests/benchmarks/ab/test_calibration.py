@@ -20,10 +20,10 @@ from benchmarks.ab.calibration import Calibration, Rate
 from benchmarks.ab.injection import StagedSlowdown
 from benchmarks.ab.result import Rules, Verdict
 from benchmarks.ab.sequential import PairFailure
+from benchmarks.cases.key import Key
+from benchmarks.cases.outcome import Outcome
 from benchmarks.commands import calibrate as command
 from benchmarks.commands import compare
-from benchmarks.history.key import Key
-from benchmarks.history.records import Outcome
 from harness import fingerprint, jsonl, schema
 from harness.machines import recognise
 from tests.benchmarks import comparisons

@@ -16,8 +16,8 @@ from benchmarks.ab.calibration import Calibration
 from benchmarks.ab.checkout import Sources
 from benchmarks.ab.result import Rules, Verdict
 from benchmarks.ab.sequential import PairFailure
-from benchmarks.history.key import Key
-from benchmarks.history.records import Outcome
+from benchmarks.cases.key import Key
+from benchmarks.cases.outcome import Outcome
 from harness import fingerprint, machines
 from tests.benchmarks.repository import Repository
 from tests.benchmarks.synthetic import FINGERPRINT

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.ab import sequential, signed_rank
 from benchmarks.ab.result import Rules, Verdict
 from benchmarks.ab.sequential import PairFailure, PairTiming
-from benchmarks.history.records import Outcome
+from benchmarks.cases.outcome import Outcome
 
 RULES = Rules()
 Noise = Callable[[random.Random], float]

@@ -23,7 +23,7 @@ from benchmarks.ab.checkout import Sources
 from benchmarks.ab.child import Child, ChildError
 from benchmarks.ab.result import Rules, Side
 from benchmarks.ab.sequential import PairFailure
-from benchmarks.history.records import Outcome
+from benchmarks.cases.outcome import Outcome
 from harness import fingerprint, isolate
 from tests.benchmarks.synthetic import key
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import nsa
 from benchmarks.baselines import fla
-from benchmarks.workloads.inputs import block_means
+from benchmarks.cases.inputs import block_means
 from nsa import NSAConfig
 
 

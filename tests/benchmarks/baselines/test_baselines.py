@@ -12,8 +12,8 @@ from torch import Tensor
 
 from benchmarks.baselines import BASELINES, NotPresentError, UnsupportedError, fla, flex, sdpa
 from benchmarks.baselines.baseline import package_refusals
+from benchmarks.cases.key import Key
 from benchmarks.correctness.verify import IncorrectError
-from benchmarks.history.key import Key
 from benchmarks.workloads import attention
 from benchmarks.workloads.prepare import prepare
 from tests.benchmarks.baselines import fake_packages

@@ -16,16 +16,18 @@ import nsa
 from benchmarks import runner, worker
 from benchmarks.__main__ import main
 from benchmarks.baselines import BASELINES
+from benchmarks.cases import inputs
+from benchmarks.cases.inputs import Problem
+from benchmarks.cases.key import Key
+from benchmarks.cases.outcome import Gate, Outcome
 from benchmarks.commands import run as bench_run
 from benchmarks.correctness import all_rows, masked_attention
 from benchmarks.correctness.verify import Answer
 from benchmarks.history import run_file
-from benchmarks.history.key import Key
-from benchmarks.history.records import Gate, Outcome, Record
+from benchmarks.history.records import Record
 from benchmarks.timing import peak
 from benchmarks.timing.latency import Plan
-from benchmarks.workloads import attention, inputs
-from benchmarks.workloads.inputs import Problem
+from benchmarks.workloads import attention
 from nsa import nsa_attention
 from tests.benchmarks.synthetic import CONFIG, FINGERPRINT, key
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from benchmarks import runner
+from benchmarks.cases.outcome import Outcome
 from benchmarks.correctness import anti_cheat
 from benchmarks.history import records
-from benchmarks.history.records import Outcome, Record
+from benchmarks.history.records import Record
 from benchmarks.timing.latency import Plan
 from benchmarks.workloads import attention
 from nsa import nsa_attention

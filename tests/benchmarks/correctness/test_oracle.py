@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.cases import inputs
+from benchmarks.cases.inputs import Problem
 from benchmarks.correctness import oracle
 from benchmarks.correctness.oracle import Row
-from benchmarks.workloads import inputs
-from benchmarks.workloads.inputs import Problem
 from nsa import compress, nsa_attention, select_blocks
 from nsa.geometry import is_forced
 from tests.benchmarks.synthetic import CONFIG, key

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.baselines import sdpa
+from benchmarks.cases import inputs
+from benchmarks.cases.inputs import Problem
 from benchmarks.correctness import oracle, verify
 from benchmarks.correctness.verify import IncorrectError, NonFiniteError
-from benchmarks.workloads import inputs
-from benchmarks.workloads.inputs import Problem
 from nsa import Aux, nsa_attention
 from tests.benchmarks.synthetic import CONFIG, key
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
+from benchmarks.cases.key import Key
 from benchmarks.history import accepted, run_file
 from benchmarks.history.accepted import Acceptance
-from benchmarks.history.key import Key
 from benchmarks.history.records import Record
 from benchmarks.history.store import Store
 from benchmarks.report import changes

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.history.key import Key
-from benchmarks.history.records import Check, Gate, Outcome, Record
+from benchmarks.cases.key import Key
+from benchmarks.cases.outcome import Check, Gate, Outcome
+from benchmarks.history.records import Record
 from benchmarks.history.samples import RawSamples, SampleSummary
 from harness import fingerprint
 from harness.peak import MeasuredPeak

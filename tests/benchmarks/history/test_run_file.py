@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import main
+from benchmarks.cases.key import Key
+from benchmarks.cases.outcome import Check, Gate, Outcome
 from benchmarks.history import run_file, samples
-from benchmarks.history.key import Key
-from benchmarks.history.records import Check, Gate, Outcome, Record
+from benchmarks.history.records import Record
 from benchmarks.history.run_file import DamagedLine
 from benchmarks.history.samples import RawSamples, SampleSummary
 from benchmarks.timing.clocks import Clocks, ClockSummary

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from benchmarks import console
+from benchmarks.cases.outcome import Outcome
 from benchmarks.history import speedup
-from benchmarks.history.records import Outcome
 from tests.benchmarks.synthetic import failed, key, passed
 
 EARLY, LATE = "2026-01-01T00:00:00Z", "2026-01-02T00:00:00Z"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from benchmarks.cases.outcome import Outcome
 from benchmarks.history import run_file, speedup
-from benchmarks.history.records import Outcome, Record
+from benchmarks.history.records import Record
 from benchmarks.history.store import Store
 from tests.benchmarks.stored import damaged, everything, run, write
 from tests.benchmarks.synthetic import failed, key, passed

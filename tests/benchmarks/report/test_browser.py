@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.cases.outcome import Outcome
 from benchmarks.history import run_file
-from benchmarks.history.records import Outcome
 from benchmarks.report.pages import build
 from tests.benchmarks import full_results
 from tests.benchmarks.synthetic import failed, key

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
+from benchmarks.cases.outcome import Outcome
 from benchmarks.history import run_file
-from benchmarks.history.records import Outcome, Record
+from benchmarks.history.records import Record
 from benchmarks.report import folder
 from benchmarks.report.pages import build
 from tests.benchmarks import full_results

@@ -11,13 +11,13 @@ import pytest
 import regression.ledger
 from benchmarks.ab import result
 from benchmarks.ab.result import Side, Verdict
-from benchmarks.baselines.published import Series, Source
 from benchmarks.history import accepted, speedup
 from benchmarks.history.store import Store
 from benchmarks.report import calibration, changes, comparisons, ledger, lengths, machine_tables, references
 from benchmarks.report.calibration import wilson
 from benchmarks.report.folder import ReportFolder
 from benchmarks.report.machine_tables import Race, faster_from
+from benchmarks.report.published import Series, Source
 from benchmarks.report.table import NBSP, Cell, Table, percent
 from regression.contract import Bound, Evidence, aspects
 from regression.contract import Verdict as Fault

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from benchmarks import runner
-from benchmarks.history.records import Outcome
+from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.work import Work
 from benchmarks.history.samples import RawSamples
 from benchmarks.timing import clocks, latency
 from benchmarks.timing.clocks import ClockMonitor, Clocks
 from benchmarks.timing.latency import Plan, Timing
-from benchmarks.workloads import Work
 from harness import nvml
 from tests.benchmarks.synthetic import FINGERPRINT, GREEN, failed, key
 

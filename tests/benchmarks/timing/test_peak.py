@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from benchmarks import runner
-from benchmarks.history.records import Outcome, Record
+from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.work import Work
+from benchmarks.history.records import Record
 from benchmarks.timing import peak
 from benchmarks.timing.latency import Plan
-from benchmarks.workloads import Work
 from harness import machines
 from harness.peak import MeasuredPeak
 from tests.benchmarks.synthetic import FINGERPRINT, GREEN, key

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.cases.outcome import Gate
+from benchmarks.cases.work import Work
 from benchmarks.correctness import anti_cheat
-from benchmarks.history.records import Gate
 from benchmarks.timing import cuda_graphs, latency, rotating_inputs
 from benchmarks.timing.latency import Plan, Timing
 from benchmarks.timing.rotating_inputs import RotatingInputs
-from benchmarks.workloads import Work
 from tests.benchmarks.synthetic import GREEN, key
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as front
+from benchmarks.cases.key import NSA, Key
 from benchmarks.commands import options
 from benchmarks.commands.run import run_command
 from benchmarks.history import run_file
-from benchmarks.history.key import Key
-from benchmarks.workloads import NSA, prepare, suite
+from benchmarks.workloads import prepare, suite
 from harness import machines
 from nsa import NSAConfig
 

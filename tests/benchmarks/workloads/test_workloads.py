@@ -17,10 +17,10 @@ from torch import Tensor
 
 import nsa
 from benchmarks import runner
+from benchmarks.cases.key import Key
+from benchmarks.cases.outcome import Outcome
 from benchmarks.commands import options
 from benchmarks.correctness.verify import IncorrectError
-from benchmarks.history.key import Key
-from benchmarks.history.records import Outcome
 from benchmarks.history.store import Store
 from benchmarks.timing.latency import Plan
 from benchmarks.workloads import attention, parts, prepare, roofline, train_step

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.history.key import Key
+from benchmarks.cases.key import Key
 from nsa import NSAConfig
 from nsa.geometry import num_compressed_blocks
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.baselines import published
-from benchmarks.baselines.published import Series
+from benchmarks.report import published
+from benchmarks.report.published import Series
 from harness.fingerprint import ROOT
 
 GOOD = """

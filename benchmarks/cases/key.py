@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+NSA = "nsa"
+"""The implementation's name in a key; any other is a baseline's."""
 CACHES = ("warm", "cold")
 LAUNCHES = ("eager", "graph")
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import nsa
-from benchmarks.history.key import Key
-from benchmarks.workloads import inputs
+from benchmarks.cases import inputs
+from benchmarks.cases.key import Key
 from nsa import NSAConfig, geometry
 from tests.benchmarks.synthetic import key
 

@@ -1,0 +1,41 @@
+"""One piece of work to time: an implementation on a case, its inputs made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from benchmarks.cases.outcome import Gate
+
+Call = Callable[[], tuple[Tensor, ...]]
+"""What is timed; it returns every output."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One implementation on one case, its inputs made."""
+
+    check: Callable[[int], Gate]
+    """Compares with the oracle on rows that an int, the seed, draws; raises unless it is green."""
+    call: Call
+    """What is timed; it returns what must be finite."""
+    tokens: int
+    """Query tokens of one call, over all sequences."""
+    flops: float | None = None
+    """Floating-point operations that one call needs at least, a multiply-add being two; None where unknown."""
+    bytes_moved: float | None = None
+    """Bytes that one call must read and write at least; None where unknown."""
+    refusals: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Names the implementation's own refusals, which the first call meets."""
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    """What a call reads and must leave as it is, by name."""
+    recheck: Callable[[Call, int], Gate] | None = None
+    """Overwrites the inputs with ones that no call has seen (an int is their seed), runs what was timed, which is
+    `call` or a graph of it, and compares what that returns; raises unless it is green."""
+    copy: Callable[[], Work] | None = None
+    """Makes the same work on a copy of its inputs, for cold calls to alternate with; None where there is no point."""
+    replays: bool = False
+    """Whether `call` replays a CUDA graph of its own, and is timed as it is."""
