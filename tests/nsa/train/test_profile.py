@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nsa.model import BASE_125M, SHOWCASE, DecoderLM
-from nsa.train import preflight, profile
+from nsa.train import memory_estimate, profile
 from nsa.train.profile import ProfileError
 
 FIELD = """
@@ -167,4 +167,4 @@ def test_environment_says_what_replaced_a_flag() -> None:
 @pytest.mark.parametrize("name", ["train_showcase", "m7c_3090_smoke"])
 def test_parameters_are_counted_on_the_model(name: str) -> None:
     chosen = profile.load(name)
-    assert preflight.num_parameters(chosen) == sum(p.numel() for p in DecoderLM(chosen.model).parameters())
+    assert memory_estimate.num_parameters(chosen) == sum(p.numel() for p in DecoderLM(chosen.model).parameters())
