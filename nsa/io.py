@@ -1,7 +1,8 @@
 """Files that a crash cannot spoil: replaced in one step, or appended to line by line.
 
-`atomic_write` replaces a small file. The `append_*` functions add to files of one JSON object per line, which several
-writers may share: a line that a crash has torn is lost, and damages no other.
+`atomic_write` replaces a file whose content is at hand, `open_atomic` one that is written piece by piece. The
+`append_*` functions add to files of one JSON object per line, which several writers may share: a line that a crash has
+torn is lost, and damages no other.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 class DiskFullError(OSError):
@@ -23,15 +24,23 @@ class DiskFullError(OSError):
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
-    """Replace a file, making its folder if it is missing: readers see the old content or the new, even after a crash.
+    """Replace a small file: `open_atomic` with all of its content at once."""
+    with open_atomic(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
-    The new content is on the disk when this returns; if it fails, the file is as it was.
+
+@contextmanager
+def open_atomic(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write that replaces `path`, making its folder if it is missing, when the block ends.
+
+    Readers see the old content or the new, even after a crash. The new content is on the disk when the block has
+    ended; if it fails, the file is as it was. A kill may leave .<name>-*.new behind.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", suffix=".new", delete=False) as file:
         try:
             os.fchmod(file.fileno(), 0o644)  # a temporary file is readable by its owner alone
-            file.write(content.encode() if isinstance(content, str) else content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
             os.replace(file.name, path)

@@ -13,7 +13,6 @@ from nsa import backends, checks
 from nsa.attention import Aux, nsa_attention
 from nsa.compression import compressor
 from nsa.config import NSAConfig
-from nsa.gates import Gates
 from nsa.rope import rotate, rotation
 
 PerBranch = tuple[Tensor, Tensor, Tensor]
@@ -38,6 +37,23 @@ class Cache(Protocol):
 
     def commit(self, num_tokens: int) -> None:
         """Make the stored tokens part of the cache."""
+
+
+class Gates(nn.Module):
+    """The gates of Eq. 5: x [B, S, dim] -> [B, S, Hq, 3] in the order compressed, selected, window.
+
+    A sigmoid lets the branches add up to anything between 0 and 3; a softmax would make them compete.
+    """
+
+    def __init__(
+        self, dim: int, num_heads: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, num_heads * 3, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.linear(x)
+        return logits.sigmoid().unflatten(-1, (-1, 3))
 
 
 class NativeSparseAttention(nn.Module):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,8 @@ from nsa.loss import next_token_loss as next_token_loss
 from nsa.paged.cache import PagedRows
 
 ATTENTIONS = ("nsa", "dense")
+OLD_NAMES = {"n_kv_groups": "num_kv_heads"}
+"""Fields of ModelConfig under the names that profiles of the field and older checkpoints have."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class ModelConfig:
     n_layers: int
     n_heads: int
     """Query heads (Hq)."""
-    n_kv_groups: int
+    num_kv_heads: int
     """Key/value heads (Hkv); divides n_heads."""
     d_k: int
     """Head size of queries and keys."""
@@ -55,12 +59,12 @@ class ModelConfig:
     """NSA's backend."""
 
     def __post_init__(self) -> None:
-        for name in ("dim", "n_layers", "n_heads", "n_kv_groups", "d_k", "d_v", "vocab_size"):
+        for name in ("dim", "n_layers", "n_heads", "num_kv_heads", "d_k", "d_v", "vocab_size"):
             a_size(name, getattr(self, name))
         if self.mlp_dim is not None:
             a_size("mlp_dim", self.mlp_dim)
-        if self.n_heads % self.n_kv_groups:
-            raise ValueError(f"n_kv_groups must divide n_heads; got {self.n_kv_groups} and {self.n_heads}")
+        if self.n_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads must divide n_heads; got {self.num_kv_heads} and {self.n_heads}")
         if self.attention not in ATTENTIONS:
             raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}; got {self.attention!r}")
         if not isinstance(self.nsa, NSAConfig):
@@ -71,17 +75,29 @@ class ModelConfig:
         """Hidden channels of the MLP."""
         return self.mlp_dim if self.mlp_dim is not None else -(-8 * self.dim // (3 * 64)) * 64
 
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> ModelConfig:
+        """Build from a mapping such as a checkpoint holds, `nsa` a mapping too; old names are accepted."""
+        values = {OLD_NAMES.get(name, name): value for name, value in mapping.items()}
+        return cls(**{**values, "nsa": NSAConfig.from_mapping(values.get("nsa", {}))})
+
+    @property
+    def n_kv_groups(self) -> int:
+        """Deprecated name of `num_kv_heads`."""
+        warnings.warn("ModelConfig.n_kv_groups is now ModelConfig.num_kv_heads", DeprecationWarning, stacklevel=2)
+        return self.num_kv_heads
+
     def dense_twin(self) -> ModelConfig:
         """The same model with dense attention."""
         return dataclasses.replace(self, attention="dense")
 
 
 SHOWCASE = ModelConfig(
-    dim=128, n_layers=1, n_heads=8, n_kv_groups=2, d_k=16, d_v=16, nsa=NSAConfig(l=16, d=8, l_sel=32, n_sel=8, w=64)
+    dim=128, n_layers=1, n_heads=8, num_kv_heads=2, d_k=16, d_v=16, nsa=NSAConfig(l=16, d=8, l_sel=32, n_sel=8, w=64)
 )
 """The small model of the field reports."""
 
-BASE_125M = ModelConfig(dim=768, n_layers=12, n_heads=12, n_kv_groups=2, d_k=64, d_v=64)
+BASE_125M = ModelConfig(dim=768, n_layers=12, n_heads=12, num_kv_heads=2, d_k=64, d_v=64)
 """The field reports' "125M"; `DecoderLM.num_parameters` counts what it has with a vocabulary of bytes."""
 
 
@@ -104,7 +120,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        sizes = (config.dim, config.n_heads, config.n_kv_groups, config.d_k, config.d_v)
+        sizes = (config.dim, config.n_heads, config.num_kv_heads, config.d_k, config.d_v)
         self.attention: NativeSparseAttention | DenseAttention
         if config.attention == "dense":
             self.attention = DenseAttention(*sizes, rope_base=config.rope_base)

@@ -84,7 +84,7 @@ def prepare(device: str) -> tuple[str, ...]:
         os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
         import torch
 
-        from nsa import triton_interpreter
+        from harness import triton_interpreter
 
         torch.set_num_threads(1)  # calls this small are not shared: threads that wait for a busy core cost more
         triton_interpreter.compute_in_bfloat16()

@@ -29,7 +29,7 @@ TINY = ModelConfig(
     dim=32,
     n_layers=2,
     n_heads=4,
-    n_kv_groups=2,
+    num_kv_heads=2,
     d_k=8,
     d_v=8,
     nsa=NSAConfig(l=8, d=4, l_sel=16, n_sel=4, w=16),

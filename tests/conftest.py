@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported
 
-from nsa.triton_interpreter import compute_in_bfloat16
+from harness.triton_interpreter import compute_in_bfloat16
 from tests import quick
 from tests.laws.parts import Parts, why_absent
 

@@ -165,7 +165,7 @@ def _of_decode(suite: Suite, quick: bool, cache: str) -> Iterator[tuple[Key, tup
 def _of_training(suite: Suite, quick: bool) -> Iterator[tuple[Key, tuple[str, ...] | None]]:
     for training in suite.train_step:
         model = MODELS[training.model]
-        shape = Shape((model.n_heads, model.n_kv_groups), (model.d_k, model.d_v), (), ())
+        shape = Shape((model.n_heads, model.num_kv_heads), (model.d_k, model.d_v), (), ())
         for batch, tokens in training.quick if quick else training.steps:
             key = _key("train-step", suite, shape, batch, tokens, tokens)
             config = dataclasses.asdict(model.nsa)

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from nsa.train import loader, preflight, profile, run
+from nsa.train import loader, memory_estimate, preflight, profile, run
 from nsa.train.checkpoint import DamagedCheckpointError
 from nsa.train.distributed import LostRankError
 from nsa.train.health import StoppedError
@@ -74,7 +74,7 @@ def _preflight(options: argparse.Namespace) -> int:
     except (ValueError, OSError, RuntimeError) as error:
         trouble = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     asked = preflight.plan_before_start(settings, data_trouble=trouble)
-    print(f"{preflight.num_parameters(settings):,} parameters, {settings.tokens_per_step:,} tokens per step")
+    print(f"{memory_estimate.num_parameters(settings):,} parameters, {settings.tokens_per_step:,} tokens per step")
     print(f"estimated peak {asked.peak_mem_mib:,.0f} MiB; checkpoints {asked.checkpoints_mib:,.0f} MiB")
     decision = preflight.check(asked, allow_toy=options.allow_toy)
     for refusal in decision.overridden:

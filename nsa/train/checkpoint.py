@@ -11,19 +11,19 @@ import io
 import os
 import re
 import secrets
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 
-from nsa.io import sync_folder
+from nsa.io import open_atomic, sync_folder
 
 LATEST = "latest.ckpt"
 _DIGEST_BYTES = 64
 _NAME = re.compile(r"step-(\d{8,})\.ckpt")
-_PARTIAL = ".partial-"
+_UNFINISHED = (".step-*.new", ".link-*", ".partial-*")
+"""What a kill leaves: of `open_atomic`, of the link, and of checkpoints before this form."""
 
 
 class DamagedCheckpointError(ValueError):
@@ -45,13 +45,9 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int | None = None
 
     With `keep` only the newest so many stay, and what a kill left half-written goes: one writer to a folder.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:08d}.ckpt"
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=_PARTIAL, delete=False) as file:
+    with open_atomic(path) as file:
         _write(file, state)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(file.name, path)
     link = folder / f".link-{secrets.token_hex(8)}"
     link.symlink_to(path.name)
     os.replace(link, folder / LATEST)
@@ -137,5 +133,6 @@ def _forget(folder: Path, newest: Path, keep: int) -> None:
     What stands after it is damaged (else the run had gone on from there): it does not count.
     """
     up_to = sorted((path for path in _numbered(folder) if _step_of(path) <= _step_of(newest)), key=_step_of)
-    for path in (*up_to[:-keep], *folder.glob(f"{_PARTIAL}*"), *folder.glob(".link-*")):
+    unfinished = (path for pattern in _UNFINISHED for path in folder.glob(pattern))
+    for path in (*up_to[:-keep], *unfinished):
         path.unlink(missing_ok=True)

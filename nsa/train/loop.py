@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nsa.train import checkpoint, distributed, health, preflight
+from nsa.train.async_metrics import DEPTH, AsyncMetrics
 from nsa.train.data import Batch
 from nsa.train.health import WARM_UP_STEPS
 from nsa.train.loader import Loader
-from nsa.train.metrics import DEPTH, AsyncMetrics, MetricsLogger, StepContext
+from nsa.train.metrics import MetricsLogger, StepContext
 from nsa.train.trainer import StepResult, Trainer
 from nsa.train.watchdog import StopRequest, Watchdog
 
@@ -114,7 +115,8 @@ class Loop:
         """Once, after the first step whose gradients are finite: clipping makes 0 of all others where one is not."""
         if not self._saw_gradients and bool(result.grad_norm.isfinite()):
             self._saw_gradients = True
-            self._metrics.judge(self._metrics.health.gradients(self._trainer.gradient_norms()), self._trainer.done)
+            alarms = self._metrics.health.gradients(self._trainer.gradient_norms())
+            self._metrics.raise_alarms(alarms, self._trainer.done)
 
     def _submit(self, result: StepResult, context: StepContext) -> None:
         values = {
@@ -127,7 +129,7 @@ class Loop:
         self._pending.submit(context, values, (result.forward_begin, result.forward_end))
 
     def _read(self, *, wait: bool = False) -> None:
-        """Take in the metrics that have arrived: beat, learn of requests to stop, write and judge."""
+        """Take in the metrics that have arrived: beat, learn of requests to stop, write them down and raise alarms."""
         for host in self._pending.ready(wait=wait):
             self._watchdog.beat(host.step_s)
             if host.values["stop_requests"] > 0 and self._stop_after is None:
@@ -138,7 +140,7 @@ class Loop:
         """Before any step, and with each validation: does the model see what comes later?"""
         if self._held_out and not self._own.several:  # a shard of FSDP2 cannot be asked outside its own module
             moved = self._trainer.leak(self._held_out[0])
-            self._metrics.judge(self._metrics.health.leak(moved, health.LEAK_ALLOWED), self._trainer.done)
+            self._metrics.raise_alarms(self._metrics.health.leak(moved, health.LEAK_ALLOWED), self._trainer.done)
 
     def _validate(self) -> None:
         with self._watchdog.patiently():

@@ -32,7 +32,7 @@ from typing import Any
 import yaml
 
 from nsa.config import NSAConfig
-from nsa.model import ModelConfig
+from nsa.model import OLD_NAMES, ModelConfig
 from nsa.train.settings import Data, Runtime, Settings, Telemetry, Train
 
 SECTIONS: dict[str, type] = {
@@ -48,6 +48,9 @@ RETIRED_KEYS = {
     "runtime.sel_triton_min_L": "model.backend chooses the kernels of all branches, at any length",
 }
 """Keys of the field's profiles, and what replaced them."""
+
+RENAMED_KEYS = {f"model.{old}": f"model.{name}" for old, name in OLD_NAMES.items()}
+"""Keys of the field's profiles, and what they are called here."""
 
 
 class ProfileError(ValueError):
@@ -76,7 +79,8 @@ def load(
     layers = [(dotted, value, where) for dotted, value in _keys(_parse(text, where), where)]
     layers += [(dotted, value, f"environment, {variable}") for dotted, (value, variable) in (environment or {}).items()]
     layers += [(dotted, value, "command line") for dotted, value in (overrides or {}).items()]
-    for dotted, value, origin in layers:
+    for given, value, origin in layers:
+        dotted = RENAMED_KEYS.get(given, given)
         if dotted in RETIRED_KEYS:
             notes.append(f"{dotted} has no effect ({origin}): {RETIRED_KEYS[dotted]}")
             continue
@@ -144,7 +148,11 @@ def _keys(found: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
             raise ProfileError(f"unknown section {section!r} in {where}{_nearest(section, SECTIONS)}")
         if not isinstance(mapping, dict):
             raise ProfileError(f"{section} in {where} must hold keys; got {type(mapping).__name__}")
-        yield from ((f"{section}.{key}", value) for key, value in mapping.items())
+        for key, value in mapping.items():
+            dotted = f"{section}.{key}"
+            if dotted in RENAMED_KEYS and RENAMED_KEYS[dotted].partition(".")[2] in mapping:
+                raise ProfileError(f"{where} gives {RENAMED_KEYS[dotted]} twice, once as {dotted}")
+            yield dotted, value
 
 
 def _fitting(dotted: str, value: Any, origin: str) -> Any:

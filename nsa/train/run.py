@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nsa.io import append_line, atomic_write, read_json_lines, to_json
-from nsa.train import checkpoint, distributed, loader, preflight, profile, run_folder, watchdog
+from nsa.train import checkpoint, distributed, loader, memory_estimate, preflight, profile, run_folder, watchdog
 from nsa.train.data import Batch
 from nsa.train.distributed import Ranks
 from nsa.train.loader import SYNTHETIC, Loader, Shard
@@ -149,7 +149,7 @@ def _introduce(settings: Settings, environment: Environment, decision: preflight
     say(profile.table(settings))
     for note in (*settings.notes, *environment.notes):
         say(f"note: {note}")
-    size = f"{preflight.num_parameters(settings):,} parameters, {settings.tokens_per_step:,} tokens per step"
+    size = f"{memory_estimate.num_parameters(settings):,} parameters, {settings.tokens_per_step:,} tokens per step"
     say(f"{settings.profile}: {size} -> {settings.out_dir}")
     for refusal in decision.overridden:
         say(f"overridden by --allow-toy: {refusal}")

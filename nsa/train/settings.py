@@ -15,6 +15,7 @@ PARALLEL = ("ddp", "fsdp2")
 DATASETS = ("synthetic", "fineweb_edu", "python", "files")
 DENSE_PACKED_TOKENS = 8192
 """Dense attention keeps documents apart by a mask of tokens × tokens."""
+MIB = 2**20
 RECOMPUTE = (True, False, "selective")
 
 
@@ -183,7 +184,7 @@ class Settings:
         if self.model.attention == "dense" and self.data.packing and tokens > DENSE_PACKED_TOKENS:
             wanted = f"false with dense attention over {tokens:,} tokens"
             raise ValueError(
-                f"data.packing must be {wanted}, whose mask would take {tokens**2 / 2**20:,.0f} MiB; got true"
+                f"data.packing must be {wanted}, whose mask would take {tokens**2 / MIB:,.0f} MiB; got true"
             )
 
     @property

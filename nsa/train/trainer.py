@@ -166,8 +166,9 @@ class Trainer:
 
         ValueError if the checkpoint is of another model or another number of ranks.
         """
-        if state["model_config"] != dataclasses.asdict(self.settings.model):
-            differing = _differing(state["model_config"], dataclasses.asdict(self.settings.model))
+        saved = ModelConfig.from_mapping(state["model_config"])
+        if saved != self.settings.model:
+            differing = _differing(dataclasses.asdict(saved), dataclasses.asdict(self.settings.model))
             raise ValueError(f"the checkpoint is of another model: {differing}")
         alone = distributed.own_state(state["ranks"], self.own)
         distributed.restore_state(self.model, self.optimizer, state["model"], state["optimizer"])

@@ -104,7 +104,7 @@ def fast_backends(step: Step) -> tuple[str, ...]:
 
 def layer_pass(tokens: int, device: str, backend: str) -> Callable[[], None]:
     """Forward and backward of one layer over x [2, tokens, dim]."""
-    sizes = (TINY.dim, TINY.n_heads, TINY.n_kv_groups, TINY.d_k, TINY.d_v)
+    sizes = (TINY.dim, TINY.n_heads, TINY.num_kv_heads, TINY.d_k, TINY.d_v)
     layer = NativeSparseAttention(*sizes, TINY.nsa, backend=backend).to(device)
     x = torch.randn(2, tokens, TINY.dim, device=device)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.gates import Gates
+from nsa.layer import Gates
 from nsa.train import monitors
 from regression import training
 from regression.contract import Bound, Evidence, Incident, Step, Verdict

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from nsa.gates import Gates
+from nsa.layer import Gates
 from regression.contract import Bound, Evidence, Incident, Step, Verdict
 from regression.detectors import host_cost
 from regression.detectors.backends import COMPILING_S

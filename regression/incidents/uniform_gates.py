@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa.config import BRANCHES
-from nsa.gates import Gates
+from nsa.layer import Gates
 from regression import training
 from regression.contract import Evidence, Incident, Step, Verdict
 from regression.injection import Fault, injected

@@ -22,7 +22,7 @@ STARTS = (130, 5, 64)
 def make(phi: str, shared_kv: bool, n_sel: int = 4) -> DecoderLM:
     torch.manual_seed(0)
     config = NSAConfig(l=8, d=4, l_sel=16, n_sel=n_sel, w=40, phi=phi)
-    sizes = {"dim": 64, "n_layers": 2, "n_heads": 8, "n_kv_groups": 2, "d_k": 32, "d_v": 16}
+    sizes = {"dim": 64, "n_layers": 2, "n_heads": 8, "num_kv_heads": 2, "d_k": 32, "d_v": 16}
     return DecoderLM(ModelConfig(**sizes, nsa=config, shared_kv=shared_kv)).cuda()  # type: ignore[arg-type]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nsa.gates import Gates
+from nsa.layer import Gates
 
 
 def test_each_head_and_branch_has_its_own_row_of_weights() -> None:

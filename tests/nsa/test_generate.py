@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 def make(seed: int = 0, **changes: Any) -> DecoderLM:
     torch.manual_seed(seed)
-    sizes = {"dim": 16, "n_layers": 2, "n_heads": 4, "n_kv_groups": 2, "d_k": 6, "d_v": 5, "vocab_size": 17}
+    sizes = {"dim": 16, "n_layers": 2, "n_heads": 4, "num_kv_heads": 2, "d_k": 6, "d_v": 5, "vocab_size": 17}
     return DecoderLM(ModelConfig(**{**sizes, "nsa": small_config("mlp"), "tied_head": False, **changes})).double()
 
 

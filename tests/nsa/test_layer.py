@@ -222,7 +222,7 @@ def test_the_backend_that_was_asked_for_computes_all_of_it(
         pages = nsa.PagedCache(layer, num_pages=20, max_tokens=20)
         rows: Any = pages.rows([pages.new()]).layers[0]
     else:
-        sizes = {"dim": 12, "n_layers": 1, "n_heads": 4, "n_kv_groups": 2, "d_k": 6, "d_v": 5}
+        sizes = {"dim": 12, "n_layers": 1, "n_heads": 4, "num_kv_heads": 2, "d_k": 6, "d_v": 5}
         layer, x = DecoderLM(ModelConfig(**sizes, nsa=small_config(), backend=backend)), torch.arange(20)[None]
         kv_cache = layer.new_cache(1, 20)
         pages = nsa.PagedCache(layer.attentions(), num_pages=20, max_tokens=20)
@@ -241,7 +241,7 @@ def _not_to_be_entered(*_: object, **__: object) -> None:
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 def test_a_model_hands_its_options_to_its_layers(attention: str) -> None:
     """rope_base and shared_kv change what it computes; sizes are counted elsewhere."""
-    sizes: dict[str, Any] = {"dim": 12, "n_layers": 1, "n_heads": 4, "n_kv_groups": 2, "d_k": 6, "d_v": 5}
+    sizes: dict[str, Any] = {"dim": 12, "n_layers": 1, "n_heads": 4, "num_kv_heads": 2, "d_k": 6, "d_v": 5}
     text = torch.arange(40)[None]
 
     def run(**changes: Any) -> Tensor:

@@ -19,7 +19,7 @@ VOCAB = 11
 
 def make(attention: str = "nsa", dtype: torch.dtype = torch.float64, **changes: Any) -> DecoderLM:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"dim": 12, "n_layers": 2, "n_heads": 4, "n_kv_groups": 2, "d_k": 6, "d_v": 5}
+    sizes: dict[str, Any] = {"dim": 12, "n_layers": 2, "n_heads": 4, "num_kv_heads": 2, "d_k": 6, "d_v": 5}
     config = ModelConfig(**{**sizes, "nsa": small_config(), "vocab_size": VOCAB, "attention": attention, **changes})
     return DecoderLM(config).to(dtype)
 
@@ -29,9 +29,17 @@ def text(batch: int, length: int, seed: int = 0) -> Tensor:
 
 
 def test_the_names_are_those_of_the_profiles() -> None:
-    model = {"dim": 128, "n_layers": 1, "n_heads": 8, "n_kv_groups": 2, "d_k": 16, "d_v": 16}
+    model = {"dim": 128, "n_layers": 1, "n_heads": 8, "num_kv_heads": 2, "d_k": 16, "d_v": 16}
     nsa = {"l": 16, "d": 8, "l_sel": 32, "n_sel": 8, "w": 64, "phi": "avg"}
     assert ModelConfig(**model, nsa=NSAConfig.from_mapping(nsa)) == SHOWCASE
+
+
+def test_the_fields_name_of_the_key_value_heads_is_an_alias() -> None:
+    mapping = dataclasses.asdict(SHOWCASE)
+    mapping["n_kv_groups"] = mapping.pop("num_kv_heads")
+    assert ModelConfig.from_mapping(mapping) == ModelConfig.from_mapping(dataclasses.asdict(SHOWCASE)) == SHOWCASE
+    with pytest.warns(DeprecationWarning, match="num_kv_heads"):
+        assert SHOWCASE.n_kv_groups == SHOWCASE.num_kv_heads
 
 
 @pytest.mark.parametrize("config", [SHOWCASE, BASE_125M])
@@ -41,7 +49,7 @@ def test_parameters_are_counted_one_by_one(config: ModelConfig) -> None:
             DecoderLM(changed).num_parameters()
             for changed in (config, config.dense_twin(), dataclasses.replace(config, tied_head=False))
         )
-    dim, heads, num_kv_heads = config.dim, config.n_heads, config.n_kv_groups
+    dim, heads, num_kv_heads = config.dim, config.n_heads, config.num_kv_heads
     q_and_o = dim * heads * (config.d_k + config.d_v)
     kv = dim * num_kv_heads * (config.d_k + config.d_v)
     gates = (dim + 1) * 3 * heads
@@ -208,7 +216,7 @@ def test_wrong_losses_are_named() -> None:
     [
         ({"dim": 0}, ValueError, "dim must be at least 1; got 0"),
         ({"n_layers": "12"}, TypeError, "n_layers must be an int; got '12'"),
-        ({"n_kv_groups": 3}, ValueError, "n_kv_groups must divide n_heads; got 3 and 4"),
+        ({"num_kv_heads": 3}, ValueError, "num_kv_heads must divide n_heads; got 3 and 4"),
         ({"attention": "flash"}, ValueError, "attention must be one of nsa, dense; got 'flash'"),
         ({"mlp_dim": 0}, ValueError, "mlp_dim must be at least 1; got 0"),
         ({"nsa": {}}, TypeError, "nsa must be an NSAConfig; got dict"),

@@ -240,7 +240,7 @@ def test_made_in_inference_mode_under_autocast_it_serves_there() -> None:
 
 def make_model() -> DecoderLM:
     torch.manual_seed(0)
-    config = ModelConfig(dim=16, n_layers=3, n_heads=4, n_kv_groups=2, d_k=6, d_v=5, nsa=small_config())
+    config = ModelConfig(dim=16, n_layers=3, n_heads=4, num_kv_heads=2, d_k=6, d_v=5, nsa=small_config())
     return DecoderLM(config).double()
 
 

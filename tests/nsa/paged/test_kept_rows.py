@@ -27,7 +27,7 @@ def test_rows_that_are_kept_read_by_the_tables_of_each_step() -> None:
 def test_a_fork_of_a_models_sequence_has_its_pages_in_every_layer() -> None:
     """The branch writes into a page that both read: every layer copies it first."""
     torch.manual_seed(0)
-    config = ModelConfig(dim=16, n_layers=2, n_heads=4, n_kv_groups=2, d_k=6, d_v=5, nsa=small_config())
+    config = ModelConfig(dim=16, n_layers=2, n_heads=4, num_kv_heads=2, d_k=6, d_v=5, nsa=small_config())
     model, text = DecoderLM(config).double(), torch.randint(256, (2, 30))
     text[1, :13] = text[0, :13]
     with torch.no_grad():

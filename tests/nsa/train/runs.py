@@ -21,7 +21,7 @@ from nsa.train.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[3]
 PROFILE = """
-model: {dim: 32, n_layers: 2, n_heads: 4, n_kv_groups: 2, d_k: 8, d_v: 8, vocab_size: 256}
+model: {dim: 32, n_layers: 2, n_heads: 4, num_kv_heads: 2, d_k: 8, d_v: 8, vocab_size: 256}
 nsa: {l: 8, d: 4, l_sel: 16, n_sel: 4, w: 16}
 runtime: {device: cpu}
 train: {steps: 8, seq_len: 48, batch_size: 2, lr: 1.0e-3, log_every: 2, save_every: 3}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.train import compare
+from nsa.train import compare, report
 from nsa.train.compare import NotComparableError
 from tests.nsa.train.runs import settings, train
 
@@ -52,4 +52,13 @@ def test_other_hardware_is_not_comparable(runs: tuple[Path, Path, Path]) -> None
     path.write_text(json.dumps({**json.loads(before), "device": "another"}))
     with pytest.raises(NotComparableError, match=r"device .* -> another"):
         compare.compare(runs[:2])
+    path.write_text(before)
+
+
+def test_a_folder_with_the_old_name_of_the_key_value_heads_is_read(runs: tuple[Path, Path, Path]) -> None:
+    path = runs[0] / "env.json"
+    before = path.read_text()
+    path.write_text(before.replace("model.num_kv_heads", "model.n_kv_groups"))
+    assert len(compare.compare(runs[:2])) == len(compare.compare(runs[1::-1])) == 2
+    assert "model.n_kv_groups" in report.write_page(runs[0]).read_text()
     path.write_text(before)

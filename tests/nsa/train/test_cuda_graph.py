@@ -9,12 +9,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from nsa.train import data, preflight, profile, trainer
+from nsa.train import data, memory_estimate, profile, trainer
+from nsa.train.async_metrics import AsyncMetrics
 from nsa.train.cuda_graph import CapturedGraph, GraphedPass
 from nsa.train.data import Batch
 from nsa.train.distributed import Ranks
 from nsa.train.loader import Shard, SyntheticBatches
-from nsa.train.metrics import AsyncMetrics
 from nsa.train.objective import Objective
 from nsa.train.profile import ProfileError
 from nsa.train.settings import Settings
@@ -166,7 +166,7 @@ def test_where_no_graph_can_be_is_refused(device: str, own: Ranks, says: str, tm
 
 def test_the_graphs_own_memory_is_estimated(tmp_path: Path) -> None:
     plain, graphed, unobserved = (
-        preflight.peak_mem_mib(settings(tmp_path, train__seq_len=4096, runtime__device="auto", **more))
+        memory_estimate.peak_mem_mib(settings(tmp_path, train__seq_len=4096, runtime__device="auto", **more))
         for more in (
             {},
             {"runtime__cuda_graph": True},

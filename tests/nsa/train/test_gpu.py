@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from nsa.train import profile
+from nsa.train.async_metrics import AsyncMetrics
 from nsa.train.distributed import Ranks
 from nsa.train.loader import Shard, SyntheticBatches
-from nsa.train.metrics import AsyncMetrics
 from nsa.train.settings import Settings
 from nsa.train.trainer import Trainer
 from regression.detectors.host_cost import no_waiting
@@ -109,7 +109,8 @@ def test_a_replayed_step_is_the_step(
 @pytest.mark.parametrize("name", ["m7c_125m_1xa100_prod_v1", "h200_125m"])
 def test_the_estimate_of_memory_holds(name: str) -> None:
     """Within a third of what a step of the profile takes, at two sequences."""
-    from nsa.train import preflight
+    from nsa.train import memory_estimate
+    from nsa.train.settings import MIB
 
     eager = {"runtime.compile": False, "runtime.cuda_graph": False}
     chosen = profile.load(name, overrides={"train.batch_size": 2, "data.dataset": "synthetic", **eager})
@@ -117,5 +118,5 @@ def test_the_estimate_of_memory_holds(name: str) -> None:
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
         trainer.step([source.next().to(trainer.device)])
-    peak = torch.cuda.max_memory_allocated() / preflight.MIB
-    assert preflight.peak_mem_mib(chosen) == pytest.approx(peak, rel=0.33)
+    peak = torch.cuda.max_memory_allocated() / MIB
+    assert memory_estimate.peak_mem_mib(chosen) == pytest.approx(peak, rel=0.33)

@@ -151,6 +151,20 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         _trainer(settings(tmp_path, model__n_layers=1)).restore(state)
 
 
+def test_a_checkpoint_with_the_old_name_of_the_key_value_heads_is_resumed(tmp_path: Path) -> None:
+    trainer = _trainer(settings(tmp_path))
+    batch = SyntheticBatches(trainer.settings, Shard()).next()
+    trainer.step([batch])
+    state = copy.deepcopy(trainer.state({"row": 3}))
+    sizes = state["model_config"]
+    sizes["n_kv_groups"] = sizes.pop("num_kv_heads")
+    resumed = _trainer(settings(tmp_path, train__seed=1))
+    assert resumed.restore(state) == {"row": 3}
+    assert float(resumed.step([batch]).loss) == float(trainer.step([batch]).loss)
+    with pytest.raises(ValueError, match="another model: num_kv_heads 2 -> 1"):
+        _trainer(settings(tmp_path, model__num_kv_heads=1)).restore(state)
+
+
 def test_unfused_attention_is_the_torch_backend(tmp_path: Path) -> None:
     assert _trainer(settings(tmp_path, runtime__use_flash=False)).lm.config.backend == "torch"
     with pytest.raises(ValueError, match=r"runtime\.use_flash must be true"):

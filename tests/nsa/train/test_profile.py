@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nsa.model import BASE_125M, SHOWCASE, DecoderLM
-from nsa.train import preflight, profile
+from nsa.train import memory_estimate, profile
 from nsa.train.profile import ProfileError
 
 FIELD = """
@@ -64,6 +64,7 @@ def test_the_fields_file_loads_as_it_is(field: str) -> None:
     assert (found.train.steps, found.train.lr, found.train.save_every) == (50_000, 2e-4, 5000)
     assert found.runtime.gradient_checkpointing is True
     assert [note.split()[0] for note in found.notes] == ["runtime.use_triton_sel", "runtime.sel_triton_min_L"]
+    assert found.origins["model.num_kv_heads"] == field  # which calls it n_kv_groups
     own = {dotted: value for dotted, value, _ in profile.flat(profile.load("m7c_125m_1xa100_prod_v1"))}
     assert all(own[dotted] == value for dotted, value, origin in profile.flat(found) if origin == field)
 
@@ -110,13 +111,14 @@ def test_each_value_has_its_origin(field: str) -> None:
         ("train: {seq_len: 2048, batch_size: 8}", "data.packing must be false with dense attention over 16,384 tokens"),
         ("data: {dataset: python, path: x}", "data.path must be null"),
         ("model: {dim: 8}", "must give model.n_layers"),
+        ("model: {num_kv_heads: 1, n_kv_groups: 1}", "gives model.num_kv_heads twice, once as model.n_kv_groups"),
     ],
 )
 def test_names_what_is_wrong(line: str, says: str, tmp_path: Path) -> None:
     model = (
         ""
         if line.startswith(("model", "-"))
-        else "model: {dim: 8, n_layers: 1, n_heads: 2, n_kv_groups: 1, d_k: 4, d_v: 4}\n"
+        else "model: {dim: 8, n_layers: 1, n_heads: 2, num_kv_heads: 1, d_k: 4, d_v: 4}\n"
     )
     path = tmp_path / "wrong.yaml"
     path.write_text((model.replace("d_v: 4", "d_v: 4, attention: dense") if "seq_len" in line else model) + line)
@@ -130,6 +132,10 @@ def test_names_what_is_wrong(line: str, says: str, tmp_path: Path) -> None:
 def test_names_a_profile_that_is_not_there(name: str, says: str) -> None:
     with pytest.raises(ProfileError, match=says):
         profile.load(name)
+
+
+def test_an_override_may_have_the_fields_name(field: str) -> None:
+    assert profile.load(field, overrides={"model.n_kv_groups": 3}).model.num_kv_heads == 3
 
 
 @pytest.mark.parametrize("overrides", [{"train.sav_every": 1}, {"modle.dim": 1}, {"steps": 1}])
@@ -161,4 +167,4 @@ def test_environment_says_what_replaced_a_flag() -> None:
 @pytest.mark.parametrize("name", ["train_showcase", "m7c_3090_smoke"])
 def test_parameters_are_counted_on_the_model(name: str) -> None:
     chosen = profile.load(name)
-    assert preflight.num_parameters(chosen) == sum(p.numel() for p in DecoderLM(chosen.model).parameters())
+    assert memory_estimate.num_parameters(chosen) == sum(p.numel() for p in DecoderLM(chosen.model).parameters())
