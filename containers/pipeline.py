@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from containers import engine, host
+from containers import engine
+from harness import repository
+from harness.interrupt import INTERRUPTED
 
 SUMMARY = "summary.md"
 QUICK_TESTS = (
@@ -31,7 +33,6 @@ QUICK_TESTS = (
 )
 QUICK_COMPARE = ("--quick", "--cases", "part-window", "--rounds", "14")
 REPORT = "report"
-INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,12 @@ def plan(chosen: engine.Choice, family: str | None, base: str | None, *, quick: 
 def _why_no_compare(base: str | None) -> str | None:
     if base is None:
         return "no --base was given"
-    git = ["git", "-C", str(host.ROOT)]
+    git = ["git", "-C", str(repository.ROOT)]
     known = subprocess.run(
         [*git, "rev-parse", "--verify", "--end-of-options", f"{base}^{{commit}}"], capture_output=True, text=True
     )
     if known.returncode:
-        raise ValueError(f"--base must name a commit of {host.ROOT}; git says: {known.stderr.strip()}")
+        raise ValueError(f"--base must name a commit of {repository.ROOT}; git says: {known.stderr.strip()}")
     same = subprocess.run([*git, "diff", "--quiet", known.stdout.strip(), "--", "nsa"])
     return f"nsa/ is what it is in {base}" if same.returncode == 0 else None
 
@@ -118,7 +119,7 @@ def _stream(step: Step, log: Path) -> tuple[int, str]:
     with log.open("w") as kept:
         process = subprocess.Popen(
             command,
-            cwd=host.ROOT,
+            cwd=repository.ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -29,8 +29,9 @@ from threading import Event, RLock
 from typing import IO, Any
 
 from harness.guard import STACKS
+from harness.interrupt import CancelledError
+from harness.repository import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 2.0
 """Between SIGTERM and SIGKILL."""
 IMPORT_FLOOR_S = 60.0
@@ -46,10 +47,6 @@ _POLL_S = 0.1
 _STACKS_S = 5.0
 _PY_SPY_S = 20.0
 _LINES_OF_LOG = 30
-
-
-class CancelledError(Exception):
-    """The run was interrupted; what it started has ended."""
 
 
 class Child:

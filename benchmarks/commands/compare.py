@@ -23,6 +23,7 @@ from benchmarks.ab.sequential import PairFailure, PairTiming
 from benchmarks.commands import options
 from benchmarks.history.key import Key
 from harness import fingerprint, jsonl, machines
+from harness.interrupt import INTERRUPTED
 from harness.machines import Machine
 
 SUMMARY = "measure two commits in turns: FASTER, SLOWER, SAME or UNDECIDED for each case"
@@ -75,7 +76,7 @@ def main(arguments: argparse.Namespace) -> int:
     }
     print(json.dumps(summary))
     if interrupted:
-        return options.INTERRUPTED
+        return INTERRUPTED
     return 1 if summary["bad"] else 0
 
 

@@ -31,7 +31,7 @@ from benchmarks.history import run_file, speedup
 from benchmarks.history.key import Key
 from benchmarks.history.records import Record
 from benchmarks.workloads import attention
-from harness.fingerprint import ROOT
+from harness.repository import ROOT
 from regression.contract import Evidence, Incident, Step, Verdict
 from regression.injection import Fault, injected
 

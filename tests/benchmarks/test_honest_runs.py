@@ -32,8 +32,8 @@ from benchmarks.timing.latency import Plan
 from benchmarks.workloads import Work, attention, suite
 from containers import pipeline
 from containers.pipeline import Step, StepResult
-from harness.fingerprint import ROOT
 from harness.peak import MeasuredPeak
+from harness.repository import ROOT
 from nsa import nsa_attention
 from tests.benchmarks import full_results
 from tests.benchmarks.stored import run as at

@@ -11,9 +11,10 @@ import pytest
 
 from benchmarks import __main__ as bench
 from benchmarks.ab.result import Rules
-from containers import host, pipeline
+from containers import pipeline
 from containers.engine import Choice, Engine
 from containers.pipeline import Step, StepResult
+from harness import repository
 
 DOCKER = Choice(Engine("docker", "26.1"), "engine: docker 26.1")
 BARE = Choice(None, "engine: none")
@@ -48,7 +49,7 @@ def test_a_base_with_the_same_nsa_is_not_compared(monkeypatch: pytest.MonkeyPatc
     (tmp_path / "nsa" / "a.py").write_text("x = 1\n")
     for words in (("init", "--quiet"), ("add", "."), ("commit", "--quiet", "--message", "one")):
         subprocess.run([*git, *words], check=True)
-    monkeypatch.setattr(host, "ROOT", tmp_path)
+    monkeypatch.setattr(repository, "ROOT", tmp_path)
     assert pipeline._why_no_compare("HEAD") == "nsa/ is what it is in HEAD"
     (tmp_path / "nsa" / "a.py").write_text("x = 2\n")
     assert pipeline._why_no_compare("HEAD") is None
@@ -96,7 +97,7 @@ def test_an_interrupt_ends_the_session_first(tmp_path: Path) -> None:
         "print([one.code for one in pipeline.run(steps, pathlib.Path(sys.argv[2]))])"
     )
     command = [sys.executable, "-c", program, str(session), str(tmp_path / "logs")]
-    process = subprocess.Popen(command, cwd=host.ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=repository.ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(3)][-1] == "began\n"
     process.send_signal(signal.SIGINT)

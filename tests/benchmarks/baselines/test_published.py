@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.baselines import published
 from benchmarks.baselines.published import Series
-from harness.fingerprint import ROOT
+from harness.repository import ROOT
 
 GOOD = """
 [sources.paper]
