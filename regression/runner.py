@@ -11,7 +11,8 @@ from threading import Event
 from typing import Any
 
 from harness import schema
-from harness.isolate import Child, Deadline, Outcome, watch
+from harness.isolate import Child
+from harness.watch import ChildEnd, Deadline, watch
 from regression import listing
 from regression.contract import Aspect, Evidence, Incident, Needs, Verdict, aspects, gravest
 from regression.injection import NeverEnteredError
@@ -176,7 +177,7 @@ class ChildResult:
     evidence_sent: Evidence | None = None
     steps: int = 0
     figures: Mapping[str, float | None] = field(default_factory=dict)
-    outcome: Outcome = field(default_factory=Outcome)
+    end: ChildEnd = field(default_factory=ChildEnd)
     seconds: float = 0.0
 
     def on_event(self, event: Mapping[str, Any]) -> None:
@@ -190,7 +191,7 @@ class ChildResult:
     @property
     def evidence(self) -> Evidence:
         """The child's own facts and how it ended."""
-        end = self.outcome
+        end = self.end
         if end.unreadable is not None:
             return Evidence(exception=f"what it sent cannot be read: {end.unreadable}", uncaught=True)
         sent = self.evidence_sent or Evidence()
@@ -218,7 +219,7 @@ def run_child(task: Mapping[str, Any], deadline: Deadline, stop: Event) -> Child
     """The task in a child of its own, until it has ended or was ended. Raises CancelledError once `stop` is set."""
     result, begin = ChildResult(), time.monotonic()
     with Child("regression.child", task, _environment(task["device"]), own_tmpdir=True) as child:
-        result.outcome = watch(child, deadline, stop, result.on_event)
+        result.end = watch(child, deadline, stop, result.on_event)
     result.seconds = time.monotonic() - begin
     return result
 

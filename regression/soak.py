@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from threading import Event
 
-from harness.isolate import Deadline
+from harness.watch import Deadline
 from regression.contract import Aspect, Evidence, Verdict, aspects, gravest
 from regression.runner import Pace, run_child
 
