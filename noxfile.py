@@ -1,4 +1,4 @@
-"""The front door: `nox -s tests`, `nox -s bench`, ... What stands after `--` is passed on.
+"""The sessions: `nox -s tests`, `nox -s bench`, ... What stands after `--` is passed on.
 
 Tests, regressions and benches run in the image for this machine's GPU where Docker or Podman answers (`--engine none`
 after `--` keeps them out of it), else in the session's own environment; one line says which.

@@ -14,7 +14,7 @@ from harness import schema
 from harness.isolate import Child
 from harness.watch import ChildEnd, Deadline, watch
 from regression import listing
-from regression.contract import Aspect, Evidence, Incident, Needs, Verdict, aspects, gravest
+from regression.contract import Aspect, Evidence, Incident, Needs, ReproVerdict, aspects, gravest
 from regression.injection import NeverEnteredError
 
 FAULTY, PRODUCT = "faulty", "product"
@@ -33,9 +33,9 @@ class Repro:
     """Id of the incident whose fault is put into the product."""
 
     @property
-    def expects(self) -> Verdict:
+    def expects(self) -> ReproVerdict:
         """What the verdict must be."""
-        return self.incident.expects if self.part == FAULTY else Verdict.PASSED
+        return self.incident.expects if self.part == FAULTY else ReproVerdict.PASSED
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,14 @@ class Finding:
         return aspects(self.evidence)
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> ReproVerdict:
         return gravest(self.aspects).verdict
 
     @property
     def allowed_skip(self) -> bool:
         """Skipped because the machine lacks GPUs; any other skip is a failure."""
         never_started = self.evidence.exit_status is None
-        return self.verdict is Verdict.SKIPPED and never_started
+        return self.verdict is ReproVerdict.SKIPPED and never_started
 
     @property
     def never_entered(self) -> bool:
@@ -97,7 +97,7 @@ class Finding:
             return "from a detector that observed it, not from a repro that died"
         if incident.says not in gravest(self.aspects).why:
             return f"saying {incident.says!r}"
-        red = {aspect.name for aspect in self.aspects if aspect.verdict is not Verdict.PASSED}
+        red = {aspect.name for aspect in self.aspects if aspect.verdict is not ReproVerdict.PASSED}
         if silent := [name for name in incident.fires if name not in red]:
             return f"with {', '.join(silent)} red too"
         return ""
@@ -110,7 +110,7 @@ class Finding:
             return decisive.why
         if self.ok:
             return None
-        if self.verdict is Verdict.SKIPPED:
+        if self.verdict is ReproVerdict.SKIPPED:
             return f"skipped although the machine has what it needs: {decisive.why}"
         if self.repro.part == FAULTY:
             got = f"{self.verdict.value} {decisive.why}".strip()

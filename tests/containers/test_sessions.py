@@ -45,7 +45,7 @@ suite = "24gb"
 
 
 def sessions(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Callable[[Any], None]]:
-    """The front door, loaded as nox does: each session by its name."""
+    """The noxfile, loaded as nox does: each session by its name."""
     registry = pytest.importorskip("nox.registry")
     monkeypatch.setattr(registry, "_REGISTRY", OrderedDict())  # nox loads a noxfile once and warns of a second time
     spec = importlib.util.spec_from_file_location("noxfile_under_test", ROOT / "noxfile.py")
