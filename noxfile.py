@@ -1,4 +1,4 @@
-"""The front door: `nox -s tests`, `nox -s bench`, ... What stands after `--` is passed on.
+"""The sessions: `nox -s tests`, `nox -s bench`, ... What stands after `--` is passed on.
 
 Tests, regressions and benches run in the image for this machine's GPU where Docker or Podman answers (`--engine none`
 after `--` keeps them out of it), else in the session's own environment; one line says which.
@@ -6,6 +6,7 @@ after `--` keeps them out of it), else in the session's own environment; one lin
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import sys
@@ -14,26 +15,38 @@ import nox
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from containers import engine
-from harness import machines
+from harness import environment, machines
+
+try:
+    environment.check()
+except ValueError as error:
+    print(f"noxfile.py: {error}", file=sys.stderr)
+    sys.exit(2)
 
 nox.options.sessions = ["tests"]
 nox.options.default_venv_backend = "virtualenv"
 STOP_S = 60  # what an interrupted suite may take to keep what it finished, before it is ended
 
 
+def own_options() -> argparse.ArgumentParser:
+    """What a session takes for itself of the words after `--`; the rest is its command's."""
+    parser = argparse.ArgumentParser("nox -s SESSION --", add_help=False, allow_abbrev=False)
+    parser.add_argument("--engine")
+    parser.add_argument("--family")
+    return parser
+
+
 def in_image(session: nox.Session, *words: str, family: str | None = None, repository: bool = False) -> None:
     """Run `python -m words...` in the image for `family` (default: for what is here), or here without an engine."""
-    asked, posargs = engine.taken("--engine", session.posargs)
-    chosen = engine.choose(asked)
+    own, posargs = own_options().parse_known_args(session.posargs)
+    chosen = engine.choose(own.engine or environment.read().engine)
     if chosen.engine is None:
         session.log(chosen.said)
-        _, posargs = engine.taken("--family", posargs)
         session.install("-c", "constraints.txt", "-e", ".[bench,train,dev]")
         session.run("python", "-m", *words, *posargs, interrupt_timeout=STOP_S)
         return
-    wanted, posargs = engine.taken("--family", posargs)
     options = ["--engine", chosen.engine.name]
-    if family := wanted or family:
+    if family := own.family or family:
         options += ["--family", family]
     options += ["--repository"] * repository
     command = [sys.executable, "-m", "containers", "run", *options, "--", "python", "-m", *words, *posargs]

@@ -34,14 +34,14 @@ from benchmarks.commands import (
     compare,
     convert,
     merge,
-    options,
     report,
     results,
     run,
     samples,
     tune,
 )
-from harness import machines
+from harness import environment, machines
+from harness.interrupt import INTERRUPTED
 from nsa.io import DiskFullError
 
 COMMANDS = {
@@ -74,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command."""
     arguments = parser().parse_args(argv)
     try:
+        environment.check()
         return COMMANDS[arguments.command].main(arguments)
     except (machines.WrongMachineError, DiskFullError, ValueError) as error:
         print(f"python -m benchmarks: {error}", file=sys.stderr)
@@ -86,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print("python -m benchmarks: interrupted", file=sys.stderr)
-        return options.INTERRUPTED
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ part; 130 where it was interrupted.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import signal
 import sys
@@ -21,7 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from containers import container, engine, host, image, pipeline
-from harness import machines
+from harness import environment, machines, repository
+from harness.environment import Environment
+from harness.interrupt import INTERRUPTED
 
 ROOM_GB = {"cpu": 8, "gpu": 40}
 """Free disk that building an image and running the suites in it takes."""
@@ -29,6 +30,7 @@ ROOM_GB = {"cpu": 8, "gpu": 40}
 
 def parser() -> argparse.ArgumentParser:
     """The arguments, each with its default."""
+    told = environment.read()
     top = argparse.ArgumentParser(
         prog="python -m containers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -41,11 +43,11 @@ def parser() -> argparse.ArgumentParser:
     }
     subs = {name: commands.add_parser(name, help=summary) for name, summary in summaries.items()}
     for sub in subs.values():
-        _add_machine(sub)
+        _add_machine(sub, told)
     for name in ("image", "run", "preflight"):
-        _add_recipe(subs[name])
+        _add_recipe(subs[name], told)
     for name in ("run", "preflight"):
-        _add_surroundings(subs[name])
+        _add_surroundings(subs[name], told)
     subs["run"].add_argument("--repository", action="store_true", help="run in the working tree, with its git history")
     subs["run"].add_argument("words", nargs="+", metavar="-- command", help="what to run")
     subs["pipeline"].add_argument(
@@ -55,18 +57,18 @@ def parser() -> argparse.ArgumentParser:
     subs["pipeline"].add_argument(
         "--logs",
         type=Path,
-        default=host.ROOT / "results" / "pipeline",
+        default=repository.ROOT / "results" / "pipeline",
         metavar="DIR",
         help="(default: results/pipeline)",
     )
     return top
 
 
-def _add_machine(sub: argparse.ArgumentParser) -> None:
+def _add_machine(sub: argparse.ArgumentParser, told: Environment) -> None:
     sub.add_argument(
         "--engine",
         choices=(*engine.NAMES, engine.NONE),
-        default=os.environ.get("NSA_ENGINE") or None,
+        default=told.engine,
         help="(default: NSA_ENGINE, else docker, then podman, then none)",
     )
     sub.add_argument(
@@ -76,28 +78,28 @@ def _add_machine(sub: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_recipe(sub: argparse.ArgumentParser) -> None:
+def _add_recipe(sub: argparse.ArgumentParser, told: Environment) -> None:
     sub.add_argument(
         "--base-image",
-        default=os.environ.get("NSA_BASE_IMAGE"),
+        default=told.base_image,
         metavar="NAME",
         help="in place of nvidia/cuda (default: NSA_BASE_IMAGE, else the Dockerfile's)",
     )
     sub.add_argument(
         "--wheels",
         type=Path,
-        default=os.environ.get("NSA_WHEELS"),
+        default=told.wheels,
         metavar="DIR",
         help="wheels to take before any others (default: NSA_WHEELS, else none)",
     )
 
 
-def _add_surroundings(sub: argparse.ArgumentParser) -> None:
+def _add_surroundings(sub: argparse.ArgumentParser, told: Environment) -> None:
     sub.add_argument("--image", metavar="NAME", help="one that is there already, in place of building")
     sub.add_argument(
         "--results",
         type=Path,
-        default=Path(os.environ.get("NSA_RESULTS") or host.ROOT / "results"),
+        default=told.results,
         metavar="DIR",
         help="the host's folder for results (default: NSA_RESULTS, else results)",
     )
@@ -107,6 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command."""
     arguments = parser().parse_args(argv)
     try:
+        environment.check()
         chosen = engine.choose(arguments.engine)
         print(chosen.said, flush=True)
         if arguments.command == "pipeline":
@@ -119,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print("python -m containers: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
 
 
 def build(found: engine.Engine, arguments: argparse.Namespace) -> int:
@@ -136,7 +139,7 @@ def run(found: engine.Engine, arguments: argparse.Namespace) -> int:
     """Everything that can be refused is refused before anything is built."""
     target = _target(arguments)
     name = _image(found, target, arguments)
-    line = container.command(found, target, name, arguments.words, arguments.results, repository=arguments.repository)
+    line = container.command(found, target, name, arguments.words, arguments.results, working_tree=arguments.repository)
     return container.run(found, target, line)
 
 
@@ -147,14 +150,16 @@ def preflight(found: engine.Engine, arguments: argparse.Namespace) -> int:
         print("GPU: none; the suites run on the CPU")
     else:
         print(f"GPU: {target.gpu.name}, driver {target.gpu.driver}, CUDA {image.cuda_version()} in the image")
-    free_gb = shutil.disk_usage(host.ROOT).free / 1e9
+    free_gb = shutil.disk_usage(repository.ROOT).free / 1e9
     wanted_gb = ROOM_GB["cpu" if target.gpu is None else "gpu"]
     if free_gb < wanted_gb:
-        raise host.HostError(f"{host.ROOT} has {free_gb:.0f} GB free; an image and its suites need {wanted_gb} GB")
+        raise host.HostError(
+            f"{repository.ROOT} has {free_gb:.0f} GB free; an image and its suites need {wanted_gb} GB"
+        )
     print(f"disk: {free_gb:.0f} GB free")
     name = _image(found, target, arguments)
     look = ["python", "-c", "import torch; print('inside: torch', torch.__version__, 'CUDA', torch.version.cuda)"]
-    line = container.command(found, target, name, look, arguments.results, repository=False)
+    line = container.command(found, target, name, look, arguments.results, working_tree=False)
     return container.run(found, target, line)
 
 
@@ -166,8 +171,8 @@ def chain(chosen: engine.Choice, arguments: argparse.Namespace) -> int:
     text = pipeline.summary(done)
     (logs / pipeline.SUMMARY).write_text(text)
     print(f"\n{text}\nThe logs: {logs}")
-    if any(one.code == pipeline.INTERRUPTED for one in done):
-        return pipeline.INTERRUPTED
+    if any(one.code == INTERRUPTED for one in done):
+        return INTERRUPTED
     return int(any(one.code for one in done))
 
 

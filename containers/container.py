@@ -10,9 +10,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from containers import host, image
+from containers import image
 from containers.engine import Engine
 from containers.host import Target
+from harness import repository
 
 PASSED_ON = ("CUDA_VISIBLE_DEVICES", "HYPOTHESIS_PROFILE", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 """Variables of the caller that decide what is measured or tried."""
@@ -31,19 +32,19 @@ _WRITTEN = ("--out", "--junitxml", "--junit-xml")
 
 
 def command(
-    engine: Engine, target: Target, image_name: str, words: Sequence[str], results: Path, *, repository: bool
+    engine: Engine, target: Target, image_name: str, words: Sequence[str], results: Path, *, working_tree: bool
 ) -> list[str]:
-    """The engine's command line. `repository`: run in the host's working tree, read-only, with its git history."""
+    """The engine's command line. `working_tree`: run in the host's, read-only, with its git history."""
     results = results.resolve()
     results.mkdir(parents=True, exist_ok=True)  # else the engine makes it, owned by root
     line = [engine.name, "run", "--rm", "--init", "--name", _name(target), "--network", "none", "--shm-size", "2g"]
     line += ["--hostname", "localhost"]  # without a network no other name resolves, and ranks meet at their host's name
     line += [*engine.user_flags, "--label", LABEL, "--volume", f"nsa-{target.family}-{os.getuid()}:/cache"]
     words, folders = _written(words)
-    modes = dict.fromkeys(_repository() if repository else (), "ro")
+    modes = dict.fromkeys(_repository() if working_tree else (), "ro")
     modes.update(dict.fromkeys((results, *folders), "rw"))
     line += _volumes(modes)
-    line += ["--workdir", str(host.ROOT)] * repository + ["--env", f"NSA_RESULTS={results}"]
+    line += ["--workdir", str(repository.ROOT)] * working_tree + ["--env", f"NSA_RESULTS={results}"]
     line += ["--env", f"NSA_EXPECT={target.expect}", "--env", f"NSA_IMAGE={image.identity(engine, image_name)}"]
     for name in PASSED_ON:
         if name in os.environ:
@@ -55,10 +56,9 @@ def command(
 
 def _repository() -> list[Path]:
     """The working tree, and where its git history is: elsewhere for a worktree."""
-    asked = ["git", "-C", str(host.ROOT), "rev-parse", "--path-format=absolute", "--git-common-dir"]
-    done = subprocess.run(asked, capture_output=True, text=True)
-    history = Path(done.stdout.strip()) if done.returncode == 0 else host.ROOT
-    return [host.ROOT] if history.is_relative_to(host.ROOT) else [host.ROOT, history]
+    found = repository.git("rev-parse", "--path-format=absolute", "--git-common-dir")
+    history = Path(found) if found is not None else repository.ROOT
+    return [repository.ROOT] if history.is_relative_to(repository.ROOT) else [repository.ROOT, history]
 
 
 def _volumes(modes: Mapping[Path, str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 NAMES = ("docker", "podman")
@@ -71,8 +71,7 @@ def ask(name: str) -> Engine | str:
 
 
 def choose(asked: str | None, ask: Ask = ask) -> Choice:
-    """The engine asked for, else NSA_ENGINE's, else Docker, then Podman, then none. Raises EngineError, ValueError."""
-    asked = asked or os.environ.get("NSA_ENGINE") or None
+    """The engine asked for, else Docker, then Podman, then none. Raises EngineError, ValueError."""
     if asked == NONE:
         return Choice(None, "engine: none, as asked: the host's own environment")
     if asked is not None and asked not in NAMES:
@@ -86,21 +85,3 @@ def choose(asked: str | None, ask: Ask = ask) -> Choice:
     if asked is not None:
         raise EngineError(f"--engine {'; '.join(missing)}. Start it, or use --engine none for the host's environment")
     return Choice(None, f"engine: none ({'; '.join(missing)}): the host's own environment")
-
-
-def taken(option: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The value of an option among a session's arguments, None without it, and the other arguments.
-
-    Raises ValueError where the option has no value.
-    """
-    rest = list(words)
-    for index, word in enumerate(rest):
-        name, equals, value = word.partition("=")
-        if name != option:
-            continue
-        if not equals and index + 1 == len(rest):
-            raise ValueError(f"{option} needs a value")
-        found = value if equals else rest[index + 1]
-        del rest[index : index + (1 if equals else 2)]
-        return found, rest
-    return None, rest

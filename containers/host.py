@@ -6,11 +6,9 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 
 from harness import machines
 
-ROOT = Path(__file__).resolve().parent.parent
 CPU, ANY_GPU = machines.CPU, machines.UNKNOWN_GPU
 OLDEST_DRIVER = {12: (525, 60, 13), 13: (580, 65, 6)}
 """CUDA's major version -> the oldest Linux driver that runs any minor version of it (CUDA compatibility guide)."""

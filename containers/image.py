@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from containers.engine import Engine, EngineError
-from containers.host import CPU, ROOT
-from harness import machines
+from containers.host import CPU
+from harness import machines, repository
 from harness.machines import Family
 
-DOCKERFILE = ROOT / "docker" / "Dockerfile"
+DOCKERFILE = repository.ROOT / "docker" / "Dockerfile"
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Recipe:
         """nsa:<family>-<hash of the sources, the arguments, and the wheels' names, sizes and times>."""
         digest = hashlib.sha256()
         for path in sources():
-            digest.update(f"{path.relative_to(ROOT).as_posix()}\0{path.stat().st_size}\0".encode())
+            digest.update(f"{path.relative_to(repository.ROOT).as_posix()}\0{path.stat().st_size}\0".encode())
             digest.update(path.read_bytes())
         digest.update(repr(sorted(self.build_arguments().items())).encode())
         for path in sorted(self.wheels.glob("*.whl")) if self.wheels else ():
@@ -76,16 +76,14 @@ def recipe(family: str, base_image: str | None = None, wheels: Path | None = Non
     """The recipe of the working tree. Raises ValueError for a folder of wheels that is none."""
     if wheels is not None and not wheels.is_dir():
         raise ValueError(f"--wheels must be a folder; got {wheels}")
-    commit = _git("rev-parse", "HEAD")
-    changed = None if commit is None else _git("status", "--porcelain", "--", ".", ":(exclude)results")
-    return Recipe(family, base_image, wheels, commit, None if changed is None else bool(changed))
+    return Recipe(family, base_image, wheels, repository.commit(), repository.dirty())
 
 
 def sources() -> Iterator[Path]:
     """Every file that .dockerignore lets in, in one order."""
-    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    kept = [line[1:] for line in (repository.ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     for name in sorted(kept):
-        top = ROOT / name
+        top = repository.ROOT / name
         for path in [top] if top.is_file() else sorted(top.rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:
                 yield path
@@ -128,17 +126,9 @@ def _build_command(engine: Engine, wanted: Recipe, name: str) -> list[str]:
         command += ["--build-arg", f"{argument}={value}"]
     if wanted.wheels is not None:
         command += ["--build-context", f"wheels={wanted.wheels.resolve()}"]
-    return [*command, str(ROOT)]
+    return [*command, str(repository.ROOT)]
 
 
 def _environment(engine: Engine) -> dict[str, str]:
     plain = {"BUILDKIT_PROGRESS": "plain"} if engine.name == "docker" else {}
     return {**os.environ, **plain}
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

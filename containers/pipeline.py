@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from containers import engine, host
+from containers import engine
+from harness import repository
+from harness.interrupt import INTERRUPTED
 
 SUMMARY = "summary.md"
 QUICK_TESTS = (
@@ -31,11 +33,10 @@ QUICK_TESTS = (
 )
 QUICK_COMPARE = ("--quick", "--cases", "part-window", "--pairs", "14")
 REPORT = "report"
-INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
-class Step:
+class PipelineStep:
     """One nox session of the chain."""
 
     name: str
@@ -46,10 +47,10 @@ class Step:
 
 
 @dataclass(frozen=True)
-class StepResult:
+class PipelineStepResult:
     """How a step ended."""
 
-    step: Step
+    step: PipelineStep
     code: int | None
     """Exit code; None where it did not run."""
     seconds: float
@@ -57,7 +58,7 @@ class StepResult:
     """The JSON that the suite's last line is; empty without one."""
 
 
-def plan(chosen: engine.Choice, family: str | None, base: str | None, *, quick: bool, logs: Path) -> list[Step]:
+def plan(chosen: engine.Choice, family: str | None, base: str | None, *, quick: bool, logs: Path) -> list[PipelineStep]:
     """The chain for this machine. Pure but for asking git whether nsa/ differs from the base."""
     which = (
         "--engine",
@@ -67,48 +68,48 @@ def plan(chosen: engine.Choice, family: str | None, base: str | None, *, quick: 
     bare = None if chosen.engine else "no container engine: the suites run in the host's environment"
     unchanged = _why_no_compare(base)
     return [
-        Step("image", "image", which, bare),
-        Step("preflight", "preflight-machine", which, bare),
-        Step("tests", "tests", (*which, *(QUICK_TESTS if quick else ()))),
-        Step("regress", "regress", (*which, "--junitxml", str(logs / "regress.xml"))),
-        Step("bench", f"bench-{family}" if family else "bench", (*which, *(("--quick",) if quick else ()))),
-        Step("compare", "compare", (*which, base or "", *(QUICK_COMPARE if quick else ())), unchanged),
-        Step(REPORT, "report", which),
+        PipelineStep("image", "image", which, bare),
+        PipelineStep("preflight", "preflight-machine", which, bare),
+        PipelineStep("tests", "tests", (*which, *(QUICK_TESTS if quick else ()))),
+        PipelineStep("regress", "regress", (*which, "--junitxml", str(logs / "regress.xml"))),
+        PipelineStep("bench", f"bench-{family}" if family else "bench", (*which, *(("--quick",) if quick else ()))),
+        PipelineStep("compare", "compare", (*which, base or "", *(QUICK_COMPARE if quick else ())), unchanged),
+        PipelineStep(REPORT, "report", which),
     ]
 
 
 def _why_no_compare(base: str | None) -> str | None:
     if base is None:
         return "no --base was given"
-    git = ["git", "-C", str(host.ROOT)]
+    git = ["git", "-C", str(repository.ROOT)]
     known = subprocess.run(
         [*git, "rev-parse", "--verify", "--end-of-options", f"{base}^{{commit}}"], capture_output=True, text=True
     )
     if known.returncode:
-        raise ValueError(f"--base must name a commit of {host.ROOT}; git says: {known.stderr.strip()}")
+        raise ValueError(f"--base must name a commit of {repository.ROOT}; git says: {known.stderr.strip()}")
     same = subprocess.run([*git, "diff", "--quiet", known.stdout.strip(), "--", "nsa"])
     return f"nsa/ is what it is in {base}" if same.returncode == 0 else None
 
 
-def run(steps: Sequence[Step], logs: Path) -> list[StepResult]:
+def run(steps: Sequence[PipelineStep], logs: Path) -> list[PipelineStepResult]:
     """Every step to the first red one, and the report; what each printed is kept in logs/<step>.log."""
     logs.mkdir(parents=True, exist_ok=True)
-    done: list[StepResult] = []
+    done: list[PipelineStepResult] = []
     for step in steps:
         red = next((before for before in done if before.code), None)
         if step.skipped is not None or (red is not None and step.name != REPORT):
-            done.append(StepResult(step, None, 0.0, {}))
+            done.append(PipelineStepResult(step, None, 0.0, {}))
             continue
         print(f"\n== {step.name}", flush=True)
         begin = time.perf_counter()
         code, last = _stream(step, logs / f"{step.name}.log")
-        done.append(StepResult(step, code, time.perf_counter() - begin, _json(last)))
+        done.append(PipelineStepResult(step, code, time.perf_counter() - begin, _json(last)))
         if code == INTERRUPTED:
             return done
     return done
 
 
-def _stream(step: Step, log: Path) -> tuple[int, str]:
+def _stream(step: PipelineStep, log: Path) -> tuple[int, str]:
     """Run a session, show and keep what it prints; its exit code, and the last line that is JSON.
 
     An interrupt is passed on once, and what the session prints while it ends is still read: with its pipe closed it
@@ -118,7 +119,7 @@ def _stream(step: Step, log: Path) -> tuple[int, str]:
     with log.open("w") as kept:
         process = subprocess.Popen(
             command,
-            cwd=host.ROOT,
+            cwd=repository.ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -155,7 +156,7 @@ def _json(line: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def summary(done: Sequence[StepResult]) -> str:
+def summary(done: Sequence[PipelineStepResult]) -> str:
     """Markdown, what a reviewer must know first: verdicts, then steps."""
     red = [one.step.name for one in done if one.code]
     head = f"## RED: {', '.join(red)}" if red else "## GREEN"
@@ -163,13 +164,13 @@ def summary(done: Sequence[StepResult]) -> str:
     return "\n\n".join([head, *_verdicts(done), "\n".join(rows)]) + "\n"
 
 
-def _row(one: StepResult) -> str:
+def _row(one: PipelineStepResult) -> str:
     if one.code is None:
         return f"| {one.step.name} | not run: {one.step.skipped or 'a step before it is red'} | |"
     return f"| {one.step.name} | {'green' if one.code == 0 else f'RED, exit code {one.code}'} | {one.seconds:.0f} s |"
 
 
-def _verdicts(done: Sequence[StepResult]) -> Iterator[str]:
+def _verdicts(done: Sequence[PipelineStepResult]) -> Iterator[str]:
     """What each suite's own summary says, the comparison first."""
     wanted = (
         ("compare", ("bad", "undecided", "verdicts")),

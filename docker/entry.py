@@ -1,10 +1,10 @@
 """What an image runs first: is this the GPU that the image was made for, and can PyTorch use it? Then the command.
 
-    NSA_FAMILY  the GPU family of the image ("a100", "cpu"; set in the Dockerfile)
-    NSA_EXPECT  the family that the session is named for (default: NSA_FAMILY); "gpu" is any GPU
+The image is made for NSA_FAMILY ("a100", "cpu"; set in the Dockerfile); the session that starts it may expect another
+GPU, NSA_EXPECT ("gpu" is any).
 
 Exit code 2, with what was seen, where the GPU is missing or another one: a suite that quietly ran on the CPU would be
-green and worth nothing. Else the command's own.
+green and worth nothing; 2 also for an unknown NSA_* variable. Else the command's own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started by its path, in any working directory
-from harness import machines
+from harness import environment, machines
 
 
 def devices() -> str:
@@ -46,8 +46,14 @@ def refusal(expected: str) -> str | None:
 
 def main(command: Sequence[str]) -> NoReturn:
     """Look, then become the command."""
-    expected = os.environ.get("NSA_EXPECT") or os.environ.get("NSA_FAMILY") or "cpu"
-    if expected != "cpu" and (why := refusal(expected)) is not None:
+    try:
+        environment.check()
+    except ValueError as error:
+        print(f"docker/entry.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    told = environment.read()
+    expected = told.expect or told.family or machines.CPU
+    if expected != machines.CPU and (why := refusal(expected)) is not None:
         print(f"docker/entry.py: {why}", file=sys.stderr)
         sys.exit(2)
     try:

@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import platform
 import re
-import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -17,12 +16,10 @@ from pathlib import Path
 
 import torch
 
-from harness import nvml
+from harness import environment, nvml, repository
 from harness.machines import Machine
 from harness.nvml import ClockLimits
 from harness.peak import MeasuredPeak
-
-ROOT = Path(__file__).resolve().parents[1]
 
 MEASURING = (
     "benchmarks/baselines", "benchmarks/cases", "benchmarks/correctness", "benchmarks/errors.py",
@@ -66,7 +63,7 @@ class Fingerprint:
     commit: str | None
     """What NSA_COMMIT says, for a copy of a commit (an image); else git's commit of the working tree; else None."""
     dirty: bool | None
-    """Whether tracked or new files outside results/ differ from that commit."""
+    """Whether tracked or new files outside results/ differ from that commit; beside NSA_COMMIT what NSA_DIRTY says."""
     nsa_sha256: str
     """Hash of nsa/**/*.py: which implementation was measured, with or without git."""
     benchmarks_sha256: str
@@ -95,9 +92,6 @@ class Fingerprint:
         """The values of `CONDITIONS`: fingerprints that share them give figures that can be compared."""
         return _conditions(self)
 
-
-_DIRTY = {"0": False, "1": True}
-"""NSA_DIRTY beside NSA_COMMIT: whether the copy differs from that commit; unknown without it."""
 
 CONDITIONS = (
     "machine", "device", "driver", "cuda", "cudnn", "torch", "triton", "flash_attn", "python", "platform", "cpu",
@@ -131,6 +125,7 @@ def take(machine: str, device: str, ceilings: MeasuredPeak | None = None) -> Fin
     """Read the fingerprint of this process on this device type ("cuda" or "cpu")."""
     on_gpu = device == "cuda"
     cpu = _cpu_name()
+    told = environment.read()
     return Fingerprint(
         utc=datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
         machine=machine,
@@ -145,13 +140,13 @@ def take(machine: str, device: str, ceilings: MeasuredPeak | None = None) -> Fin
         threads=torch.get_num_threads(),
         omp_wait_policy=os.environ.get("OMP_WAIT_POLICY"),
         load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        commit=os.environ.get("NSA_COMMIT") or _git("rev-parse", "HEAD"),
-        dirty=_DIRTY.get(os.environ.get("NSA_DIRTY", "")) if os.environ.get("NSA_COMMIT") else _dirty(),
-        nsa_sha256=sources_sha256(ROOT / "nsa"),
-        benchmarks_sha256=sources_sha256(ROOT, MEASURING, NOT_MEASURING),
+        commit=told.commit or repository.commit(),
+        dirty=told.dirty if told.commit else repository.dirty(),
+        nsa_sha256=sources_sha256(repository.ROOT / "nsa"),
+        benchmarks_sha256=sources_sha256(repository.ROOT, MEASURING, NOT_MEASURING),
         cudnn=_cudnn(torch.backends.cudnn.version()) if on_gpu else None,
         flash_attn=_flash_attn(),
-        image=os.environ.get("NSA_IMAGE"),
+        image=told.image,
         gpu_clocks=nvml.limits() if on_gpu else None,
         ceilings=ceilings,
     )
@@ -201,19 +196,3 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=20, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
-
-
-def _dirty() -> bool | None:
-    """The runs themselves land under results/, which must not make the next run look changed."""
-    status = _git("status", "--porcelain", "--", ".", ":(exclude)results")
-    return None if status is None else bool(status)

@@ -4,9 +4,8 @@
 its end and that of everything below. What its parent and it say to each other is theirs: events (`events`), or requests
 and answers through stdin and stdout or through further open files.
 
-For a child that sends events, `Deadline` is how long it may be silent, scaled from its own pace (nothing is a fixed
-number of seconds but the floors), and `watch` reads the one until it has ended or has exceeded the other.
-`harness.guard` is the child's end.
+`harness.watch` reads the events of a child until it has ended or was silent for too long; `harness.guard` is the
+child's end.
 """
 
 from __future__ import annotations
@@ -17,39 +16,26 @@ import os
 import select
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from threading import Event, RLock
+from threading import RLock
 from typing import IO, Any
 
 from harness.guard import STACKS
+from harness.repository import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 2.0
 """Between SIGTERM and SIGKILL."""
-IMPORT_FLOOR_S = 60.0
-IMPORTS_PER_FIRST_STEP = 30
-"""The first step may compile kernels: as many times the child's own import as this, which scales with the machine."""
-MEDIANS_PER_STEP = 10
-LONGEST_PER_STEP = 3
-IMPORTS_PER_STEP = 2
 SCRATCH_PREFIX = "nsa-child-"
 SCRATCH = "HARNESS_SCRATCH"
 """Environment variable of a child: its scratch folder, in which those of its own children lie and go with it."""
-_POLL_S = 0.1
 _STACKS_S = 5.0
 _PY_SPY_S = 20.0
 _LINES_OF_LOG = 30
-
-
-class CancelledError(Exception):
-    """The run was interrupted; what it started has ended."""
 
 
 class Child:
@@ -245,110 +231,3 @@ def _read_when_written(path: Path, within_s: float) -> str:
             break
         size = now
     return path.read_text(errors="replace") if path.exists() else ""
-
-
-@dataclass
-class Deadline:
-    """The silence that a child is allowed, from the times of its own clock at which it made its steps."""
-
-    floor_s: float
-    """Silence between two steps that never counts as a stall."""
-    known_import_s: float = 0.0
-    """What importing took elsewhere on this machine; 0 where it is not known."""
-    import_s: float | None = None
-    """What it took in this child."""
-    first_step_s: float | None = None
-    """Import to first step: compilation, first batch."""
-    steps_s: list[float] = field(default_factory=list)
-    """Each later step."""
-    _last: float | None = None
-
-    def on_event(self, event: Mapping[str, Any]) -> None:
-        """Take the time of an event that moves the deadline; others do not."""
-        if event["event"] == "imported":
-            self.imported(event["at"], event["import_s"])
-        elif event["event"] == "step":
-            self.step(event["at"])
-
-    def imported(self, at: float, import_s: float) -> None:
-        """The child has imported what it needs, at this time of its monotonic clock."""
-        self.import_s, self._last = import_s, at
-
-    def step(self, at: float) -> None:
-        """A heartbeat."""
-        if self._last is not None:
-            took = max(at - self._last, 0.0)
-            if self.first_step_s is None:
-                self.first_step_s = took
-            else:
-                self.steps_s.append(took)
-        self._last = at
-
-    @property
-    def allowed_s(self) -> float:
-        """Silence after which the child counts as stalled."""
-        if self.import_s is None:
-            return max(IMPORT_FLOOR_S, IMPORTS_PER_FIRST_STEP * self.known_import_s)
-        if self.first_step_s is None:
-            return max(self.floor_s, IMPORTS_PER_FIRST_STEP * self.import_s)
-        if not self.steps_s:  # the first step's length says little of the next one's, unless it was long
-            return max(self.floor_s, IMPORTS_PER_STEP * self.import_s, LONGEST_PER_STEP * self.first_step_s)
-        return max(
-            self.floor_s,
-            IMPORTS_PER_STEP * self.import_s,
-            MEDIANS_PER_STEP * statistics.median(self.steps_s),
-            LONGEST_PER_STEP * max(self.steps_s),
-        )
-
-    @property
-    def longest_s(self) -> float | None:
-        """The longest silence after the import; None before the first step."""
-        return None if self.first_step_s is None else max(self.first_step_s, *self.steps_s, 0.0)
-
-
-@dataclass
-class Outcome:
-    """How a child ended, or why it was ended."""
-
-    status: int | None = None
-    """Exit status; negative is a signal. None where the guard did not live to send it."""
-    stalled_after_s: float | None = None
-    """Silence after which it counts as stalled; None if it does not."""
-    stacks: str | None = None
-    """All threads of one that stalled."""
-    unreadable: str | None = None
-    """Why an event that it sent cannot be read; None if all could."""
-    log_tail: str = ""
-
-
-def watch(
-    child: Child, deadline: Deadline, stop: Event, on_event: Callable[[Mapping[str, Any]], None] = lambda event: None
-) -> Outcome:
-    """Until the child has ended, stalled, or sent what cannot be read; `on_event` gets each event.
-
-    Raises CancelledError once `stop` is set.
-    """
-    outcome, last_event_s = Outcome(), time.monotonic()
-    while outcome.status is None:
-        if stop.is_set():
-            raise CancelledError
-        running = child.running  # before the events: what a process sent before it ended is all in the pipe
-        try:
-            events = child.events(_POLL_S)
-            for event in events:
-                deadline.on_event(event)
-                on_event(event)
-                if event["event"] == "ended":
-                    outcome.status = event["status"]
-        except (ValueError, TypeError, KeyError) as error:  # a fault of this child alone, not of the suite
-            outcome.unreadable = f"{type(error).__name__}: {error}"
-            break
-        if events:
-            last_event_s = time.monotonic()
-        elif not running:  # the guard itself was killed
-            break
-        elif time.monotonic() - last_event_s > deadline.allowed_s:
-            outcome.stalled_after_s, outcome.stacks = time.monotonic() - last_event_s, child.stacks()
-            break
-    outcome.log_tail = child.log_tail()
-    return outcome

@@ -19,16 +19,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from harness import environment
+from harness.interrupt import INTERRUPTED
 from regression import listing
 
-RESULTS = Path(os.environ.get("NSA_RESULTS") or Path(__file__).resolve().parent.parent / "results")
-INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 JOBS_ON_CPU, MOST_JOBS_ON_GPU = 2, 4
 CORES_PER_GPU_JOB = 2  # one compiles kernels while the other launches them
 
 
 def parser() -> argparse.ArgumentParser:
     """The arguments, each with its default."""
+    results = environment.read().results
     top = argparse.ArgumentParser(
         prog="python -m regression", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -40,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
         "--device", choices=("cpu", "cuda", "auto"), default="auto", help="(default: a GPU if there is one)"
     )
     run.add_argument("--jobs", type=int, metavar="N", help="children at a time (default: 2 on a CPU, up to 4 on a GPU)")
-    run.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help=f"(default: {RESULTS})")
+    run.add_argument("--out", type=Path, default=results, metavar="DIR", help=f"(default: {results})")
     run.add_argument("--junitxml", type=Path, metavar="PATH", help="write JUnit XML here")
     run.add_argument("--soak", type=float, metavar="MINUTES", help="train instead, for this long")
     run.add_argument("--inject", metavar="ID", help=argparse.SUPPRESS)  # for the suite's own test: must come out red
@@ -79,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command."""
     arguments = parser().parse_args(argv)
     try:
+        environment.check()
         if arguments.command == "list":
             print(listing.table(listing.load(listing.IDS)))
             return 0

@@ -2,7 +2,7 @@
 
 Each `regression/incidents/<id with underscores>.py` exports
 
-    INCIDENT = Incident(id="step5-stall", ..., expects=Verdict.SLOW)
+    INCIDENT = Incident(id="step5-stall", ..., expects=ReproVerdict.SLOW)
     def faulty(step: Step) -> Evidence: ...            # the fault, under the detector: its verdict must be `expects`
     def product(step: Step) -> Evidence: ...           # the same detector on the product: PASSED
     def inject() -> AbstractContextManager[None]: ...  # puts the fault into the product, in this process
@@ -25,7 +25,7 @@ from enum import Enum
 from typing import Protocol
 
 
-class Verdict(str, Enum):
+class ReproVerdict(str, Enum):
     """How a repro, or one aspect of it, is judged."""
 
     PASSED = "PASSED"
@@ -128,44 +128,44 @@ class Aspect:
     """One thing that was looked at. That a run did not hang says nothing about its numbers."""
 
     name: str
-    verdict: Verdict
+    verdict: ReproVerdict
     why: str
     """What was found, with the figure; "" for PASSED without one."""
 
 
-_FINDINGS = (("nonfinite", Verdict.NONFINITE), ("future_seen", Verdict.LEAK), ("wrong", Verdict.WRONG))
+_FINDINGS = (("nonfinite", ReproVerdict.NONFINITE), ("future_seen", ReproVerdict.LEAK), ("wrong", ReproVerdict.WRONG))
 _BOUNDS = (
-    ("error", Verdict.WRONG),
-    ("ops", Verdict.SLOW),
-    ("host_syncs", Verdict.SLOW),
-    ("slowdown", Verdict.SLOW),
-    ("silence_s", Verdict.STALLED),
-    ("memory", Verdict.OUT_OF_MEMORY),
+    ("error", ReproVerdict.WRONG),
+    ("ops", ReproVerdict.SLOW),
+    ("host_syncs", ReproVerdict.SLOW),
+    ("slowdown", ReproVerdict.SLOW),
+    ("silence_s", ReproVerdict.STALLED),
+    ("memory", ReproVerdict.OUT_OF_MEMORY),
 )
 ASPECTS = ("end", *(name for name, _ in _FINDINGS), "loss_nats", *(name for name, _ in _BOUNDS))
 """Names of all aspects."""
-_SEVERITY = tuple(Verdict)[1:]  # the enum's order: what ends a run, then what falsifies it, then what slows it
+_SEVERITY = tuple(ReproVerdict)[1:]  # the enum's order: what ends a run, then what falsifies it, then what slows it
 
 
 def aspects(evidence: Evidence) -> tuple[Aspect, ...]:
     """Every aspect that the evidence speaks of, each with its own verdict."""
     if evidence.skipped is not None:
-        return (Aspect("skipped", Verdict.SKIPPED, evidence.skipped),)
+        return (Aspect("skipped", ReproVerdict.SKIPPED, evidence.skipped),)
     found = [*_end(evidence)]
     for name, verdict in _FINDINGS:
         findings: tuple[str, ...] | None = getattr(evidence, name)
         if findings is not None:
-            found.append(Aspect(name, verdict if findings else Verdict.PASSED, _in_short(findings)))
+            found.append(Aspect(name, verdict if findings else ReproVerdict.PASSED, _in_short(findings)))
     if evidence.loss_nats is not None:
         found.append(_loss(evidence.loss_nats))
     for name, verdict in _BOUNDS:
         bound: Bound | None = getattr(evidence, name)
         if bound is not None:
-            found.append(Aspect(name, verdict if bound.exceeded else Verdict.PASSED, str(bound)))
-    return tuple(found) or (Aspect("nothing", Verdict.WRONG, "no evidence: nothing was looked at"),)
+            found.append(Aspect(name, verdict if bound.exceeded else ReproVerdict.PASSED, str(bound)))
+    return tuple(found) or (Aspect("nothing", ReproVerdict.WRONG, "no evidence: nothing was looked at"),)
 
 
-def verdict(evidence: Evidence) -> Verdict:
+def verdict(evidence: Evidence) -> ReproVerdict:
     """The gravest verdict of all aspects; PASSED only if something was looked at and all of it passed."""
     return gravest(aspects(evidence)).verdict
 
@@ -186,24 +186,24 @@ def _in_short(findings: tuple[str, ...]) -> str:
 def _end(evidence: Evidence) -> list[Aspect]:
     """How the process ended, where that was seen or is a fault."""
     if evidence.stalled_after_s is not None:
-        return [Aspect("end", Verdict.STALLED, f"no heartbeat for {evidence.stalled_after_s:.1f} s")]
+        return [Aspect("end", ReproVerdict.STALLED, f"no heartbeat for {evidence.stalled_after_s:.1f} s")]
     if evidence.out_of_memory is not None:
-        return [Aspect("end", Verdict.OUT_OF_MEMORY, evidence.out_of_memory)]
+        return [Aspect("end", ReproVerdict.OUT_OF_MEMORY, evidence.out_of_memory)]
     if evidence.exception is not None:
-        return [Aspect("end", Verdict.CRASHED, evidence.exception)]
+        return [Aspect("end", ReproVerdict.CRASHED, evidence.exception)]
     if evidence.exit_status:
-        return [Aspect("end", Verdict.CRASHED, f"exit status {evidence.exit_status}")]
+        return [Aspect("end", ReproVerdict.CRASHED, f"exit status {evidence.exit_status}")]
     return []
 
 
 def _loss(loss: Bound) -> Aspect:
     """The one bound from below: value is the loss, limit the floor that the data's entropy sets."""
     if loss.value is None:
-        return Aspect("loss_nats", Verdict.NONFINITE, "the loss is not finite")
+        return Aspect("loss_nats", ReproVerdict.NONFINITE, "the loss is not finite")
     too_good = loss.value < loss.limit
     return Aspect(
         "loss_nats",
-        Verdict.TOO_GOOD if too_good else Verdict.PASSED,
+        ReproVerdict.TOO_GOOD if too_good else ReproVerdict.PASSED,
         f"{loss.value:.4g} against a floor of {loss.limit:.4g} nats",
     )
 
@@ -240,7 +240,7 @@ class Incident:
     """What really happened, in a few words."""
     detector: str
     """What catches it, in a few words."""
-    expects: Verdict
+    expects: ReproVerdict
     """Of the faulty variant, exactly."""
     fires: tuple[str, ...] = ()
     """Aspects of the faulty variant's evidence that must be red, each by itself; () leaves it to `expects`."""
@@ -257,9 +257,9 @@ class Incident:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", self.id):
             raise ValueError(f"id must be of a-z, 0-9 and single dashes; got {self.id!r}")
-        if self.expects in (Verdict.PASSED, Verdict.SKIPPED):
+        if self.expects in (ReproVerdict.PASSED, ReproVerdict.SKIPPED):
             raise ValueError(f"expects must be a fault; got {self.expects.value}")
-        if self.expects is Verdict.CRASHED and not self.says:
+        if self.expects is ReproVerdict.CRASHED and not self.says:
             raise ValueError("says must name the crash that is expected: anything can crash")
         if unknown := [name for name in self.fires if name not in ASPECTS]:
             raise ValueError(f"fires must be among {', '.join(ASPECTS)}; got {', '.join(unknown)}")

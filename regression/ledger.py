@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 from harness import schema
 from harness.fingerprint import Fingerprint
 from nsa.io import append_line, atomic_write, read_lines
-from regression.contract import Aspect, Evidence, Verdict
+from regression.contract import Aspect, Evidence, ReproVerdict
 from regression.runner import Finding, Pace, Repro
 from regression.soak import LaneResult
 
@@ -27,7 +27,7 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]") 
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """One repro on one commit and machine."""
 
     fingerprint: Fingerprint
@@ -38,8 +38,8 @@ class Entry:
     """"cpu" or "cuda"."""
     injected: str | None
     """The incident whose fault was put into the product on purpose; None in an honest run."""
-    expects: Verdict
-    verdict: Verdict
+    expects: ReproVerdict
+    verdict: ReproVerdict
     ok: bool
     """As expected, or skipped because the machine lacks GPUs."""
     reason: str | None
@@ -57,11 +57,11 @@ class Entry:
         return json.dumps(dataclasses.asdict(self), allow_nan=False, separators=(",", ":"))
 
 
-def entry(finding: Finding, fingerprint: Fingerprint) -> Entry:
+def entry(finding: Finding, fingerprint: Fingerprint) -> LedgerEntry:
     """The record of a finding."""
     repro = finding.repro
     inject = f" --inject {repro.inject}" if repro.inject else ""
-    return Entry(
+    return LedgerEntry(
         fingerprint=fingerprint,
         incident=repro.incident.id,
         part=repro.part,
@@ -78,17 +78,17 @@ def entry(finding: Finding, fingerprint: Fingerprint) -> Entry:
     )
 
 
-def soak_entry(result: LaneResult, device: str, minutes: float, fingerprint: Fingerprint) -> Entry:
+def soak_entry(result: LaneResult, device: str, minutes: float, fingerprint: Fingerprint) -> LedgerEntry:
     """The record of a lane of the soak."""
-    return Entry(
+    return LedgerEntry(
         fingerprint=fingerprint,
         incident=result.lane.name,
         part="soak",
         device=device,
         injected=None,
-        expects=Verdict.PASSED,
+        expects=ReproVerdict.PASSED,
         verdict=result.verdict,
-        ok=result.verdict is Verdict.PASSED,
+        ok=result.verdict is ReproVerdict.PASSED,
         reason=result.reason,
         aspects=result.aspects,
         evidence=result.evidence,
@@ -113,14 +113,14 @@ def create(results: Path, fingerprint: Fingerprint) -> Path:
             return path
 
 
-def append(path: Path, record: Entry) -> None:
+def append(path: Path, record: LedgerEntry) -> None:
     """Add one record, on the disk when this returns."""
     append_line(path, record.to_json())
 
 
-def read(paths: Iterable[Path]) -> tuple[list[Entry], list[str]]:
+def read(paths: Iterable[Path]) -> tuple[list[LedgerEntry], list[str]]:
     """Every record in order; for each line that is none, where it stands and what is wrong with it."""
-    entries: list[Entry] = []
+    entries: list[LedgerEntry] = []
     damaged: list[str] = []
     for path in paths:
         for number, line in read_lines(path):
@@ -131,15 +131,15 @@ def read(paths: Iterable[Path]) -> tuple[list[Entry], list[str]]:
     return entries, damaged
 
 
-def from_json(line: str) -> Entry:
+def from_json(line: str) -> LedgerEntry:
     """Read one line back. Raises ValueError or TypeError saying what is wrong with it."""
     data = json.loads(line)
     if not isinstance(data, Mapping) or data.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"a record must be an object with schema_version {SCHEMA_VERSION}; got {line[:80]!r}")
-    return schema.build(Entry, data, "entry")
+    return schema.build(LedgerEntry, data, "entry")
 
 
-def read_all(results: Path) -> tuple[list[Entry], list[str]]:
+def read_all(results: Path) -> tuple[list[LedgerEntry], list[str]]:
     """All runs under results/regression, oldest file first."""
     return read(sorted((results / FOLDER).glob("*/*.jsonl"), key=lambda path: path.name))
 

@@ -11,9 +11,10 @@ from threading import Event
 from typing import Any
 
 from harness import schema
-from harness.isolate import Child, Deadline, Outcome, watch
+from harness.isolate import Child
+from harness.watch import ChildEnd, Deadline, watch
 from regression import listing
-from regression.contract import Aspect, Evidence, Incident, Needs, Verdict, aspects, gravest
+from regression.contract import Aspect, Evidence, Incident, Needs, ReproVerdict, aspects, gravest
 from regression.injection import NeverEnteredError
 
 FAULTY, PRODUCT = "faulty", "product"
@@ -32,9 +33,9 @@ class Repro:
     """Id of the incident whose fault is put into the product."""
 
     @property
-    def expects(self) -> Verdict:
+    def expects(self) -> ReproVerdict:
         """What the verdict must be."""
-        return self.incident.expects if self.part == FAULTY else Verdict.PASSED
+        return self.incident.expects if self.part == FAULTY else ReproVerdict.PASSED
 
 
 @dataclass(frozen=True)
@@ -67,14 +68,14 @@ class Finding:
         return aspects(self.evidence)
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> ReproVerdict:
         return gravest(self.aspects).verdict
 
     @property
     def allowed_skip(self) -> bool:
         """Skipped because the machine lacks GPUs; any other skip is a failure."""
         never_started = self.evidence.exit_status is None
-        return self.verdict is Verdict.SKIPPED and never_started
+        return self.verdict is ReproVerdict.SKIPPED and never_started
 
     @property
     def never_entered(self) -> bool:
@@ -96,7 +97,7 @@ class Finding:
             return "from a detector that observed it, not from a repro that died"
         if incident.says not in gravest(self.aspects).why:
             return f"saying {incident.says!r}"
-        red = {aspect.name for aspect in self.aspects if aspect.verdict is not Verdict.PASSED}
+        red = {aspect.name for aspect in self.aspects if aspect.verdict is not ReproVerdict.PASSED}
         if silent := [name for name in incident.fires if name not in red]:
             return f"with {', '.join(silent)} red too"
         return ""
@@ -109,7 +110,7 @@ class Finding:
             return decisive.why
         if self.ok:
             return None
-        if self.verdict is Verdict.SKIPPED:
+        if self.verdict is ReproVerdict.SKIPPED:
             return f"skipped although the machine has what it needs: {decisive.why}"
         if self.repro.part == FAULTY:
             got = f"{self.verdict.value} {decisive.why}".strip()
@@ -176,7 +177,7 @@ class ChildResult:
     evidence_sent: Evidence | None = None
     steps: int = 0
     figures: Mapping[str, float | None] = field(default_factory=dict)
-    outcome: Outcome = field(default_factory=Outcome)
+    end: ChildEnd = field(default_factory=ChildEnd)
     seconds: float = 0.0
 
     def on_event(self, event: Mapping[str, Any]) -> None:
@@ -190,7 +191,7 @@ class ChildResult:
     @property
     def evidence(self) -> Evidence:
         """The child's own facts and how it ended."""
-        end = self.outcome
+        end = self.end
         if end.unreadable is not None:
             return Evidence(exception=f"what it sent cannot be read: {end.unreadable}", uncaught=True)
         sent = self.evidence_sent or Evidence()
@@ -218,7 +219,7 @@ def run_child(task: Mapping[str, Any], deadline: Deadline, stop: Event) -> Child
     """The task in a child of its own, until it has ended or was ended. Raises CancelledError once `stop` is set."""
     result, begin = ChildResult(), time.monotonic()
     with Child("regression.child", task, _environment(task["device"]), own_tmpdir=True) as child:
-        result.outcome = watch(child, deadline, stop, result.on_event)
+        result.end = watch(child, deadline, stop, result.on_event)
     result.seconds = time.monotonic() - begin
     return result
 

@@ -16,7 +16,7 @@ from harness.fingerprint import Fingerprint
 from nsa import backends
 from regression import child, ledger, runner
 from regression import soak as soaking
-from regression.contract import Incident, Verdict, gravest
+from regression.contract import Incident, ReproVerdict, gravest
 from regression.runner import FAULTY, PRODUCT, Finding
 
 NOTHING_CHECKED = 2
@@ -24,7 +24,7 @@ _LONGEST_WHY = 160  # characters; the whole is in the record and in JUnit's XML
 
 
 @dataclass(frozen=True)
-class Machine:
+class ReproMachine:
     """Where the repros run."""
 
     title: str
@@ -42,18 +42,23 @@ class Machine:
         return {f"backend {name}": why for name in backends.NAMES[1:] if name not in self.backends}
 
 
-def find(device: str) -> Machine:
+def find(device: str) -> ReproMachine:
     """The machine for "cpu", "cuda" or "auto". ValueError where a GPU is asked for and there is none."""
     found = None if device == "cpu" else machines.visible_gpu()
     if device == "cuda" and found is None:
         raise ValueError("--device cuda: PyTorch finds no GPU")
     here = machines.recognise(found)
     num_gpus = torch.cuda.device_count() if here.device == "cuda" else 0
-    return Machine(here.title, here.device, num_gpus, fingerprint.take(here.id, here.device), child.backends())
+    return ReproMachine(here.title, here.device, num_gpus, fingerprint.take(here.id, here.device), child.backends())
 
 
 def replay(
-    machine: Machine, incidents: Sequence[Incident], inject: str | None, jobs: int, out: Path, junitxml: Path | None
+    machine: ReproMachine,
+    incidents: Sequence[Incident],
+    inject: str | None,
+    jobs: int,
+    out: Path,
+    junitxml: Path | None,
 ) -> int:
     """Run both halves of each incident. The exit code; the last line of stdout is JSON."""
     repros = runner.plan(incidents, machine.device, inject)
@@ -107,7 +112,7 @@ def _from_here(path: Path) -> str:
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
-def soak(machine: Machine, minutes: float, out: Path) -> int:
+def soak(machine: ReproMachine, minutes: float, out: Path) -> int:
     """Train the profiles for this long. The exit code; the last line of stdout is JSON."""
     path = ledger.create(out, machine.fingerprint)
     shrunken = ", the models shrunken to what a CPU can train" if machine.device == "cpu" else ""
@@ -134,7 +139,7 @@ def soak(machine: Machine, minutes: float, out: Path) -> int:
         "records": _from_here(path),
     }
     print(json.dumps(summary))
-    return 0 if all(one.verdict is Verdict.PASSED for one in done) else 1
+    return 0 if all(one.verdict is ReproVerdict.PASSED for one in done) else 1
 
 
 def progress(finding: Finding, done: int, total: int, elapsed_s: float) -> str:

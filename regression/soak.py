@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from threading import Event
 
-from harness.isolate import Deadline
-from regression.contract import Aspect, Evidence, Verdict, aspects, gravest
+from harness.watch import Deadline
+from regression.contract import Aspect, Evidence, ReproVerdict, aspects, gravest
 from regression.runner import Pace, run_child
 
 PROFILE_NAMES = ("3090", "a100")
@@ -45,13 +45,13 @@ class LaneResult:
         return aspects(self.evidence)
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> ReproVerdict:
         return gravest(self.aspects).verdict
 
     @property
     def reason(self) -> str | None:
         decisive = gravest(self.aspects)
-        return None if decisive.verdict is Verdict.PASSED else f"{decisive.name}: {decisive.why}"
+        return None if decisive.verdict is ReproVerdict.PASSED else f"{decisive.name}: {decisive.why}"
 
 
 LANES = tuple(Lane(*combination) for combination in itertools.product(PROFILE_NAMES, PRECISIONS, PREFILLS))

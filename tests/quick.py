@@ -19,7 +19,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from harness.repository import ROOT
+
 TABLE = Path(__file__).resolve().parent / "durations.json"
 EXAMPLES = 3
 SLOW_S = 1.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.fingerprint import ROOT
+from harness.repository import ROOT
 
 pytest.importorskip("importlinter")
 PACKAGES = ("nsa", "harness", "benchmarks", "regression", "containers")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.repository import ROOT
 from tests import quick
 
 pytest_plugins = ["pytester"]
@@ -42,12 +43,12 @@ def test_durations_are_read_from_junit(tmp_path: Path) -> None:
 def test_every_law_is_in_it() -> None:
     """The table names tests of files that are there."""
     table = json.loads(quick.TABLE.read_text())
-    assert [file for file in table if not (quick.ROOT / file).is_file()] == []
+    assert [file for file in table if not (ROOT / file).is_file()] == []
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_what_is_left_out_is_said(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, workers: str) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(quick.ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # importing Hypothesis takes longest
     monkeypatch.setenv("PYTEST_PLUGINS", "xdist.plugin")
     pytester.makeconftest(

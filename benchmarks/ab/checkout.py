@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.ab.result import Side
-from harness import fingerprint
+from harness import fingerprint, repository
 
 WORKING_TREE = "working tree"
-REPOSITORY = fingerprint.ROOT
+REPOSITORY = repository.ROOT
 """Where commits are looked up, and the working tree."""
 _CACHES = shutil.ignore_patterns("__pycache__")
 
@@ -43,7 +43,7 @@ def sources(refs: Sequence[str]) -> Iterator[list[Sources]]:
         root = Path(name)
         benches = root / "benches"
         for package in ("benchmarks", "harness"):
-            shutil.copytree(fingerprint.ROOT / package, benches / package, ignore=_CACHES)
+            shutil.copytree(repository.ROOT / package, benches / package, ignore=_CACHES)
         yield [_take(ref, root / f"side{i}", benches) for i, ref in enumerate(refs)]
 
 

@@ -23,6 +23,7 @@ from benchmarks.ab.sequential import PairFailure, PairTiming
 from benchmarks.cases.key import Key
 from benchmarks.commands import options
 from harness import fingerprint, jsonl, machines
+from harness.interrupt import INTERRUPTED
 from harness.machines import Machine
 
 SUMMARY = "measure two commits side by side: FASTER, SLOWER, SAME or UNDECIDED for each case"
@@ -77,7 +78,7 @@ def main(arguments: argparse.Namespace) -> int:
     }
     print(json.dumps(summary))
     if interrupted:
-        return options.INTERRUPTED
+        return INTERRUPTED
     return 1 if summary["bad"] else 0
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.cases.key import NSA, Key
 from benchmarks.workloads import suite
-from harness import fingerprint, machines
+from harness import environment, machines
 from harness.machines import Machine
 
-RESULTS = Path(os.environ.get("NSA_RESULTS") or fingerprint.ROOT / "results")
-INTERRUPTED = 130  # 128 + SIGINT, as shells say it
+RESULTS = environment.read().results
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from benchmarks.commands import options
-from harness.fingerprint import ROOT
+from harness.repository import ROOT
 
 SUMMARY = "write the tables of docs/results.md from the records"
 DOCUMENT = ROOT / "docs" / "results.md"

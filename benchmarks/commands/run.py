@@ -20,6 +20,7 @@ from benchmarks.history.records import Record
 from benchmarks.timing import peak
 from benchmarks.workloads import suite
 from harness import fingerprint, machines
+from harness.interrupt import INTERRUPTED
 from nsa import backends
 
 SUMMARY = "measure, write records, build the page"
@@ -114,4 +115,4 @@ def _interrupted(results: Path, path: Path, done: int, total: int) -> int:
     print(f"python -m benchmarks: interrupted; {done} of {total} measurements are in {path}", file=sys.stderr)
     if done:
         print(f"The page: {build_page(results)}")
-    return options.INTERRUPTED
+    return INTERRUPTED

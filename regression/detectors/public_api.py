@@ -25,7 +25,7 @@ _SIZES = (_DIM, 2, 1, 16, 16)  # dim, heads, kv heads, head_dim_k, head_dim_v: t
 
 
 @dataclass(frozen=True)
-class Entry:
+class PublicCall:
     """A public callable, what it takes besides its flags, and the values of every flag, the default first."""
 
     call: Callable[..., Any]
@@ -46,7 +46,7 @@ class Entry:
         return [{name: values[end] for name, values in self.flags.items()} for end in (0, -1)]
 
 
-def functions(backend: str, device: str, documents: Tensor | None) -> dict[str, Entry]:
+def functions(backend: str, device: str, documents: Tensor | None) -> dict[str, PublicCall]:
     """The functions of `nsa`, forward and backward, for one document or several packed ones."""
     x, config = calls.draw(TOKENS, device).leaves(), calls.SMALL
     k_cmp, v_cmp = (nsa.compress(y, config, cu_seqlens=documents).detach().requires_grad_() for y in (x.k, x.v))
@@ -57,20 +57,22 @@ def functions(backend: str, device: str, documents: Tensor | None) -> dict[str, 
     keys: Flags = {"num_keys": (None, TOKENS), **common}
     given: Flags = {"k_compressed": (None, k_cmp), "v_compressed": (None, v_cmp), "return_aux": (False, True)}
     return {
-        "compress": Entry(nsa.compress, (x.k, config), packed, _backward),
-        "compressed_attention": Entry(nsa.compressed_attention, (x.q, k_cmp, v_cmp, config), keys, _backward),
-        "select_blocks": Entry(nsa.select_blocks, (x.q, k_cmp, config), {"lse": (None, lse.detach()), **keys}),
-        "selected_attention": Entry(nsa.selected_attention, (x.q, x.k, x.v, blocks, config), common, _backward),
-        "window_attention": Entry(nsa.window_attention, (x.q, x.k, x.v, config), common, _backward),
-        "combine": Entry(nsa.combine, ((o.detach(),) * 3, x.gates), {"backend": (backend,)}, _backward),
-        "nsa_attention": Entry(nsa.nsa_attention, (x.q, x.k, x.v, x.gates, config), {**given, **common}, _backward),
-        "nsa_attention, keys per branch": Entry(
+        "compress": PublicCall(nsa.compress, (x.k, config), packed, _backward),
+        "compressed_attention": PublicCall(nsa.compressed_attention, (x.q, k_cmp, v_cmp, config), keys, _backward),
+        "select_blocks": PublicCall(nsa.select_blocks, (x.q, k_cmp, config), {"lse": (None, lse.detach()), **keys}),
+        "selected_attention": PublicCall(nsa.selected_attention, (x.q, x.k, x.v, blocks, config), common, _backward),
+        "window_attention": PublicCall(nsa.window_attention, (x.q, x.k, x.v, config), common, _backward),
+        "combine": PublicCall(nsa.combine, ((o.detach(),) * 3, x.gates), {"backend": (backend,)}, _backward),
+        "nsa_attention": PublicCall(
+            nsa.nsa_attention, (x.q, x.k, x.v, x.gates, config), {**given, **common}, _backward
+        ),
+        "nsa_attention, keys per branch": PublicCall(
             nsa.nsa_attention, (x.q, (x.k,) * 3, (x.v,) * 3, x.gates, config), {**given, **common}, _backward
         ),
     }
 
 
-def modules(backend: str, device: str, documents: Tensor | None) -> dict[str, Entry]:
+def modules(backend: str, device: str, documents: Tensor | None) -> dict[str, PublicCall]:
     """The layer with its cache, and the model, each constructed in every way; one phi where a call is slow."""
     layer: Flags = {
         "shared_kv": (False, True),
@@ -93,11 +95,13 @@ def modules(backend: str, device: str, documents: Tensor | None) -> dict[str, En
     configs = [dataclasses.replace(calls.SMALL, phi=phi) for phi in phis]
     through = functools.partial(_through_a_layer, documents=documents)
     through_model = functools.partial(_through_a_model, device=device, documents=documents)
-    layers = {f"layer, phi={c.phi}": Entry(nsa.NativeSparseAttention, (*_SIZES, c), layer, through) for c in configs}
-    return {**layers, "model": Entry(lm.ModelConfig, (_DIM, 1, *_SIZES[1:]), model, through_model)}
+    layers = {
+        f"layer, phi={c.phi}": PublicCall(nsa.NativeSparseAttention, (*_SIZES, c), layer, through) for c in configs
+    }
+    return {**layers, "model": PublicCall(lm.ModelConfig, (_DIM, 1, *_SIZES[1:]), model, through_model)}
 
 
-def functions_missing_in(entries: Mapping[str, Entry]) -> list[str]:
+def functions_missing_in(entries: Mapping[str, PublicCall]) -> list[str]:
     """Functions that `nsa` exports and no entry calls."""
     called = {entry.call for entry in entries.values()}
     return [name for name in nsa.__all__ if inspect.isfunction(getattr(nsa, name)) and getattr(nsa, name) not in called]

@@ -31,8 +31,8 @@ from benchmarks.commands import run as bench_run
 from benchmarks.history import run_file, speedup
 from benchmarks.history.records import Record
 from benchmarks.workloads import attention
-from harness.fingerprint import ROOT
-from regression.contract import Evidence, Incident, Step, Verdict
+from harness.repository import ROOT
+from regression.contract import Evidence, Incident, ReproVerdict, Step
 from regression.injection import Fault, injected
 
 INCIDENT = Incident(
@@ -40,7 +40,7 @@ INCIDENT = Incident(
     symptom="a decode guard with baseline 0.0; pytest | tee without pipefail",
     cause="gates that could not fire",
     detector="every gate: exit code 0 as it is, 1 on an injected fault, also through a pipe; unknown is None",
-    expects=Verdict.WRONG,
+    expects=ReproVerdict.WRONG,
     fires=("wrong",),
 )
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.cases.inputs import Problem
 from benchmarks.correctness import verify
 from nsa import backends
-from regression.contract import Evidence, Incident, Step, Verdict
+from regression.contract import Evidence, Incident, ReproVerdict, Step
 from regression.detectors import calls
 from regression.injection import Fault, injected
 
@@ -26,7 +26,7 @@ INCIDENT = Incident(
     symptom="sequential prefill is hard-wired to the slow path",
     cause="flags read once, precedence undocumented, silent fall-through on any exception",
     detector="the path that ran, seen from inside, is the one recorded and the one asked for",
-    expects=Verdict.WRONG,
+    expects=ReproVerdict.WRONG,
 )
 
 _TOKENS = 12

@@ -18,7 +18,7 @@ from torch import Tensor
 from nsa import NSAConfig, backends
 from nsa.geometry import Layout
 from nsa.torch_backend.scores import select_blocks as healthy
-from regression.contract import Bound, Evidence, Incident, Step, Verdict
+from regression.contract import Bound, Evidence, Incident, ReproVerdict, Step
 from regression.detectors import dense
 from regression.detectors.backends import COMPILING_S, in_every_backend, interpreted, proofs, worst
 from regression.detectors.calls import Call, draw
@@ -28,7 +28,7 @@ INCIDENT = Incident(
     symptom="replicas drift apart",
     cause="ranks, batches or chunks choose differently for the same tokens",
     detector="choices equal across batch, chunk, rank, graph and decode; recorded indices reproduce outputs",
-    expects=Verdict.WRONG,
+    expects=ReproVerdict.WRONG,
     fires=("wrong",),
     floor_s=COMPILING_S,
 )

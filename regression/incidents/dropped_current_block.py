@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa.geometry import Layout
 from nsa.torch_backend.scores import select_blocks as healthy
-from regression.contract import Evidence, Incident, Verdict
+from regression.contract import Evidence, Incident, ReproVerdict
 from regression.detectors import selection
 from regression.detectors.backends import COMPILING_S, each_backend, in_every_backend, interpreted, proofs
 from regression.detectors.calls import Call, draw
@@ -24,7 +24,7 @@ INCIDENT = Incident(
     symptom="all-inf mask rows in the first tokens",
     cause="batched selection removed the block that holds t, though forced",
     detector="forced blocks in every row; batched selection equals one token at a time",
-    expects=Verdict.WRONG,
+    expects=ReproVerdict.WRONG,
     floor_s=COMPILING_S,
 )
 

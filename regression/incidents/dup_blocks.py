@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa.geometry import Layout
 from nsa.torch_backend.scores import select_blocks as healthy
-from regression.contract import Evidence, Incident, Verdict
+from regression.contract import Evidence, Incident, ReproVerdict
 from regression.detectors.backends import COMPILING_S, each_backend, in_every_backend, interpreted, proofs
 from regression.detectors.calls import Call, draw
 from regression.detectors.selection import ascending
@@ -24,7 +24,7 @@ INCIDENT = Incident(
     symptom="the fix for slow torch.unique: unique_consecutive(dim=-1)",
     cause="it compares whole slices: rows keep duplicates, and a row depends on its batch",
     detector="block sets distinct in every row; a row alone chooses what it chooses in a batch",
-    expects=Verdict.WRONG,
+    expects=ReproVerdict.WRONG,
     floor_s=COMPILING_S,
 )
 

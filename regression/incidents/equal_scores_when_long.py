@@ -16,7 +16,7 @@ from torch import Tensor
 import nsa
 from nsa import NSAConfig
 from nsa.geometry import Layout
-from regression.contract import Bound, Evidence, Incident, Verdict
+from regression.contract import Bound, Evidence, Incident, ReproVerdict
 from regression.detectors import dense, selection
 from regression.detectors.backends import COMPILING_S, each_backend, in_every_backend, interpreted, proofs
 
@@ -25,7 +25,7 @@ INCIDENT = Incident(
     symptom="needle 0 of 5 at 128k",
     cause="scores leave float16's range and are all equal: the choice is the first n blocks",
     detector="share of the probability mass that the choice holds, at length; choices are not a constant",
-    expects=Verdict.WRONG,
+    expects=ReproVerdict.WRONG,
     fires=("error", "wrong"),
     floor_s=COMPILING_S,
 )

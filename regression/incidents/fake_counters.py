@@ -14,7 +14,7 @@ from torch import Tensor
 import nsa
 from nsa import torch_backend
 from nsa.geometry import Layout
-from regression.contract import Evidence, Incident, Step, Verdict
+from regression.contract import Evidence, Incident, ReproVerdict, Step
 from regression.detectors import calls
 from regression.detectors.backends import in_every_backend, interpreted
 
@@ -23,7 +23,7 @@ INCIDENT = Incident(
     symptom="reads_pred == reads_act_total, always",
     cause="the count of what was read was a copy of the prediction",
     detector="a value was read by a row if the row has a gradient for it; the counters must say the same",
-    expects=Verdict.WRONG,
+    expects=ReproVerdict.WRONG,
 )
 
 _TOKENS = 21  # 6 blocks, of which 4 are chosen, the last one only begun

@@ -21,7 +21,7 @@ from nsa.train.run import CHECKPOINTS
 from nsa.train.settings import Settings
 from nsa.train.trainer import Trainer
 from regression import training
-from regression.contract import Evidence, Incident, Step, Verdict
+from regression.contract import Evidence, Incident, ReproVerdict, Step
 from regression.injection import Fault, injected
 
 INCIDENT = Incident(
@@ -29,7 +29,7 @@ INCIDENT = Incident(
     symptom="fp16 NaN after step 1; tune GradScaler",
     cause="weights held in fp16: AdamW's eps rounds to 0, g² underflows, 0/0",
     detector="runs in fp32, bf16 and fp16: loss, gradients and weights finite; fp16 weights refused",
-    expects=Verdict.NONFINITE,
+    expects=ReproVerdict.NONFINITE,
 )
 
 _STEPS = LAWFUL_SKIPS + 2

@@ -15,7 +15,7 @@ from torch import Tensor
 import nsa
 from nsa.geometry import Layout
 from nsa.torch_backend.scores import select_blocks as healthy
-from regression.contract import Evidence, Incident, Verdict
+from regression.contract import Evidence, Incident, ReproVerdict
 from regression.detectors import causality, dense
 from regression.detectors.backends import COMPILING_S, each_backend, in_every_backend, interpreted, proofs
 from regression.detectors.calls import SMALL, draw
@@ -25,7 +25,7 @@ INCIDENT = Incident(
     symptom="none was reported",
     cause="p of the compressed blocks was normalised over blocks that the row may not see",
     detector="whatever invisible blocks hold, the chosen blocks stay",
-    expects=Verdict.LEAK,
+    expects=ReproVerdict.LEAK,
     floor_s=COMPILING_S,
 )
 TRIALS = 50

@@ -28,7 +28,7 @@ from nsa.train.loader import Loader, Shard
 from nsa.train.settings import Settings
 from nsa.train.trainer import Trainer
 from regression import training
-from regression.contract import Bound, Evidence, Incident, Step, Verdict
+from regression.contract import Bound, Evidence, Incident, ReproVerdict, Step
 from regression.injection import Fault, injected
 from regression.training import TINY
 
@@ -37,7 +37,7 @@ INCIDENT = Incident(
     symptom="DDP hangs; 37 tokens/s on two GPUs",
     cause="parameters without gradients under find_unused_parameters=False",
     detector="every parameter gets a gradient; two ranks' gradients equal one rank's",
-    expects=Verdict.CRASHED,
+    expects=ReproVerdict.CRASHED,
     says="a rank died: RuntimeError: Expected to have finished reduction",
 )
 
@@ -95,14 +95,14 @@ def _gradients(chosen: Settings, own: Ranks, dtype: torch.dtype = torch.float32)
     for module in trainer.lm.modules():
         if isinstance(module, torch.nn.RMSNorm):  # its default eps is the type's, so float64 would be another function
             module.eps = torch.finfo(torch.float32).eps
-    feed = Loader(chosen, Shard(own.rank, own.ranks))
+    loader = Loader(chosen, Shard(own.rank, own.ranks))
     gradients: dict[str, Tensor | None] = {}
     for n in range(_STEPS):
-        trainer.step([next(feed).to(device)])
+        trainer.step([next(loader).to(device)])
         if n == 0:
             named = trainer.lm.named_parameters()
             gradients = {name: None if p.grad is None else p.grad.cpu().clone() for name, p in named}
-    feed.close()
+    loader.close()
     return gradients
 
 

@@ -5,7 +5,7 @@ What really happened: the same. NCCL has its own streams and its own way to wait
 
 from __future__ import annotations
 
-from regression.contract import Evidence, Incident, Needs, Step, Verdict
+from regression.contract import Evidence, Incident, Needs, ReproVerdict, Step
 from regression.incidents import grad_none_ddp
 from regression.incidents.grad_none_ddp import inject as inject
 
@@ -14,7 +14,7 @@ INCIDENT = Incident(
     symptom="DDP hangs; 37 tokens/s on two GPUs",
     cause="parameters without gradients under find_unused_parameters=False",
     detector="two GPUs' gradients over NCCL equal one GPU's",
-    expects=Verdict.CRASHED,
+    expects=ReproVerdict.CRASHED,
     says=grad_none_ddp.INCIDENT.says,
     needs=Needs.TWO_GPUS,
 )

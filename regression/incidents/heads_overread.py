@@ -14,7 +14,7 @@ from torch import Tensor
 import nsa
 from nsa.geometry import Layout
 from nsa.torch_backend import window_attention as healthy
-from regression.contract import Evidence, Incident, Verdict
+from regression.contract import Evidence, Incident, ReproVerdict
 from regression.detectors import memory
 from regression.detectors.backends import COMPILING_S, each_backend, in_every_backend, interpreted, nonfinite, proofs
 from regression.detectors.calls import SMALL, Call, draw
@@ -24,7 +24,7 @@ INCIDENT = Incident(
     symptom="wrong rows for 24 heads",
     cause="a kernel reads past the heads where their number is no multiple of its tile",
     detector="every number of heads and groups near a tile's edge, inside a larger tensor of NaN",
-    expects=Verdict.NONFINITE,
+    expects=ReproVerdict.NONFINITE,
     fires=("nonfinite", "wrong"),
     floor_s=COMPILING_S,
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 import nsa
 from nsa.geometry import Layout
 from nsa.model import SHOWCASE, DecoderLM, next_token_loss
-from regression.contract import Evidence, Incident, Step, Verdict
+from regression.contract import Evidence, Incident, ReproVerdict, Step
 from regression.detectors import selection
 from regression.detectors.backends import COMPILING_S, in_every_backend, proofs
 from regression.detectors.calls import Call, draw
@@ -25,7 +25,7 @@ INCIDENT = Incident(
     symptom="scatter_add needs .long()",
     cause="an int32 index where int64 is wanted",
     detector="every public function with the index types it documents, and a named refusal of the others",
-    expects=Verdict.CRASHED,
+    expects=ReproVerdict.CRASHED,
     fires=("end",),
     says="long tensor for index",
     floor_s=COMPILING_S,

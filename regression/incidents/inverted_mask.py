@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nsa.geometry import Layout
 from nsa.torch_backend import selected_attention as healthy
-from regression.contract import Evidence, Incident, Verdict
+from regression.contract import Evidence, Incident, ReproVerdict
 from regression.detectors.backends import COMPILING_S, each_backend, in_every_backend, interpreted, proofs
 from regression.detectors.calls import draw
 from regression.detectors.causality import leaks
@@ -25,7 +25,7 @@ INCIDENT = Incident(
     symptom="boolean masks give NaN in some PyTorch versions",
     cause="polarity: True means attend; rows attended to the future",
     detector="other tokens from any cut on leave every row before it bit for bit",
-    expects=Verdict.LEAK,
+    expects=ReproVerdict.LEAK,
     floor_s=COMPILING_S,
 )
 

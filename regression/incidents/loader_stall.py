@@ -20,7 +20,7 @@ from nsa.train import loader
 from nsa.train.loader import SYNTHETIC, BatchFetcher, FirstBatch, NoFirstBatchError, Source, SyntheticBatches
 from nsa.train.settings import Data, Settings
 from regression import training
-from regression.contract import Bound, Evidence, Incident, Step, Verdict
+from regression.contract import Bound, Evidence, Incident, ReproVerdict, Step
 from regression.injection import Fault, injected
 
 INCIDENT = Incident(
@@ -28,7 +28,7 @@ INCIDENT = Incident(
     symptom="data loader timeouts, watchdog dumps before step 1",
     cause="network start-up without a deadline: a server that never answers is waited for forever",
     detector="no heartbeat; the first batch has a deadline, a named error, and a fallback only if asked for",
-    expects=Verdict.STALLED,
+    expects=ReproVerdict.STALLED,
     floor_s=3.0,
 )
 

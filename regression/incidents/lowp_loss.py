@@ -23,7 +23,7 @@ from nsa.train.health import Health, StepMetrics
 from nsa.train.loader import Shard, SyntheticBatches
 from nsa.train.trainer import COMPUTE, Trainer
 from regression import training
-from regression.contract import Bound, Evidence, Incident, Step, Verdict
+from regression.contract import Bound, Evidence, Incident, ReproVerdict, Step
 from regression.injection import Fault, injected
 
 INCIDENT = Incident(
@@ -31,7 +31,7 @@ INCIDENT = Incident(
     symptom="mixed-precision loss overflowed",
     cause="cross-entropy in low precision: its sum leaves fp16's range",
     detector="large logits: the trainer's loss finite, and as far from float64 as fp32 is; every step goes through",
-    expects=Verdict.NONFINITE,
+    expects=ReproVerdict.NONFINITE,
     fires=("error", "nonfinite"),
 )
 

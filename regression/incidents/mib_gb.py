@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.timing import memory
 from benchmarks.timing.memory import MIB, PeakMemory
-from regression.contract import Evidence, Incident, Step, Verdict
+from regression.contract import Evidence, Incident, ReproVerdict, Step
 from regression.injection import Fault, injected
 
 INCIDENT = Incident(
@@ -23,7 +23,7 @@ INCIDENT = Incident(
     symptom="69 GB allocated (69 MiB)",
     cause="the unit stood nowhere",
     detector="every field for memory names its unit, and a known allocation reads as its size in that unit",
-    expects=Verdict.WRONG,
+    expects=ReproVerdict.WRONG,
 )
 
 _ALLOCATED_MIB = 4 * 69

@@ -14,7 +14,7 @@ from torch import Tensor
 import nsa
 from nsa.geometry import Layout
 from nsa.torch_backend import selected_attention as healthy
-from regression.contract import Evidence, Incident, Verdict
+from regression.contract import Evidence, Incident, ReproVerdict
 from regression.detectors import dense
 from regression.detectors.backends import COMPILING_S, each_backend, in_every_backend, nonfinite, proofs
 from regression.detectors.calls import SMALL, Call, draw
@@ -24,7 +24,7 @@ INCIDENT = Incident(
     symptom="all-inf mask rows: the loss is not finite at steps 2-3",
     cause="masked after the softmax: finite forward, NaN backward",
     detector="every output and gradient of a batch with empty rows is finite, and 0 where nothing was seen",
-    expects=Verdict.NONFINITE,
+    expects=ReproVerdict.NONFINITE,
     fires=("nonfinite", "wrong"),
     floor_s=COMPILING_S,
 )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa import loss
 from regression import training
-from regression.contract import Evidence, Incident, Step, Verdict
+from regression.contract import Evidence, Incident, ReproVerdict, Step
 from regression.injection import Fault, injected
 from regression.training import TrainingResult
 
@@ -23,7 +23,7 @@ INCIDENT = Incident(
     symptom="loss 5.43 -> 0.28, better than synthetic, excellent",
     cause="the targets were the inputs, not shifted by one",
     detector="entropy floor: on random tokens no run, of packed documents or of rows, stays below ln(vocabulary)",
-    expects=Verdict.TOO_GOOD,
+    expects=ReproVerdict.TOO_GOOD,
 )
 
 _STEPS = 40

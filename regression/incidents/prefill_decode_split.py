@@ -19,7 +19,7 @@ from nsa.backends import Decoder
 from nsa.geometry import Layout
 from nsa.kv import DecodeOutput, KVView
 from nsa.torch_backend.scores import select_blocks as healthy
-from regression.contract import Bound, Evidence, Incident, Verdict
+from regression.contract import Bound, Evidence, Incident, ReproVerdict
 from regression.detectors import causality, dense
 from regression.detectors.backends import COMPILING_S, each_backend, interpreted, proofs, replacing, worst
 from regression.detectors.calls import SMALL, Call, draw
@@ -30,7 +30,7 @@ INCIDENT = Incident(
     symptom="none was reported",
     cause="prefill and decode chose blocks in code of their own",
     detector="prefill = chunked prefill = one token at a time: blocks, outputs, and the layer through its cache",
-    expects=Verdict.WRONG,
+    expects=ReproVerdict.WRONG,
     fires=("error", "wrong"),
     floor_s=COMPILING_S,
 )

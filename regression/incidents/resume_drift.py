@@ -24,7 +24,7 @@ from nsa.train.run import CHECKPOINTS
 from nsa.train.settings import Settings
 from nsa.train.trainer import Trainer
 from regression import training
-from regression.contract import Evidence, Incident, Step, Verdict
+from regression.contract import Evidence, Incident, ReproVerdict, Step
 from regression.injection import Fault, injected
 
 INCIDENT = Incident(
@@ -32,7 +32,7 @@ INCIDENT = Incident(
     symptom="built-in resume, never shown",
     cause="a checkpoint that lacks what the next step depends on, written over the last one",
     detector="SIGKILL at random moments and in the middle of a write: bitwise the same losses, latest.ckpt whole",
-    expects=Verdict.WRONG,
+    expects=ReproVerdict.WRONG,
 )
 
 _STEPS, _SAVE_EVERY = 28, 3

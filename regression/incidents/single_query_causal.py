@@ -17,7 +17,7 @@ import nsa
 from nsa.config import BRANCHES
 from nsa.geometry import Layout, num_visible_compressed
 from nsa.torch_backend import compressed_attention as healthy
-from regression.contract import Bound, Evidence, Incident, Verdict
+from regression.contract import Bound, Evidence, Incident, ReproVerdict
 from regression.detectors import dense
 from regression.detectors.backends import COMPILING_S, each_backend, in_every_backend, interpreted, proofs, worst
 from regression.detectors.calls import Call, draw
@@ -27,7 +27,7 @@ INCIDENT = Incident(
     symptom="parity tests differ by 0.15, tolerance raised to 0.2",
     cause="is_causal=True with one query sees key 0 only; kernels were rewritten to match",
     detector="a float64 oracle that is not the code under test, with its own budget; every input gets a gradient",
-    expects=Verdict.WRONG,
+    expects=ReproVerdict.WRONG,
     fires=("error", "wrong"),
     floor_s=COMPILING_S,
 )

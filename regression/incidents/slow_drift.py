@@ -17,7 +17,7 @@ from torch import Tensor
 from nsa.layer import Gates
 from nsa.train import monitors
 from regression import training
-from regression.contract import Bound, Evidence, Incident, Step, Verdict
+from regression.contract import Bound, Evidence, Incident, ReproVerdict, Step
 from regression.detectors.host_cost import clock_s
 from regression.detectors.memory import memory_mib
 from regression.injection import Fault, injected
@@ -27,7 +27,7 @@ INCIDENT = Incident(
     symptom="throughput in a 10 % band and memory flat, by eye",
     cause="nothing measured it: a tensor kept from each step shows in neither of the first lines",
     detector="change-point of the throughput, slope of the memory over steps, warm-up left out",
-    expects=Verdict.OUT_OF_MEMORY,
+    expects=ReproVerdict.OUT_OF_MEMORY,
     alone=True,
 )
 

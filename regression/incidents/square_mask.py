@@ -13,7 +13,7 @@ from torch import Tensor
 from nsa.config import BRANCHES
 from nsa.geometry import Layout
 from nsa.torch_backend import selected_attention as healthy
-from regression.contract import Evidence, Incident, Verdict
+from regression.contract import Evidence, Incident, ReproVerdict
 from regression.detectors import dense, memory
 from regression.detectors.backends import COMPILING_S, each_backend, in_every_backend, proofs, worst
 
@@ -22,7 +22,7 @@ INCIDENT = Incident(
     symptom="S×S tensor explosion",
     cause="[B, G, S, S] masks in float32, twice",
     detector="no tensor of a forward and backward grows with S²",
-    expects=Verdict.OUT_OF_MEMORY,
+    expects=ReproVerdict.OUT_OF_MEMORY,
     floor_s=COMPILING_S,
 )
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nsa.layer import Gates
-from regression.contract import Bound, Evidence, Incident, Step, Verdict
+from regression.contract import Bound, Evidence, Incident, ReproVerdict, Step
 from regression.detectors import host_cost
 from regression.detectors.backends import COMPILING_S
 from regression.detectors.calls import draw
@@ -26,7 +26,7 @@ INCIDENT = Incident(
     symptom="auxiliary statistics hang at step 1",
     cause="seven host syncs per token and layer, against a fixed watchdog of 180 s",
     detector="no host sync in a layer's step, nor in the statistics that a call returns",
-    expects=Verdict.SLOW,
+    expects=ReproVerdict.SLOW,
     floor_s=COMPILING_S,
 )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nsa.geometry import Layout
 from nsa.torch_backend import selected_attention as healthy
-from regression.contract import Evidence, Incident, Step, Verdict
+from regression.contract import Evidence, Incident, ReproVerdict, Step
 from regression.detectors import host_cost
 from regression.detectors.backends import COMPILING_S, in_every_backend
 from regression.detectors.calls import draw
@@ -25,7 +25,7 @@ INCIDENT = Incident(
     symptom="infinite loop in r.tolist() at step 2",
     cause="steps of 170 s against a watchdog of 180 s; the dump shows the line that waits for the GPU",
     detector="no host sync (CUDA's own debug mode on a GPU); the forward can be captured as a CUDA graph",
-    expects=Verdict.SLOW,
+    expects=ReproVerdict.SLOW,
     fires=("host_syncs",),
     floor_s=COMPILING_S,
 )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nsa import layer, nsa_attention
 from nsa.geometry import num_compressed_blocks
-from regression.contract import Evidence, Incident, Step, Verdict
+from regression.contract import Evidence, Incident, ReproVerdict, Step
 from regression.detectors import host_cost
 from regression.detectors.backends import COMPILING_S
 from regression.injection import Fault, injected
@@ -26,7 +26,7 @@ INCIDENT = Incident(
     symptom="hangs at step 5 with sequential prefill",
     cause="per-token Python prefill, and a log that is silent from step 5 to 20: slow, no hang",
     detector="operators and host syncs of a layer's forward and backward bounded by a constant, whatever S",
-    expects=Verdict.SLOW,
+    expects=ReproVerdict.SLOW,
     floor_s=COMPILING_S,
 )
 

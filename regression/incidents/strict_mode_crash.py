@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 import nsa
-from regression.contract import Evidence, Incident, Step, Verdict
+from regression.contract import Evidence, Incident, ReproVerdict, Step
 from regression.detectors import public_api
 from regression.detectors.backends import interpreted
-from regression.detectors.public_api import Entry, Flags
+from regression.detectors.public_api import Flags, PublicCall
 from regression.injection import Fault, injected
 
 INCIDENT = Incident(
@@ -26,13 +26,13 @@ INCIDENT = Incident(
     symptom="strict_asserts is undefined in batched prefill",
     cause="a branch that no test ran",
     detector="every public call with every combination of its flags; a flag that is missing here is a fault",
-    expects=Verdict.CRASHED,
+    expects=ReproVerdict.CRASHED,
     fires=("end",),
     says="strict_asserts",
 )
 
 
-def run_all(entries: Mapping[str, Entry], step: Step, *, all_of_them: bool = True) -> Evidence:
+def run_all(entries: Mapping[str, PublicCall], step: Step, *, all_of_them: bool = True) -> Evidence:
     """Call every entry in every way; the first exception is the evidence."""
     missing = [f"{name}: no value for {flag}" for name, entry in entries.items() for flag in entry.missing()]
     count = 0
@@ -84,7 +84,7 @@ def prefill(x: Tensor, *, batched: bool = False, strict: bool = False) -> Tensor
 def faulty(step: Step) -> Evidence:
     """The smallest prefill with such a branch."""
     flags: Flags = {"batched": (False, True), "strict": (False, True)}
-    return run_all({"prefill": Entry(prefill, (torch.ones(4, 2),), flags)}, step)
+    return run_all({"prefill": PublicCall(prefill, (torch.ones(4, 2),), flags)}, step)
 
 
 @contextmanager

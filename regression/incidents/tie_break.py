@@ -15,7 +15,7 @@ from torch import Tensor
 import nsa
 from nsa import NSAConfig
 from nsa.geometry import Layout
-from regression.contract import Evidence, Incident, Verdict
+from regression.contract import Evidence, Incident, ReproVerdict
 from regression.detectors import selection
 from regression.detectors.backends import COMPILING_S, each_backend, in_every_backend, interpreted, proofs
 from regression.detectors.calls import draw
@@ -25,7 +25,7 @@ INCIDENT = Incident(
     symptom="none was reported",
     cause="1e-8 · index is lost in float32",
     detector="equal scores choose the lowest index, on every backend and batch shape",
-    expects=Verdict.WRONG,
+    expects=ReproVerdict.WRONG,
     floor_s=COMPILING_S,
 )
 TIED = NSAConfig(l=4, d=4, l_sel=4, n_sel=4, w=8, init_blocks=0, local_blocks=1)

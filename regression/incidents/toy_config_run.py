@@ -15,7 +15,7 @@ from typing import Any
 from nsa.train import preflight
 from nsa.train.preflight import Decision, Plan, RefusedError
 from regression import training
-from regression.contract import Evidence, Incident, Step, Verdict
+from regression.contract import Evidence, Incident, ReproVerdict, Step
 from regression.injection import Fault, injected
 
 INCIDENT = Incident(
@@ -23,7 +23,7 @@ INCIDENT = Incident(
     symptom="24.5 h of two A100s on dim 128, fp32, no checkpoints",
     cause="no preflight; the config came from the environment only",
     detector="preflight refuses a long run and names the field: precision, checkpointing, save_every",
-    expects=Verdict.WRONG,
+    expects=ReproVerdict.WRONG,
 )
 
 SOUND = Plan(steps=50_000, precision="bf16", gradient_checkpointing=True, save_every=5000)

@@ -15,7 +15,7 @@ from torch import Tensor
 from nsa.config import BRANCHES
 from nsa.layer import Gates
 from regression import training
-from regression.contract import Evidence, Incident, Step, Verdict
+from regression.contract import Evidence, Incident, ReproVerdict, Step
 from regression.injection import Fault, injected
 
 INCIDENT = Incident(
@@ -23,7 +23,7 @@ INCIDENT = Incident(
     symptom="gate entropy 1.098, healthy",
     cause="ln 3 = 1.0986: the gates were never trained",
     detector="the run's own alarms on its gates: collapsed and exactly uniform are both faults",
-    expects=Verdict.WRONG,
+    expects=ReproVerdict.WRONG,
 )
 
 _STEPS = 20

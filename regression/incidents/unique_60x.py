@@ -20,7 +20,7 @@ from benchmarks.history.records import Record
 from harness import fingerprint
 from nsa import NSAConfig
 from nsa.model import SHOWCASE, DecoderLM, ModelConfig
-from regression.contract import Evidence, Incident, Step, Verdict
+from regression.contract import Evidence, Incident, ReproVerdict, Step
 from regression.injection import Fault, injected
 
 INCIDENT = Incident(
@@ -28,7 +28,7 @@ INCIDENT = Incident(
     symptom="torch.unique(sorted) made it 60x slower",
     cause="12 layers at S 1024 were compared with one layer at S 128",
     detector="a figure is comparable only with the same config in its key",
-    expects=Verdict.WRONG,
+    expects=ReproVerdict.WRONG,
     fires=("wrong",),
 )
 LARGE = dataclasses.replace(SHOWCASE, dim=256, n_layers=6, nsa=NSAConfig(w=64))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa.geometry import Layout
 from nsa.torch_backend import window_attention as healthy
-from regression.contract import Evidence, Incident, Verdict
+from regression.contract import Evidence, Incident, ReproVerdict
 from regression.detectors import memory
 from regression.detectors.backends import COMPILING_S, each_backend, in_every_backend, interpreted, nonfinite, proofs
 from regression.detectors.calls import BRANCHES, Call, draw
@@ -24,7 +24,7 @@ INCIDENT = Incident(
     symptom="dk and dv of some heads are what was in memory",
     cause="with one stride for all heads, some gradients are allocated empty and never written",
     detector="allocations poisoned with NaN: every gradient is finite, and the same as without",
-    expects=Verdict.NONFINITE,
+    expects=ReproVerdict.NONFINITE,
     fires=("nonfinite", "wrong"),
     floor_s=COMPILING_S,
 )

@@ -18,7 +18,7 @@ from torch import Tensor
 import nsa
 from nsa.geometry import Layout
 from regression import training
-from regression.contract import Bound, Evidence, Incident, Step, Verdict
+from regression.contract import Bound, Evidence, Incident, ReproVerdict, Step
 from regression.detectors import causality, dense
 from regression.detectors.backends import COMPILING_S, in_every_backend, interpreted, proofs
 from regression.detectors.calls import SMALL, draw
@@ -28,7 +28,7 @@ INCIDENT = Incident(
     symptom="loss 1.249, stable for 35k steps",
     cause="truncated window cache indexed by absolute position: for S > w rows see the next tokens",
     detector="causality at S = w-1, w, w+1, 2w-1, 2w, 2w+1; the entropy floor on random tokens",
-    expects=Verdict.LEAK,
+    expects=ReproVerdict.LEAK,
     fires=("future_seen", "loss_nats"),
     floor_s=COMPILING_S,
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nsa.geometry import Layout
 from nsa.torch_backend import window_attention as healthy
-from regression.contract import Evidence, Incident, Verdict
+from regression.contract import Evidence, Incident, ReproVerdict
 from regression.detectors import memory
 from regression.detectors.backends import COMPILING_S, each_backend, in_every_backend, interpreted, proofs, worst
 
@@ -22,7 +22,7 @@ INCIDENT = Incident(
     symptom="3 GB tensor in the sliding fallback at S 1024",
     cause="keys repeated per query",
     detector="the peak of a forward and backward grows with S, not with S²",
-    expects=Verdict.OUT_OF_MEMORY,
+    expects=ReproVerdict.OUT_OF_MEMORY,
     floor_s=COMPILING_S,
 )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import nsa
 from nsa import NSAConfig
 from nsa.torch_backend import combine as healthy
-from regression.contract import Evidence, Incident, Step, Verdict
+from regression.contract import Evidence, Incident, ReproVerdict, Step
 from regression.detectors.backends import COMPILING_S, in_every_backend, interpreted, proofs
 from regression.detectors.calls import SMALL, Call, draw
 
@@ -25,7 +25,7 @@ INCIDENT = Incident(
     symptom="none was reported",
     cause="a persistent workspace written in place inside the autograd graph",
     detector="long, short, long again, and two configs in turn: each gives what it gave, bit for bit",
-    expects=Verdict.CRASHED,
+    expects=ReproVerdict.CRASHED,
     fires=("end",),
     says="backward through the graph a second time",
     floor_s=COMPILING_S,

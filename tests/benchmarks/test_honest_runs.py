@@ -33,9 +33,9 @@ from benchmarks.timing.device_clock import EventSampler
 from benchmarks.timing.latency import Plan
 from benchmarks.workloads import attention, suite
 from containers import pipeline
-from containers.pipeline import Step, StepResult
-from harness.fingerprint import ROOT
+from containers.pipeline import PipelineStep, PipelineStepResult
 from harness.peak import MeasuredPeak
+from harness.repository import ROOT
 from nsa import nsa_attention
 from tests.benchmarks import full_results
 from tests.benchmarks.stored import run as at
@@ -124,8 +124,10 @@ def test_a_baseline_that_is_absent_or_refuses_is_not_red(run: Run) -> None:
 
 
 def test_a_red_baseline_is_in_the_summary_of_a_pipeline_and_on_the_page(tmp_path: Path) -> None:
-    step = Step("bench", "bench", ())
-    text = pipeline.summary([StepResult(step, 0, 1.0, {"faults": [], "red_baselines": {DENSE.name: "INCORRECT"}})])
+    step = PipelineStep("bench", "bench", ())
+    text = pipeline.summary(
+        [PipelineStepResult(step, 0, 1.0, {"faults": [], "red_baselines": {DENSE.name: "INCORRECT"}})]
+    )
     assert DENSE.name in text
     assert "INCORRECT" in text
     write(tmp_path, failed(DENSE, Outcome.INCORRECT, "why"), passed(key()))

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from containers import host
 from containers.__main__ import main
-from containers.host import ROOT
+from harness import repository
+from harness.repository import ROOT
 from tests.containers import fake_host
 
 COMMAND = ("--", "python", "-m", "benchmarks", "run")
@@ -137,7 +137,7 @@ def test_the_history_of_a_worktree_is_given_too(monkeypatch: pytest.MonkeyPatch,
     subprocess.run(["git", "init", "--quiet", str(whole)], check=True)
     subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "one"], check=True)
     subprocess.run([*git, "worktree", "add", "--quiet", str(worktree)], check=True)
-    monkeypatch.setattr(host, "ROOT", worktree)
+    monkeypatch.setattr(repository, "ROOT", worktree)
     monkeypatch.setattr("containers.__main__._image", lambda *_: "nsa:cpu")
     assert main(["run", "--family", "cpu", "--repository", "--results", str(tmp_path / "r"), *COMMAND]) == 0
     assert f"--volume {worktree}:{worktree}:ro " in ran(asked)

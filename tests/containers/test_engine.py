@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from containers import engine
+from containers.__main__ import parser
 from containers.engine import Engine, EngineError
 from tests.containers import fake_host
 
@@ -21,18 +22,14 @@ from tests.containers import fake_host
         ({"docker"}, "none", None),
     ],
 )
-def test_docker_then_podman_then_none(
-    monkeypatch: pytest.MonkeyPatch, there: set[str], asked: str | None, wanted: str | None
-) -> None:
-    monkeypatch.delenv("NSA_ENGINE", raising=False)
+def test_docker_then_podman_then_none(there: set[str], asked: str | None, wanted: str | None) -> None:
     choice = engine.choose(asked, lambda name: Engine(name, "1.2") if name in there else "not installed")
     assert (choice.engine.name if choice.engine else None) == wanted
     assert (wanted or "none") in choice.said
     assert "\n" not in choice.said
 
 
-def test_without_any_the_reasons_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NSA_ENGINE", raising=False)
+def test_without_any_the_reasons_are_said() -> None:
     said = engine.choose(None, lambda name: f"{name} is broken").said
     assert "docker: docker is broken; podman: podman is broken" in said
 
@@ -49,25 +46,7 @@ def test_a_client_without_its_daemon_is_no_engine(monkeypatch: pytest.MonkeyPatc
     assert engine.ask("docker") == "does not answer (Cannot connect to the Docker daemon)"
 
 
-@pytest.mark.parametrize(
-    ("words", "asked", "rest"),
-    [
-        (["-k", "x"], None, ["-k", "x"]),
-        (["--engine", "none", "-k", "x"], "none", ["-k", "x"]),
-        (["-k", "x", "--engine=podman"], "podman", ["-k", "x"]),
-    ],
-)
-def test_an_option_is_taken_out_of_the_arguments(words: list[str], asked: str | None, rest: list[str]) -> None:
-    assert engine.taken("--engine", words) == (asked, rest)
-
-
-def test_an_option_needs_a_value() -> None:
-    with pytest.raises(ValueError, match="--engine needs a value"):
-        engine.taken("--engine", ["--engine"])
-
-
 def test_engine_comes_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_ENGINE", "podman")
-    there = engine.choose(None, lambda name: Engine(name, "1"))
-    assert there.engine == Engine("podman", "1")
-    assert engine.choose("none", lambda name: Engine(name, "1")).engine is None
+    assert parser().parse_args(["preflight"]).engine == "podman"
+    assert parser().parse_args(["preflight", "--engine", "none"]).engine == "none"

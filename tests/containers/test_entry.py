@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from containers.host import ROOT
-from harness import machines
+from harness import environment, machines
 from harness.machines import Gpu
+from harness.repository import ROOT
 from nsa.train import profile
 
 ENTRY = ROOT / "docker" / "entry.py"
@@ -39,10 +39,10 @@ def test_refusal(monkeypatch: pytest.MonkeyPatch, expected: str, found: Gpu | No
         assert why in refused
 
 
-def started(expected: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def started(family: str, *words: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ENTRY), *words]
-    environment = {"NSA_FAMILY": expected, "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True)
+    own = {"NSA_FAMILY": family, "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "", **variables}
+    return subprocess.run(command, env=own, cwd=cwd, capture_output=True, text=True)
 
 
 def test_without_the_gpu_the_command_does_not_run(tmp_path: Path) -> None:
@@ -58,10 +58,27 @@ def test_the_command_takes_over_with_its_exit_code(tmp_path: Path) -> None:
     assert started("cpu", "no-such-program", cwd=tmp_path).returncode == 127
 
 
-def test_training_knows_every_variable_that_a_container_or_a_workflow_has() -> None:
-    """It refuses unknown ones by name."""
+@pytest.mark.parametrize(
+    ("variables", "code"),
+    [
+        ({"NSA_EXPECT": "cpu"}, 7),
+        ({"NSA_EXPECT": ""}, 2),  # as NSA_FAMILY says: without the GPU
+        ({"NSA_EXPECT": "h100"}, 2),
+        ({"NSA_EXPECT": "cpu", "NSA_EXPECTS": "cpu"}, 2),
+    ],
+)
+def test_what_is_expected_of_an_image_for_an_a100(variables: dict[str, str], code: int, tmp_path: Path) -> None:
+    done = started("a100", "sh", "-c", "exit 7", cwd=tmp_path, **variables)
+    assert done.returncode == code
+    assert ("did you mean NSA_EXPECT?" in done.stderr) == ("NSA_EXPECTS" in variables)
+
+
+def test_every_variable_that_a_container_or_a_workflow_has_is_known() -> None:
+    """The suites and training refuse unknown ones by name."""
     places = [ROOT / "docker" / "Dockerfile", ROOT / ".ci" / "containers", *(ROOT / ".github").rglob("*.yml")]
     places += [ENTRY, *sorted((ROOT / "containers").glob("*.py"))]
     named = {name for path in places for name in re.findall(r"\bNSA_[A-Z_]+\b", path.read_text())}
     assert {"NSA_DIRTY", "NSA_RESULTS", "NSA_ENGINE"} <= named
-    profile.read_environment(dict.fromkeys(named - {"NSA_GPUS"}, "1"))  # GitHub's own variable
+    variables = dict.fromkeys(named - {"NSA_GPUS"}, "1")  # GitHub's own variable
+    environment.check(variables)
+    profile.read_environment(variables)

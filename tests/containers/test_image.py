@@ -11,6 +11,7 @@ import pytest
 from containers import image
 from containers.__main__ import main
 from containers.image import Recipe
+from harness import repository
 from tests.containers import fake_host
 
 PLAIN = Recipe("cpu", None, None, "abc", False)
@@ -30,7 +31,7 @@ def test_another_recipe_is_another_image(change: dict[str, object]) -> None:
 
 def test_another_source_is_another_image(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("x = 1\n")
-    monkeypatch.setattr(image, "ROOT", tmp_path)
+    monkeypatch.setattr(repository, "ROOT", tmp_path)
     monkeypatch.setattr(image, "sources", lambda: [tmp_path / "a.py"])
     before = PLAIN.name()
     assert PLAIN.name() == before
@@ -39,10 +40,10 @@ def test_another_source_is_another_image(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_sources_are_what_the_dockerignore_lets_in() -> None:
-    found = {path.relative_to(image.ROOT).parts[0] for path in image.sources()}
+    found = {path.relative_to(repository.ROOT).parts[0] for path in image.sources()}
     assert {"nsa", "harness", "benchmarks", "regression", "tests", "containers", "docker", "noxfile.py"} <= found
     assert not {".git", ".nox"} & found
-    assert not [path for path in image.sources() if path.is_relative_to(image.ROOT / "results" / "runs")]
+    assert not [path for path in image.sources() if path.is_relative_to(repository.ROOT / "results" / "runs")]
 
 
 def test_pytorchs_cpu_build_is_taken_where_it_lies(tmp_path: Path) -> None:
@@ -82,9 +83,8 @@ def test_every_package_is_locked_with_a_hash() -> None:
 
 
 def test_the_locks_follow_the_constraints() -> None:
-    pins = dict(
-        re.findall(r"(?m)^([a-z0-9-]+)==([^\s;]+)(?!.*python_version < )", (image.ROOT / "constraints.txt").read_text())
-    )
+    constraints = (repository.ROOT / "constraints.txt").read_text()
+    pins = dict(re.findall(r"(?m)^([a-z0-9-]+)==([^\s;]+)(?!.*python_version < )", constraints))
     for lock in ("cpu", "cuda", "hopper"):
         text = (image.DOCKERFILE.parent / "lock" / f"{lock}.txt").read_text()
         for name, version in re.findall(r"(?m)^([a-z0-9-]+)==([^\s;]+)", text):

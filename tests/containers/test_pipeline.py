@@ -11,9 +11,10 @@ import pytest
 
 from benchmarks import __main__ as bench
 from benchmarks.ab.result import Rules
-from containers import host, pipeline
+from containers import pipeline
 from containers.engine import Choice, Engine
-from containers.pipeline import Step, StepResult
+from containers.pipeline import PipelineStep, PipelineStepResult
+from harness import repository
 
 DOCKER = Choice(Engine("docker", "26.1"), "engine: docker 26.1")
 BARE = Choice(None, "engine: none")
@@ -48,7 +49,7 @@ def test_a_base_with_the_same_nsa_is_not_compared(monkeypatch: pytest.MonkeyPatc
     (tmp_path / "nsa" / "a.py").write_text("x = 1\n")
     for words in (("init", "--quiet"), ("add", "."), ("commit", "--quiet", "--message", "one")):
         subprocess.run([*git, *words], check=True)
-    monkeypatch.setattr(host, "ROOT", tmp_path)
+    monkeypatch.setattr(repository, "ROOT", tmp_path)
     assert pipeline._why_no_compare("HEAD") == "nsa/ is what it is in HEAD"
     (tmp_path / "nsa" / "a.py").write_text("x = 2\n")
     assert pipeline._why_no_compare("HEAD") is None
@@ -57,13 +58,13 @@ def test_a_base_with_the_same_nsa_is_not_compared(monkeypatch: pytest.MonkeyPatc
             pipeline._why_no_compare(base)
 
 
-def chain(monkeypatch: pytest.MonkeyPatch, logs: Path, codes: dict[str, int]) -> list[StepResult]:
+def chain(monkeypatch: pytest.MonkeyPatch, logs: Path, codes: dict[str, int]) -> list[PipelineStepResult]:
     told = '{"bad": ["prefill/x"], "undecided": [], "verdicts": {"SLOWER": 1, "SAME": 4}}\n'
     monkeypatch.setattr(
         pipeline, "_stream", lambda step, log: (codes.get(step.name, 0), told if step.name == "compare" else "{torn")
     )
-    steps = [Step(name, name, ()) for name in ("tests", "bench", "compare")]
-    return pipeline.run([*steps, Step("report", "report", ())], logs)
+    steps = [PipelineStep(name, name, ()) for name in ("tests", "bench", "compare")]
+    return pipeline.run([*steps, PipelineStep("report", "report", ())], logs)
 
 
 def test_the_first_red_step_ends_it_but_the_report_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -92,11 +93,11 @@ def test_an_interrupt_ends_the_session_first(tmp_path: Path) -> None:
     program = (
         "import sys, pathlib; from containers import pipeline;"
         "pipeline.sys = type('S', (), {'executable': sys.argv[1]});"
-        "steps = [pipeline.Step(name, name, ()) for name in ('tests', 'bench')];"
+        "steps = [pipeline.PipelineStep(name, name, ()) for name in ('tests', 'bench')];"
         "print([one.code for one in pipeline.run(steps, pathlib.Path(sys.argv[2]))])"
     )
     command = [sys.executable, "-c", program, str(session), str(tmp_path / "logs")]
-    process = subprocess.Popen(command, cwd=host.ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=repository.ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(3)][-1] == "began\n"
     process.send_signal(signal.SIGINT)
@@ -105,6 +106,6 @@ def test_an_interrupt_ends_the_session_first(tmp_path: Path) -> None:
 
 def test_the_logs_hold_what_a_session_printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(pipeline.sys, "executable", "/bin/echo")
-    (done,) = pipeline.run([Step("tests", "tests", ("-k", "x"))], tmp_path)
+    (done,) = pipeline.run([PipelineStep("tests", "tests", ("-k", "x"))], tmp_path)
     assert done.code == 0
     assert (tmp_path / "tests.log").read_text() == "-m nox --session tests -- -k x\n"

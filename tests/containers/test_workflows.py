@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks.history import samples
-from containers.host import ROOT
 from harness import machines
+from harness.repository import ROOT
 
 yaml = pytest.importorskip("yaml")
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))

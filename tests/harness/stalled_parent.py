@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from harness.isolate import Child, Deadline, watch
+from harness.isolate import Child
+from harness.watch import Deadline, watch
 
 
 def main() -> None:

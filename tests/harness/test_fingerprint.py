@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from harness import fingerprint, schema
+from harness import fingerprint, repository, schema
 from harness.fingerprint import Fingerprint, differences
 from harness.nvml import ClockLimits
 from harness.peak import MeasuredPeak
@@ -73,8 +73,9 @@ def test_the_hash_holds_names_and_contents(tmp_path: Path) -> None:
 
 NOT_MEASURING = {
     "benchmarks/cases/key.py", "benchmarks/cases/outcome.py", "benchmarks/history/records.py",
-    "benchmarks/history/samples.py", "benchmarks/timing/peak.py", "harness/fingerprint.py",
-    "harness/guard.py", "harness/isolate.py", "harness/machines.py", "harness/peak.py", "harness/schema.py",
+    "benchmarks/history/samples.py", "benchmarks/timing/peak.py", "harness/environment.py",
+    "harness/fingerprint.py", "harness/guard.py", "harness/isolate.py", "harness/machines.py", "harness/peak.py",
+    "harness/repository.py", "harness/schema.py",
 }  # fmt: skip
 """What the runner imports to say and keep figures, or to end what hangs, not to come by them."""
 
@@ -84,13 +85,13 @@ def test_whatever_the_runner_imports_is_in_the_hash_or_known_not_to_matter() -> 
     ours = "('benchmarks.', 'harness.')"
     script = f"import sys, benchmarks.runner; print(*(m for m in sys.modules if m.startswith({ours})))"
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=fingerprint.ROOT, timeout=120
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=repository.ROOT, timeout=120
     )
     imported = {name.replace(".", "/") + ".py" for name in done.stdout.split()}
-    modules = {name for name in imported if (fingerprint.ROOT / name).is_file()}  # a package's own file is a docstring
+    modules = {name for name in imported if (repository.ROOT / name).is_file()}  # a package's own file is a docstring
     unhashed = {name for name in modules if not any(Path(name).is_relative_to(part) for part in fingerprint.MEASURING)}
     assert unhashed | (modules & set(fingerprint.NOT_MEASURING)) == NOT_MEASURING
-    assert all((fingerprint.ROOT / part).exists() for part in (*fingerprint.MEASURING, *fingerprint.NOT_MEASURING))
+    assert all((repository.ROOT / part).exists() for part in (*fingerprint.MEASURING, *fingerprint.NOT_MEASURING))
 
 
 def test_the_hash_leaves_out_what_lies_beside_and_does_not_measure(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A child ends in any way, and none leaves a process behind; its deadline follows its own pace."""
+"""A child ends in any way, and none leaves a process behind."""
 
 from __future__ import annotations
 
@@ -8,61 +8,17 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import psutil
 import pytest
 
 from harness import guard, isolate
-from harness.isolate import ROOT, Child, Deadline, Outcome, watch
+from harness.isolate import Child
+from harness.repository import ROOT
 from tests.harness import workers
+from tests.harness.processes import alive, until, watched
 
 MODULE = workers.__name__
-
-FLOOR_S = 1.0
-
-
-def watched(function: str) -> tuple[Outcome, list[Mapping[str, Any]]]:
-    """How the worker ended, and what it sent."""
-    sent: list[Mapping[str, Any]] = []
-    with Child("tests.harness.workers", {"function": function}) as child:
-        outcome = watch(child, Deadline(FLOOR_S), threading.Event(), sent.append)
-    return outcome, sent
-
-
-def alive(pids: list[int]) -> list[int]:
-    """Which of them still run; a zombie that nobody has reaped yet runs no more."""
-
-    def runs(pid: int) -> bool:
-        try:
-            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
-
-    return [pid for pid in pids if runs(pid)]
-
-
-def until(true: Callable[[], object], within_s: float = 20.0) -> None:
-    end = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.05)
-
-
-def test_a_worker_that_ends_is_heard_to_its_end() -> None:
-    outcome, sent = watched("ends")
-    assert [event["event"] for event in sent] == ["started", "imported", "step", "step", "step", "ended"]
-    assert outcome == Outcome(status=0, log_tail="the end of the log")
-
-
-def test_a_worker_that_dies_leaves_its_status_and_its_stack() -> None:
-    outcome, _ = watched("segfaults")
-    assert outcome.status == -signal.SIGSEGV
-    assert "in segfaults" in outcome.log_tail
 
 
 def test_guard_that_is_killed_takes_the_worker_along() -> None:
@@ -71,49 +27,6 @@ def test_guard_that_is_killed_takes_the_worker_along() -> None:
         assert child.worker is not None
         pid = child.worker
         until(lambda: not alive([pid]))
-
-
-def test_who_goes_on_making_steps_is_not_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twenty steps of 0.6 s on the test's clock: together longer than any silence that is allowed between two."""
-
-    class FakeChild:
-        running, now_s, left = True, 0.0, 20
-
-        def events(self, wait_s: float) -> list[dict[str, Any]]:
-            self.now_s += 0.6
-            self.left -= 1
-            step = {"event": "step", "at": self.now_s, "figures": {}}
-            return [step if self.left else {"event": "ended", "status": 0}]
-
-        def stacks(self) -> str:
-            return ""
-
-        log_tail = stacks
-
-    child, pace = FakeChild(), Deadline(1.0)
-    monkeypatch.setattr(isolate, "time", SimpleNamespace(monotonic=lambda: child.now_s))
-    pace.imported(0.0, 0.1)
-    assert watch(child, pace, threading.Event()).stalled_after_s is None  # type: ignore[arg-type]
-    assert pace.allowed_s < 12 < child.now_s + 1
-
-
-def test_stall_is_ended_with_its_stacks_and_all_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(workers.PIDS, str(tmp_path / "pids"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other tests run children at the same time
-    outcome, _ = watched("stalls")
-    assert outcome.stalled_after_s is not None
-    assert outcome.stalled_after_s > FLOOR_S
-    assert outcome.stacks is not None
-    assert "in stalls" in outcome.stacks
-    assert alive([int(pid) for pid in (tmp_path / "pids").read_text().split()]) == []
-    assert [path.name for path in tmp_path.iterdir()] == ["pids"]
-
-
-def test_what_a_worker_leaves_running_is_ended() -> None:
-    outcome, sent = watched("leaves_a_process")
-    [pid] = [event["figures"]["pid"] for event in sent if event["event"] == "step"]
-    assert outcome.status == 0
-    assert alive([pid]) == []
 
 
 def test_the_log_of_a_child_that_was_asked_to_end_is_there() -> None:

@@ -25,11 +25,12 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from harness import environment
+from harness.interrupt import INTERRUPTED
+from harness.repository import ROOT
 from tests.mutants import standing
 from tests.mutants.standing import Area, Planned
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 MOST_JOBS = 8
 
 
@@ -169,6 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command."""
     arguments = parser().parse_args(argv)
     try:
+        environment.check()
         if arguments.command == "run":
             return _run(arguments)
         if arguments.command == "judge":

@@ -18,6 +18,7 @@ from xml.etree import ElementTree
 
 import psutil
 
+from harness.interrupt import CancelledError
 from tests.mutants.standing import Suite
 from tests.mutants.tree import Copy
 
@@ -26,10 +27,6 @@ _COPY = "MUTANT_COPY"
 """Environment variable of all that runs in a copy: what outlives its tests is found by it."""
 _NOTHING_COLLECTED = 5
 _PYTEST = ("pytest", "-x", "-q", "-n", "0", "-p", "no:benchmark", "-p", "no:cacheprovider", "-o", "junit_family=xunit1")
-
-
-class CancelledError(Exception):
-    """The run was interrupted; what it started has ended."""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.repository import ROOT
 from tests.mutants import standing
-from tests.mutants.__main__ import ROOT, main
+from tests.mutants.__main__ import main
 
 AREA = """
 tests = ["tests/test_product.py"]

@@ -14,9 +14,10 @@ import pytest
 
 from benchmarks.history import mutants
 from benchmarks.history.mutants import Line, Outcome
-from harness.fingerprint import ROOT
+from harness.interrupt import INTERRUPTED
+from harness.repository import ROOT
 from tests.mutants import standing, tree, trials
-from tests.mutants.__main__ import INTERRUPTED, main
+from tests.mutants.__main__ import main
 from tests.mutants.standing import Mutant, Planned, Suite
 
 PRODUCT = """\

@@ -8,7 +8,7 @@ import sys
 import time
 from contextlib import AbstractContextManager
 
-from regression.contract import Bound, Evidence, Incident, Step, Verdict
+from regression.contract import Bound, Evidence, Incident, ReproVerdict, Step
 from regression.injection import Fault, injected
 from tests.harness import workers
 
@@ -17,7 +17,7 @@ INCIDENT = Incident(
     symptom="s",
     cause="c",
     detector="d",
-    expects=Verdict.WRONG,
+    expects=ReproVerdict.WRONG,
     floor_s=1.0,
 )
 

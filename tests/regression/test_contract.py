@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from regression.contract import Bound, Evidence, Verdict, aspects, verdict
+from regression.contract import Bound, Evidence, ReproVerdict, aspects, verdict
 
 OVER, UNDER = Bound(2.0, 1.0, "units"), Bound(1.0, 1.0, "units")
 
@@ -14,28 +14,28 @@ OVER, UNDER = Bound(2.0, 1.0, "units"), Bound(1.0, 1.0, "units")
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
-        ({"nonfinite": ("loss",)}, Verdict.NONFINITE),
-        ({"future_seen": ("row 3",)}, Verdict.LEAK),
-        ({"wrong": ("row 3",)}, Verdict.WRONG),
-        ({"loss_nats": Bound(1.379, 2.77)}, Verdict.TOO_GOOD),
-        ({"loss_nats": Bound(float("nan"), 2.77)}, Verdict.NONFINITE),
-        ({"error": OVER}, Verdict.WRONG),
-        ({"error": Bound(float("inf"), 1.0)}, Verdict.WRONG),
-        ({"ops": OVER}, Verdict.SLOW),
-        ({"host_syncs": OVER}, Verdict.SLOW),
-        ({"slowdown": OVER}, Verdict.SLOW),
-        ({"silence_s": OVER}, Verdict.STALLED),
-        ({"memory": OVER}, Verdict.OUT_OF_MEMORY),
-        ({"exception": "KeyError: 'k'"}, Verdict.CRASHED),
-        ({"out_of_memory": "CUDA out of memory"}, Verdict.OUT_OF_MEMORY),
-        ({"wrong": (), "exit_status": -11}, Verdict.CRASHED),
-        ({"wrong": (), "stalled_after_s": 31.0}, Verdict.STALLED),
-        ({"skipped": "needs 1 GPU"}, Verdict.SKIPPED),
-        ({}, Verdict.WRONG),
-        ({"exit_status": 0, "notes": ("n",), "paths": ("torch",)}, Verdict.WRONG),
+        ({"nonfinite": ("loss",)}, ReproVerdict.NONFINITE),
+        ({"future_seen": ("row 3",)}, ReproVerdict.LEAK),
+        ({"wrong": ("row 3",)}, ReproVerdict.WRONG),
+        ({"loss_nats": Bound(1.379, 2.77)}, ReproVerdict.TOO_GOOD),
+        ({"loss_nats": Bound(float("nan"), 2.77)}, ReproVerdict.NONFINITE),
+        ({"error": OVER}, ReproVerdict.WRONG),
+        ({"error": Bound(float("inf"), 1.0)}, ReproVerdict.WRONG),
+        ({"ops": OVER}, ReproVerdict.SLOW),
+        ({"host_syncs": OVER}, ReproVerdict.SLOW),
+        ({"slowdown": OVER}, ReproVerdict.SLOW),
+        ({"silence_s": OVER}, ReproVerdict.STALLED),
+        ({"memory": OVER}, ReproVerdict.OUT_OF_MEMORY),
+        ({"exception": "KeyError: 'k'"}, ReproVerdict.CRASHED),
+        ({"out_of_memory": "CUDA out of memory"}, ReproVerdict.OUT_OF_MEMORY),
+        ({"wrong": (), "exit_status": -11}, ReproVerdict.CRASHED),
+        ({"wrong": (), "stalled_after_s": 31.0}, ReproVerdict.STALLED),
+        ({"skipped": "needs 1 GPU"}, ReproVerdict.SKIPPED),
+        ({}, ReproVerdict.WRONG),
+        ({"exit_status": 0, "notes": ("n",), "paths": ("torch",)}, ReproVerdict.WRONG),
     ],
 )
-def test_each_fault_has_its_verdict(facts: dict[str, Any], expected: Verdict) -> None:
+def test_each_fault_has_its_verdict(facts: dict[str, Any], expected: ReproVerdict) -> None:
     assert verdict(Evidence(**facts)) is expected
 
 
@@ -53,19 +53,19 @@ def test_passes_where_something_was_looked_at_and_all_is_well() -> None:
         memory=UNDER,
         exit_status=0,
     )
-    assert verdict(looked) is Verdict.PASSED
+    assert verdict(looked) is ReproVerdict.PASSED
     assert len(aspects(looked)) == 10
 
 
 def test_aspects_are_judged_apart() -> None:
     """It did not hang, and it is not finite."""
     judged = {aspect.name: aspect.verdict for aspect in aspects(Evidence(silence_s=UNDER, nonfinite=("dq",)))}
-    assert judged == {"silence_s": Verdict.PASSED, "nonfinite": Verdict.NONFINITE}
+    assert judged == {"silence_s": ReproVerdict.PASSED, "nonfinite": ReproVerdict.NONFINITE}
 
 
 def test_the_gravest_decides() -> None:
-    assert verdict(Evidence(ops=OVER, wrong=("w",), future_seen=("f",))) is Verdict.LEAK
-    assert verdict(Evidence(nonfinite=("n",), stalled_after_s=3.0)) is Verdict.STALLED
+    assert verdict(Evidence(ops=OVER, wrong=("w",), future_seen=("f",))) is ReproVerdict.LEAK
+    assert verdict(Evidence(nonfinite=("n",), stalled_after_s=3.0)) is ReproVerdict.STALLED
 
 
 def test_a_limit_must_be_finite() -> None:

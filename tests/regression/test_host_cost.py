@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa import layer, nsa_attention
-from regression.contract import Verdict, verdict
+from regression.contract import ReproVerdict, verdict
 from regression.detectors.host_cost import Operators
 from regression.incidents import step5_stall
 from tests.regression.test_attention_incidents import SilentStep
@@ -26,10 +26,11 @@ def _per_token(q: Tensor, *tensors: Any, **more: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("fault", "expected"), [(nsa_attention, Verdict.WRONG), (_per_token, Verdict.WRONG), (None, Verdict.SLOW)]
+    ("fault", "expected"),
+    [(nsa_attention, ReproVerdict.WRONG), (_per_token, ReproVerdict.WRONG), (None, ReproVerdict.SLOW)],
 )
 def test_step5_stall_fires_by_its_operators_and_by_its_host_syncs(
-    fault: Callable[..., Tensor] | None, expected: Verdict, monkeypatch: pytest.MonkeyPatch
+    fault: Callable[..., Tensor] | None, expected: ReproVerdict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if fault is not None:
         monkeypatch.setattr(step5_stall, "token_by_token", fault)
@@ -38,7 +39,7 @@ def test_step5_stall_fires_by_its_operators_and_by_its_host_syncs(
 
 def test_one_operator_per_token_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer, "nsa_attention", _per_token)
-    assert verdict(step5_stall.product(STEP)) is Verdict.SLOW
+    assert verdict(step5_stall.product(STEP)) is ReproVerdict.SLOW
 
 
 WAITS: dict[str, Callable[[Tensor], object]] = {

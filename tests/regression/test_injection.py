@@ -12,7 +12,7 @@ import pytest
 
 from regression import __main__ as cli
 from regression import child, listing
-from regression.contract import Verdict
+from regression.contract import ReproVerdict
 from regression.injection import Fault, NeverEnteredError, injected
 from regression.runner import Finding, Repro
 from tests.regression import repros
@@ -76,7 +76,7 @@ def test_a_run_that_never_enters_its_fault_is_no_red_run(
 
 def test_a_faulty_variant_that_never_enters_its_fault_is_not_caught() -> None:
     evidence = child.of_exception(NeverEnteredError("the run never entered the fault in x.y"))
-    incident = replace(repros.INCIDENT, expects=Verdict.CRASHED, says="never entered")
+    incident = replace(repros.INCIDENT, expects=ReproVerdict.CRASHED, says="never entered")
     finding = Finding(Repro(incident, "faulty", "cpu"), evidence, PACE)
     assert not finding.ok
     assert finding.never_entered

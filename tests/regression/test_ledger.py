@@ -11,7 +11,7 @@ import pytest
 from harness import fingerprint
 from harness.fingerprint import Fingerprint
 from regression import ledger
-from regression.contract import Bound, Evidence, Verdict
+from regression.contract import Bound, Evidence, ReproVerdict
 from regression.runner import Finding, Pace, Repro
 from tests.regression.repros import INCIDENT
 
@@ -34,7 +34,12 @@ def test_round_trip(here: Fingerprint, tmp_path: Path) -> None:
         ledger.append(path, entry)
     assert ledger.read_all(tmp_path) == (written, [])
     assert [entry.ok for entry in written] == [False, True, False, True]
-    assert [entry.verdict for entry in written] == [Verdict.WRONG, Verdict.WRONG, Verdict.PASSED, Verdict.SKIPPED]
+    assert [entry.verdict for entry in written] == [
+        ReproVerdict.WRONG,
+        ReproVerdict.WRONG,
+        ReproVerdict.PASSED,
+        ReproVerdict.SKIPPED,
+    ]
     assert written[2].reason is not None
     assert "the detector did not fire: expected WRONG, got PASSED" in written[2].reason
 

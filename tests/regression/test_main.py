@@ -17,7 +17,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from harness.fingerprint import ROOT
+from harness.interrupt import INTERRUPTED
+from harness.repository import ROOT
 from regression import __main__ as cli
 from regression import ledger, listing, runner
 from regression.contract import Evidence, Needs
@@ -101,7 +102,7 @@ def test_an_interrupted_run_is_not_green_in_junit(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(runner, "run", interrupted)
     path = tmp_path / "j.xml"
     arguments = ["run", "tie-break", "--device", "cpu", "--out", str(tmp_path), "--junitxml", str(path)]
-    assert cli.main(arguments) == cli.INTERRUPTED
+    assert cli.main(arguments) == INTERRUPTED
     suite = ElementTree.parse(path).getroot()
     assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("2", "0", "1")
     assert [case.get("name") for case in suite if case.find("error") is not None] == ["product"]

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from harness.isolate import ROOT
+from harness.repository import ROOT
 from regression import listing
 
 _PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "-p", "no:cacheprovider"]

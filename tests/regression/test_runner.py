@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from regression import child, listing, runner
-from regression.contract import Bound, Evidence, Incident, Needs, Verdict
+from regression.contract import Bound, Evidence, Incident, Needs, ReproVerdict
 from regression.detectors.backends import COMPILING_S
 from regression.runner import Finding, Repro
 from tests.regression import repros
@@ -32,7 +32,7 @@ def found(part: str, incident: Incident = repros.INCIDENT) -> Finding:
 
 def test_passes() -> None:
     finding = found("passes")
-    assert finding.verdict is Verdict.PASSED
+    assert finding.verdict is ReproVerdict.PASSED
     assert finding.ok
     assert finding.reason is None
     assert finding.pace.steps == 3
@@ -47,20 +47,20 @@ def test_a_repro_is_given_the_backends_that_can_be_imported() -> None:
 @pytest.mark.parametrize(
     ("part", "verdict", "words"),
     [
-        ("wrong", Verdict.WRONG, "row 3"),
-        ("says_nothing", Verdict.WRONG, "no evidence"),
-        ("skips", Verdict.SKIPPED, "skipped although the machine has what it needs: no mood"),
-        ("raises", Verdict.CRASHED, "KeyError: 'k'"),
-        ("runs_out_of_memory", Verdict.OUT_OF_MEMORY, "MemoryError: no more"),
-        ("exits", Verdict.CRASHED, "status 3 without evidence; the end of its log: last line"),
-        ("segfaults", Verdict.CRASHED, "status -11"),
-        ("no_such_function", Verdict.CRASHED, "AttributeError"),
-        ("gives_the_wrong_type", Verdict.CRASHED, "what it sent cannot be read: TypeError"),
-        ("garbles_an_event", Verdict.CRASHED, "what it sent cannot be read: JSONDecodeError"),
-        ("leaves_a_word_out", Verdict.CRASHED, "what it sent cannot be read: KeyError: 'at'"),
+        ("wrong", ReproVerdict.WRONG, "row 3"),
+        ("says_nothing", ReproVerdict.WRONG, "no evidence"),
+        ("skips", ReproVerdict.SKIPPED, "skipped although the machine has what it needs: no mood"),
+        ("raises", ReproVerdict.CRASHED, "KeyError: 'k'"),
+        ("runs_out_of_memory", ReproVerdict.OUT_OF_MEMORY, "MemoryError: no more"),
+        ("exits", ReproVerdict.CRASHED, "status 3 without evidence; the end of its log: last line"),
+        ("segfaults", ReproVerdict.CRASHED, "status -11"),
+        ("no_such_function", ReproVerdict.CRASHED, "AttributeError"),
+        ("gives_the_wrong_type", ReproVerdict.CRASHED, "what it sent cannot be read: TypeError"),
+        ("garbles_an_event", ReproVerdict.CRASHED, "what it sent cannot be read: JSONDecodeError"),
+        ("leaves_a_word_out", ReproVerdict.CRASHED, "what it sent cannot be read: KeyError: 'at'"),
     ],
 )
-def test_ends(part: str, verdict: Verdict, words: str) -> None:
+def test_ends(part: str, verdict: ReproVerdict, words: str) -> None:
     finding = found(part)
     assert finding.verdict is verdict
     assert not finding.ok
@@ -76,14 +76,14 @@ def test_ends(part: str, verdict: Verdict, words: str) -> None:
     ],
 )
 def test_a_crash_counts_as_caught_only_where_the_detector_saw_the_very_one(evidence: Evidence, caught: bool) -> None:
-    incident = replace(repros.INCIDENT, expects=Verdict.CRASHED, says="strict_asserts")
+    incident = replace(repros.INCIDENT, expects=ReproVerdict.CRASHED, says="strict_asserts")
     assert Finding(Repro(incident, "faulty", DEVICE), evidence, PACE).ok is caught
 
 
 @pytest.mark.parametrize("part", ["raises", "exits", "segfaults", "no_such_function"])
 def test_a_faulty_variant_that_dies_is_not_caught(part: str) -> None:
     finding = found(part)
-    incident = replace(repros.INCIDENT, expects=Verdict.CRASHED, says="row 3")
+    incident = replace(repros.INCIDENT, expects=ReproVerdict.CRASHED, says="row 3")
     faulty = replace(finding, repro=Repro(incident, "faulty", DEVICE))
     assert not faulty.ok
     assert "expected CRASHED from a detector that observed it" in (faulty.reason or "")
@@ -92,17 +92,17 @@ def test_a_faulty_variant_that_dies_is_not_caught(part: str) -> None:
 @pytest.mark.parametrize(("ops", "caught"), [(2.0, True), (1.0, False)])
 def test_every_aspect_that_an_incident_names_must_fire(ops: float, caught: bool) -> None:
     """One of two detectors of the same fault is blind: the verdict alone would not show it."""
-    incident = replace(repros.INCIDENT, expects=Verdict.SLOW, fires=("ops", "host_syncs"))
+    incident = replace(repros.INCIDENT, expects=ReproVerdict.SLOW, fires=("ops", "host_syncs"))
     evidence = Evidence(ops=Bound(ops, 1.0), host_syncs=Bound(1, 0))
     finding = Finding(Repro(incident, "faulty", DEVICE), evidence, PACE)
-    assert finding.verdict is Verdict.SLOW
+    assert finding.verdict is ReproVerdict.SLOW
     assert finding.ok is caught
     assert caught or "expected SLOW with ops red too" in (finding.reason or "")
 
 
 def test_a_crash_that_is_expected_must_be_named() -> None:
     with pytest.raises(ValueError, match="says must name the crash"):
-        replace(repros.INCIDENT, expects=Verdict.CRASHED)
+        replace(repros.INCIDENT, expects=ReproVerdict.CRASHED)
 
 
 def test_an_aspect_that_does_not_exist_is_refused() -> None:
@@ -112,19 +112,19 @@ def test_an_aspect_that_does_not_exist_is_refused() -> None:
 
 def test_guard_that_is_killed_is_noticed() -> None:
     finding = found("kills_its_guard")
-    assert finding.verdict is Verdict.CRASHED
+    assert finding.verdict is ReproVerdict.CRASHED
     assert "without evidence" in (finding.reason or "")
 
 
 def test_a_stall_is_a_verdict_with_its_stacks() -> None:
     finding = found("stalls")
-    assert finding.verdict is Verdict.STALLED
+    assert finding.verdict is ReproVerdict.STALLED
     assert "in stalls" in (finding.evidence.stacks or "")
 
 
 def test_slow_is_not_stalled() -> None:
     """2 s of silence are fine for one that takes 0.7 s a step, though the floor is 1 s."""
-    assert found("slow_but_alive").verdict is Verdict.PASSED
+    assert found("slow_but_alive").verdict is ReproVerdict.PASSED
 
 
 def test_what_must_be_alone_runs_after_the_others_and_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,13 +161,13 @@ def test_two_gpus_are_needed() -> None:
 @pytest.mark.gpu
 def test_a_poisoned_context_does_not_reach_the_next_child() -> None:
     poisoned = found("poisons_the_context", LOADS_CUDA)
-    assert poisoned.verdict is Verdict.CRASHED
+    assert poisoned.verdict is ReproVerdict.CRASHED
     assert "CUDA" in (poisoned.reason or "")
-    assert found("uses_the_gpu", LOADS_CUDA).verdict is Verdict.PASSED
+    assert found("uses_the_gpu", LOADS_CUDA).verdict is ReproVerdict.PASSED
 
 
 @pytest.mark.gpu
 def test_a_host_sync_in_a_graph_is_seen_by_the_capture_itself() -> None:
     finding = found("a_graph_of_a_host_sync", LOADS_CUDA)
-    assert finding.verdict is Verdict.WRONG
+    assert finding.verdict is ReproVerdict.WRONG
     assert "no CUDA graph" in (finding.reason or "")

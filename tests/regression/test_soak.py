@@ -14,7 +14,7 @@ from nsa import KVCache
 from nsa.layer import PerBranch
 from nsa.train.trainer import StepResult, Trainer
 from regression import soak_lane
-from regression.contract import Evidence, Verdict, verdict
+from regression.contract import Evidence, ReproVerdict, verdict
 from regression.soak_lane import PROFILES, Profile
 from regression.training import TINY
 from tests.regression.nonfinite_gradients import fill_gradients_of_one_weight
@@ -42,7 +42,7 @@ def soaked(precision: str = "fp32", prefill: str = "sequential") -> Evidence:
     ("precision", "prefill"), [("fp32", "sequential"), ("bf16", "batched"), ("fp16", "sequential")]
 )
 def test_passes(precision: str, prefill: str) -> None:
-    assert verdict(soaked(precision, prefill)) is Verdict.PASSED
+    assert verdict(soaked(precision, prefill)) is ReproVerdict.PASSED
 
 
 def test_what_few_rounds_cannot_tell_is_unknown() -> None:
@@ -71,19 +71,19 @@ def _turned(change: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch)
 
 def test_not_finite_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     _turned(lambda loss: loss * float("nan"), monkeypatch)
-    assert verdict(soaked()) is Verdict.NONFINITE
+    assert verdict(soaked()) is ReproVerdict.NONFINITE
 
 
 def test_gradients_that_the_scaler_hides_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     fill_gradients_of_one_weight(monkeypatch, float("nan"))
     found = soaked("fp16", "batched")
-    assert verdict(found) is Verdict.NONFINITE
+    assert verdict(found) is ReproVerdict.NONFINITE
     assert "28 skipped" in "; ".join(found.notes)
 
 
 def test_too_good_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     _turned(lambda loss: loss - 0.1, monkeypatch)
-    assert verdict(soaked()) is Verdict.TOO_GOOD
+    assert verdict(soaked()) is ReproVerdict.TOO_GOOD
 
 
 def test_a_prefill_that_differs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,4 +95,4 @@ def test_a_prefill_that_differs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
         return healthy(cache, k, v)
 
     monkeypatch.setattr(KVCache, "stage", forgetful)
-    assert verdict(soaked()) is Verdict.WRONG
+    assert verdict(soaked()) is ReproVerdict.WRONG

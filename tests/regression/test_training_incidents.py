@@ -19,7 +19,7 @@ from nsa.train.data import Row
 from nsa.train.distributed import Ranks
 from nsa.train.loader import BatchFetcher, FirstBatch
 from nsa.train.settings import Settings
-from regression.contract import Bound, Evidence, Verdict, verdict
+from regression.contract import Bound, Evidence, ReproVerdict, verdict
 from regression.detectors import host_cost, public_api
 from regression.detectors.backends import in_every_backend
 from regression.incidents import (
@@ -52,7 +52,7 @@ def test_a_new_flag_without_a_value_is_named() -> None:
     def with_flag(x: Tensor, *, batched: bool = False, strict: bool = False) -> Tensor:
         return x
 
-    entry = public_api.Entry(with_flag, (torch.ones(1),), {"batched": (False, True)})
+    entry = public_api.PublicCall(with_flag, (torch.ones(1),), {"batched": (False, True)})
     assert found(strict_mode_crash.run_all({"prefill": entry}, STEP)) == "prefill: no value for strict"
 
 
@@ -63,7 +63,7 @@ def test_a_new_public_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_every_combination_is_run() -> None:
-    entry = public_api.Entry(print, (), {"a": (0, 1), "b": (0, 1, 2)})
+    entry = public_api.PublicCall(print, (), {"a": (0, 1), "b": (0, 1, 2)})
     assert len(entry.combinations(all_of_them=True)) == 6
     assert entry.combinations(all_of_them=False) == [{"a": 0, "b": 0}, {"a": 1, "b": 2}]
 
@@ -206,7 +206,7 @@ def test_a_silent_switch_to_other_data_is_seen(monkeypatch: pytest.MonkeyPatch) 
 def test_a_deadline_that_comes_late_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader_stall, "_MARGIN_S", -loader_stall._DEADLINE_S / 2)
     evidence = loader_stall.product(STEP)
-    assert verdict(evidence) is Verdict.STALLED
+    assert verdict(evidence) is ReproVerdict.STALLED
     assert evidence.wrong == ()
 
 
@@ -232,13 +232,13 @@ def test_a_run_that_starts_before_preflight_is_seen(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("syncs", "captured", "expected"),
     [
-        (1, "torch: no CUDA graph", Verdict.SLOW),  # the capture fails because of them, and is not tried
-        (0, "torch: no CUDA graph", Verdict.WRONG),
-        (0, None, Verdict.PASSED),
+        (1, "torch: no CUDA graph", ReproVerdict.SLOW),  # the capture fails because of them, and is not tried
+        (0, "torch: no CUDA graph", ReproVerdict.WRONG),
+        (0, None, ReproVerdict.PASSED),
     ],
 )
 def test_a_forward_that_no_graph_can_hold_is_wrong_unless_host_syncs_explain_it(
-    syncs: int, captured: str | None, expected: Verdict, monkeypatch: pytest.MonkeyPatch
+    syncs: int, captured: str | None, expected: ReproVerdict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_cost, "examine", lambda _step: Evidence(host_syncs=Bound(syncs, 0)))
     monkeypatch.setattr(step2_stall, "_captured", lambda _backend: captured)

@@ -24,7 +24,7 @@ from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import Outcome
 from benchmarks.commands import calibrate as command
 from benchmarks.commands import compare
-from harness import fingerprint, jsonl, schema
+from harness import fingerprint, jsonl, repository, schema
 from harness.machines import recognise
 from tests.benchmarks import comparisons
 from tests.benchmarks.synthetic import FINGERPRINT
@@ -238,7 +238,7 @@ def test_compare_takes_its_thresholds_from_the_machines_calibration(tmp_path: Pa
 
 def test_files_with_earlier_names_are_read(tmp_path: Path) -> None:
     """The committed calibration has them; so do pairs and comparison results of before."""
-    committed = calibration.load(fingerprint.ROOT / "results", "cpu")
+    committed = calibration.load(repository.ROOT / "results", "cpu")
     assert committed is not None
     assert committed.rules == dataclasses.replace(RULES, smallest_change=0.005)
     (pair,) = comparisons.calibration_pairs(1, 2, quiet)

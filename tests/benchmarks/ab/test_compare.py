@@ -18,7 +18,7 @@ from benchmarks.ab.result import Rules, Verdict
 from benchmarks.ab.sequential import PairFailure
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import Outcome
-from harness import fingerprint, machines
+from harness import fingerprint, machines, repository
 from tests.benchmarks.repository import Repository
 from tests.benchmarks.synthetic import FINGERPRINT
 
@@ -35,7 +35,7 @@ def nsa_attention(*arguments, **options):
 def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
     """A repository whose only commit is the nsa/ of this working tree."""
     made = Repository(tmp_path / "repository")
-    shutil.copytree(fingerprint.ROOT / "nsa", made.folder / "nsa", dirs_exist_ok=True)
+    shutil.copytree(repository.ROOT / "nsa", made.folder / "nsa", dirs_exist_ok=True)
     made.git("add", "--all")
     made.git("commit", "--quiet", "--message", "as it is")
     monkeypatch.setattr(checkout, "REPOSITORY", made.folder)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from harness import fingerprint
+from harness import repository
 
 SINCE_0_1 = {
     "nsa": None,
@@ -29,9 +29,9 @@ def test_the_worker_asks_nsa_for_nothing_that_older_commits_lack() -> None:
     ours = "('benchmarks.', 'harness.')"
     script = f"import sys, benchmarks.ab.worker; print(*(m for m in sys.modules if m.startswith({ours})))"
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=fingerprint.ROOT, timeout=120
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=repository.ROOT, timeout=120
     )
-    paths = [fingerprint.ROOT / (module.replace(".", "/") + ".py") for module in done.stdout.split()]
+    paths = [repository.ROOT / (module.replace(".", "/") + ".py") for module in done.stdout.split()]
     asked = {path.stem: sorted(_newer(ast.parse(path.read_text()))) for path in paths if path.is_file()}
     assert {module: names for module, names in asked.items() if names} == {}
 

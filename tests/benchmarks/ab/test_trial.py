@@ -24,14 +24,14 @@ from benchmarks.ab.child import Child, ChildError
 from benchmarks.ab.result import Rules, Side
 from benchmarks.ab.sequential import PairFailure
 from benchmarks.cases.outcome import Outcome
-from harness import fingerprint, isolate
+from harness import isolate, repository
 from tests.benchmarks.synthetic import key
 
 
 def sources(folder: Path, worker_source: str) -> Sources:
     """An empty side, and benches that have this worker."""
     benches = folder / "benches"
-    shutil.copytree(fingerprint.ROOT / "harness", benches / "harness")
+    shutil.copytree(repository.ROOT / "harness", benches / "harness")
     (benches / "benchmarks" / "ab").mkdir(parents=True)
     (benches / "benchmarks" / "__init__.py").touch()
     (benches / "benchmarks" / "ab" / "__init__.py").touch()
@@ -84,7 +84,7 @@ def test_children_end_with_their_parent(tmp_path: Path) -> None:
         [sys.executable, "-c", program, str(tmp_path)],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(fingerprint.ROOT), "TMPDIR": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": str(repository.ROOT), "TMPDIR": str(tmp_path)},
     )
     assert done.returncode == -9, done.stderr
     pids = [int(pid) for pid in done.stdout.split()]

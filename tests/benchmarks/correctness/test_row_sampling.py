@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.correctness import all_rows, row_sampling
 from benchmarks.correctness.row_sampling import TILE, by_tiles, escape_probability
-from harness.fingerprint import ROOT
+from harness.repository import ROOT
 from nsa import NSAConfig
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.report import published
 from benchmarks.report.published import Series
-from harness.fingerprint import ROOT
+from harness.repository import ROOT
 
 GOOD = """
 [sources.paper]

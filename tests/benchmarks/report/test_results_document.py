@@ -11,7 +11,7 @@ from benchmarks.__main__ import main
 from benchmarks.commands.results import DOCUMENT
 from benchmarks.history import run_file
 from benchmarks.report import results_document
-from harness.fingerprint import ROOT
+from harness.repository import ROOT
 from tests.benchmarks.synthetic import FINGERPRINT, key, passed
 
 TEXT = "before\n<!-- prefill h200 64x4x128 -->\nold\n<!-- end -->\nafter\n"

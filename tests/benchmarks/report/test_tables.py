@@ -19,9 +19,8 @@ from benchmarks.report.folder import ReportFolder
 from benchmarks.report.machine_tables import Race, faster_from
 from benchmarks.report.published import Series, Source
 from benchmarks.report.table import NBSP, Cell, Table, percent
-from regression.contract import Bound, Evidence, aspects
-from regression.contract import Verdict as Fault
-from regression.ledger import Entry
+from regression.contract import Bound, Evidence, ReproVerdict, aspects
+from regression.ledger import LedgerEntry
 from regression.runner import Pace
 from tests.benchmarks import full_results
 from tests.benchmarks.synthetic import key, passed
@@ -243,9 +242,9 @@ def test_the_ledger_reads_what_the_regression_suite_writes(tmp_path: Path) -> No
     evidence = Evidence(future_seen=(), host_syncs=Bound(3.0, 1.0))
     judged_so = aspects(evidence)
     pace = Pace(1.0, 0.5, 0.1, 3, 0.2, 30.0, {})
-    written = Entry(
-        where, "step2-stall", "product", "cuda", None, Fault.PASSED, Fault.SLOW, False, "too many", judged_so, evidence,
-        pace, "python -m regression run step2-stall",
+    written = LedgerEntry(
+        where, "step2-stall", "product", "cuda", None, ReproVerdict.PASSED, ReproVerdict.SLOW, False, "too many",
+        judged_so, evidence, pace, "python -m regression run step2-stall",
     )  # fmt: skip
     path = regression.ledger.create(tmp_path, where)
     regression.ledger.append(path, written)
@@ -256,5 +255,5 @@ def test_the_ledger_reads_what_the_regression_suite_writes(tmp_path: Path) -> No
 
 
 def test_every_sign_of_a_column_is_one_of_the_regression_suite() -> None:
-    known = {field.name for field in dataclasses.fields(Evidence)} | {fault.value for fault in Fault}
+    known = {field.name for field in dataclasses.fields(Evidence)} | {verdict.value for verdict in ReproVerdict}
     assert {sign for signs in ledger.COLUMNS.values() for sign in signs} <= known

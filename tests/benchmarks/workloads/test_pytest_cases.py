@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.history import run_file, samples
-from harness.fingerprint import ROOT
+from harness.repository import ROOT
 
 CASE = "prefill-forward/8x2x64/b1/s512/float32"
 NAMED = f"{CASE}/nsa or {CASE}/sdpa-flash"

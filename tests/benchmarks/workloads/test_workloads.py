@@ -25,7 +25,7 @@ from benchmarks.history.store import Store
 from benchmarks.timing.latency import Plan
 from benchmarks.workloads import attention, parts, prepare, roofline, train_step
 from benchmarks.workloads.parts import PARTS
-from harness.fingerprint import ROOT
+from harness.repository import ROOT
 from nsa import NSAConfig
 from nsa.model import DecoderLM
 from tests.benchmarks.synthetic import CONFIG, FINGERPRINT, key

@@ -14,8 +14,9 @@ from benchmarks import __main__ as bench
 from benchmarks.workloads import suite
 from containers import image
 from containers.__main__ import main
-from containers.host import ROOT, HostGpu
+from containers.host import HostGpu
 from harness import machines
+from harness.repository import ROOT
 from tests.containers import fake_host
 
 GPUS = {
@@ -44,7 +45,7 @@ suite = "24gb"
 
 
 def sessions(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Callable[[Any], None]]:
-    """The front door, loaded as nox does: each session by its name."""
+    """The noxfile, loaded as nox does: each session by its name."""
     registry = pytest.importorskip("nox.registry")
     monkeypatch.setattr(registry, "_REGISTRY", OrderedDict())  # nox loads a noxfile once and warns of a second time
     spec = importlib.util.spec_from_file_location("noxfile_under_test", ROOT / "noxfile.py")
@@ -165,6 +166,39 @@ def test_a_session_runs_its_suite_and_passes_arguments_on(name: str, words: str,
     assert session.codes == [0]
     assert line.endswith(f" python -m {words}")
     assert ("--workdir" in line) == (name in ("compare", "calibrate"))  # which look up commits
+
+
+@pytest.mark.parametrize(
+    "words", [("--engine", "none", "--family", "cpu", "-k", "x"), ("-k", "x", "--family=cpu", "--engine=none")]
+)
+def test_engine_and_family_are_the_session_s_and_the_rest_is_its_command_s(words: tuple[str, ...], ask: Ask) -> None:
+    session, _, lines = ask("tests", None, *words)
+    assert lines == []
+    assert session.ran == [["python", "-m", "pytest", "-n", "auto", "-p", "no:benchmark", "-k", "x"]]
+
+
+@pytest.mark.parametrize("option", ["--engine", "--family"])
+def test_an_option_of_a_session_needs_a_value(option: str, ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"\A2\Z"):
+        ask("tests", None, option)
+    assert f"argument {option}: expected one argument" in capsys.readouterr().err
+
+
+def test_a_session_takes_the_engine_of_the_environment(monkeypatch: pytest.MonkeyPatch, ask: Ask) -> None:
+    monkeypatch.setenv("NSA_ENGINE", "none")
+    session, _, lines = ask("tests", None)
+    assert (lines, session.codes) == ([], [])
+    assert session.ran[0][:3] == ["python", "-m", "pytest"]
+    assert ask("tests", None, "--engine", "docker")[0].codes == [0]
+
+
+def test_a_misspelt_variable_is_refused_by_every_session(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ask: Ask
+) -> None:
+    monkeypatch.setenv("NSA_RESULT", "elsewhere")
+    with pytest.raises(SystemExit, match=r"\A2\Z"):
+        ask("tests", None)
+    assert "unknown environment variable NSA_RESULT; did you mean NSA_RESULTS?" in capsys.readouterr().err
 
 
 def test_every_family_has_both_sessions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,34 @@
+"""This repository: where it lies, and what git says of it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+_TIMEOUT_S = 20
+
+
+def git(*arguments: str) -> str | None:
+    """What git prints; None where it fails, as in a copy without its history, or is not installed."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def commit() -> str | None:
+    """The working tree's commit."""
+    return git("rev-parse", "HEAD")
+
+
+def dirty() -> bool | None:
+    """Whether tracked or new files differ from the commit; None where git cannot say.
+
+    Not those in results/: what a run writes there must not make the next run look changed.
+    """
+    status = git("status", "--porcelain", "--", ".", ":(exclude)results")
+    return None if status is None else bool(status)
