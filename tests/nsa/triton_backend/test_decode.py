@@ -23,10 +23,10 @@ Inputs = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
-def many_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+def many_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs for one row, in a short text."""
     monkeypatch.setattr(decode, "KEYS", 16)
-    monkeypatch.setattr(decode, "MAX_SHARES", 4)
+    monkeypatch.setattr(decode, "MAX_SPLITS", 4)
     monkeypatch.setattr(decode_kernels, "SCORES", 64)  # and several tiles of probabilities, from 64 blocks on
 
 
