@@ -97,7 +97,8 @@ def _cells(
 
 @triton.jit
 def _first_above(SORTED, value, places, OR_EQUAL: tl.constexpr):
-    """int64: the first of SORTED's `places` numbers above each value (`OR_EQUAL`: or equal), `places` for none."""
+    """int64: where the first of SORTED's `places` numbers above each value stands (`OR_EQUAL`: or equal); `places`
+    for none."""
     low, high = tl.zeros_like(value), tl.zeros_like(value) + places
     while tl.max(high - low, axis=0) > 0:
         middle = (low + high) // 2

@@ -1,8 +1,8 @@
 """The selected branch with the loop over blocks of keys (KV-stationary): which queries chose this block?
 
 `selected.py` gives each query a program, which reads each block of its choice once more: at 16 heads per group that is
-32 KiB for every 4 KiB of queries, and the GPU's L2 cache sets the pace. Here a program keeps one block and takes the
-queries that chose it (`index.py`), so that queries and partial outputs travel instead.
+32 KiB for every 4 KiB of queries, and the throughput of the GPU's L2 cache is the limit. Here a program keeps one block
+and takes the queries that chose it (`index.py`), so that queries and partial outputs travel instead.
 
 Forward: a second kernel merges the n partial outputs of each query. Queries are taken chunk by chunk, which bounds the
 buffer of partial outputs. Backward: a program takes up to BACKWARD_PAIRS queries that chose one block and writes a
@@ -27,7 +27,7 @@ from nsa.triton_backend.tile import LN2, dot, kernel, load_rows, nonfinite, prod
 CHUNK = 32768  # queries whose partial outputs exist at a time (fewer leave tiles half empty), or fewer where they pass
 FORWARD_SCRATCH = 2**29  # elements of partial outputs that exist at a time
 BACKWARD_SCRATCH = 2**29  # elements of partial dq that exist at a time
-INDEXED = 65536  # queries whose choice is turned around at a time
+INDEXED = 65536  # queries of which an inverted index exists at a time
 FORWARD_PAIRS = 128  # queries per program
 BACKWARD_PAIRS = 512  # queries per partial sum
 LAST = tl.constexpr(2**31 - 2**30)  # above any query
