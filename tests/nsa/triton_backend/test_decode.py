@@ -230,3 +230,10 @@ def test_halves_of_a_batch_give_the_whole(monkeypatch: pytest.MonkeyPatch, paged
     assert torch.equal(apart.lse, together.lse)
     assert torch.equal(apart.block_indices, together.block_indices)
     assert [x.sum() for x in apart.keys_read] == [x.sum() for x in together.keys_read]
+
+
+@pytest.mark.parametrize(("sms", "splits", "whole"), [(132, 33, 3), (108, 27, 5)])
+def test_splits_follow_the_number_of_sms(sms: int, splits: int, whole: int) -> None:
+    """An H200 and an A100: two programs on each SM; 128 rows in whole waves of three programs on each."""
+    assert decode._num_splits(8, 64, sms) == splits
+    assert decode._in_whole_waves(128, 64, sms) == whole
