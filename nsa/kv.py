@@ -56,4 +56,4 @@ class DecodeOutput:
     lse: Tensor
     """float32 [3, B, S, Hq], base e: compressed, selected, window."""
     keys_read: tuple[Tensor, Tensor, Tensor]
-    """int32 [B, S, Hkv, shares] for each branch, counted where they were read."""
+    """int32 [B, S, Hkv, splits] for each branch, counted where they were read."""

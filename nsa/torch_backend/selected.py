@@ -1,4 +1,4 @@
-"""The selected branch, turned around: for each key block, the queries that chose it.
+"""The selected branch from the inverted index: for each key block, the queries that chose it.
 
 A query reads n blocks of l' keys; gathering those per query would move l'/G times more than gathering queries per
 block does. So (query, block) pairs are grouped by block into tiles (`grouping`), each tile is one small attention,

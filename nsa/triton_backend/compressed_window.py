@@ -103,6 +103,7 @@ def _forward(
             for at in range(begin, stop, BN):
                 finite, visible = _finite(finite_base, HKV, at, end, BN), _visible(at, lo, hi, BN)
                 k, v = _keys(k_base, k_s, v_base, v_s, at, finite, DK, DKP, DV, DVP, BN)
+                # in this order: a key that is not finite makes the rows NaN that see it, and no others
                 s = tl.where(finite[None, :], product(q, k), float("nan"))
                 s = tl.where(visible, s, float("-inf"))
                 m, l, acc = online_softmax(s, v, m, l, acc, to_base_2)
@@ -136,6 +137,7 @@ def _backward_q(
     some, most = _stretches(first, end, tl.load(LO + last_token), tl.load(HI + first_token), BN)
 
     dq = tl.zeros([BT * GP, DKP], tl.float32)
+    # With one stretch every tile takes the masked loop: q and do then stand once in shared memory (`tuning.fit`).
     for stretch in tl.static_range(STRETCHES):
         if stretch == 1:
             for at in range(some, most, BN):
@@ -171,9 +173,9 @@ def _backward_kv(
         K + b * k_b + h * k_h, k_s, V + b * v_b + h * v_h, v_s, first_key, key < num_keys, DK, DKP, DV, DVP, BN
     )
     first, end = tl.load(SEEN_FROM + first_key), tl.load(SEEN_TO + last_key)
-    share = tl.cdiv(end - first, BT * parts) * BT
-    first += tl.program_id(0) % parts * share
-    end = tl.minimum(end, first + share)
+    per_split = tl.cdiv(end - first, BT * parts) * BT
+    first += tl.program_id(0) % parts * per_split
+    end = tl.minimum(end, first + per_split)
     some, most = _stretches(first, end, tl.load(SEEN_FROM + last_key), tl.load(SEEN_TO + first_key), BT)
 
     dk, dv = tl.zeros([BN, DKP], tl.float32), tl.zeros([BN, DVP], tl.float32)
@@ -184,14 +186,16 @@ def _backward_kv(
             token, g, real = rows_of(at, S, G, BT, GP)
             row = (b * S + token) * HQ + h * G + g
             lse, delta = tl.load(LSE + row, mask=real, other=0.0), tl.load(DELTA + row, mask=real, other=0.0)
-            loaded = real if stretch == 1 else real & (lse == lse)
+            loaded = real if stretch == 1 else real & (lse == lse)  # an lse of NaN: `launch.backward_rows`
             q = load_rows(Q + b * q_b, token * q_s + (h * G + g) * q_h, loaded, DK, DKP)
             do = load_rows(DO, row * DV, loaded, DV, DVP)
-            p = tl.exp2(product(k, q) * to_base_2 - lse[None, :])  # [keys, rows]
+            # [keys, rows], as dv and dk take p and ds: no operand is transposed through shared memory
+            p = tl.exp2(product(k, q) * to_base_2 - lse[None, :])
             ds = p * (product(v, do) - delta[None, :])
             if stretch != 1:
                 lo, hi = tl.load(LO + token, mask=real, other=0), tl.load(HI + token, mask=real, other=0)
                 visible = (key[:, None] >= lo[None, :]) & (key[:, None] < hi[None, :])
+                # after the exponential: that of a pair that is not seen may overflow, since lse does not bound it
                 p, ds = tl.where(visible, p, 0.0), tl.where(visible, ds, 0.0)
             dv = dot(p.to(do.dtype), do, dv)
             dk = dot(ds.to(q.dtype), q, dk)

@@ -1,7 +1,8 @@
 """Decode: 1 to 8 queries per sequence over many keys, in five launches that read each key once.
 
-The kernels are in `decode_kernels.py`: the compressed branch in shares and its scores; two for the choice of blocks;
-selected blocks and window in shares; shares to branches, branches to o.
+The kernels are in `decode_kernels.py`: the compressed branch and its scores; two for the choice of blocks; selected
+blocks and window; the last one merges. One query leaves most of a GPU idle, so several programs split the keys of one
+row (split-KV), and the last kernel merges their partial outputs to branches and the branches to o.
 Lengths are read from the device and grids follow from capacities, so that a CUDA graph serves every length.
 """
 
@@ -20,13 +21,12 @@ from nsa.config import NSAConfig
 from nsa.kv import DecodeOutput, KVView
 from nsa.triton_backend import decode_kernels
 from nsa.triton_backend.launch import LOG2E, on_device, strides, unit_stride
-from nsa.triton_backend.tuning import ENOUGH_VALUES, MIN_DOT, NARROW, padded
+from nsa.triton_backend.tuning import ENOUGH_VALUES, MIN_DOT, NARROW, num_sms, padded
 
-SMS = 132  # of an H200
-ENOUGH_PROGRAMS = 2 * SMS  # more of them write more partial outputs, which a launch must merge
-AT_A_TIME = 3 * SMS  # programs of the first launch that fit on the GPU together
+ENOUGH_PROGRAMS_PER_SM = 2  # more of them write more partial outputs, which a launch must merge
+RESIDENT_PER_SM = 3  # programs of the first launch that fit on an SM together
 COLUMNS_PER_WARP = 128  # of the choice: one row per program, so that no other row hides the latency of its 31 counts
-MAX_SHARES = 64  # of one row's compressed blocks: what the last launch holds in registers
+MAX_SPLITS = 64  # of one row's compressed blocks: what the last launch holds in registers
 MAX_ROWS = 32  # tokens × heads of a group per program, as far as a group is not larger
 KEYS = 64  # per step of a loop, where a row of keys and values is at most NARROW bytes
 SCRATCH = 2**27  # scores of one step that exist at a time
@@ -87,32 +87,33 @@ def attend(
     blocks = q.new_empty(*by_group, config.n_sel, dtype=torch.int32)
 
     cut = batch * num_kv_heads * triton.cdiv(length, shape.tokens)
-    shares = _in_whole_waves(cut, min(triton.cdiv(compressed.capacity, shape.keys), MAX_SHARES))
+    sms = num_sms(q.device)
+    splits = _in_whole_waves(cut, min(triton.cdiv(compressed.capacity, shape.keys), MAX_SPLITS), sms)
     slots = max(triton.cdiv(compressed.capacity, SLOTS), 1) * SLOTS
     scores = q.new_empty(*by_head, slots, dtype=torch.float32)
     p = q.new_empty(*by_group, slots, dtype=torch.float32)
-    o_cmp, lse_cmp, read_cmp = _parts(q, by_head, by_group, shares, dv)
+    o_cmp, lse_cmp, read_cmp = _parts(q, by_head, by_group, splits, dv)
 
     tiles_of_choice = config.n_sel * triton.cdiv(config.l_sel, shape.keys)
-    # two at least: one share of 16 blocks would take twice as long as the window's
-    selected_shares = _shares(batch * num_kv_heads * length, tiles_of_choice, tiles_of_choice)
-    selected_shares = max(selected_shares, min(tiles_of_choice, 2))
-    selected_shares = 2 ** (selected_shares.bit_length() - 1)  # compiled in: not for every number of sequences anew
+    # two at least: one split of 16 blocks would take twice as long as the window's
+    selected_splits = _num_splits(batch * num_kv_heads * length, tiles_of_choice, sms)
+    selected_splits = max(selected_splits, min(tiles_of_choice, 2))
+    selected_splits = 2 ** (selected_splits.bit_length() - 1)  # compiled in: not for every number of sequences anew
     tiles_of_window = triton.cdiv(config.w, shape.keys)
-    window_shares = max(selected_shares * tiles_of_window // tiles_of_choice, 1)
-    shares_of_both = selected_shares + window_shares
-    o_sel_win, lse_sel_win, read_sel_win = _parts(q, by_head, by_group, shares_of_both, dv)
+    window_splits = max(selected_splits * tiles_of_window // tiles_of_choice, 1)
+    splits_of_both = selected_splits + window_splits
+    o_sel_win, lse_sel_win, read_sel_win = _parts(q, by_head, by_group, splits_of_both, dv)
     decoded = DecodeOutput(
-        out, blocks, lse, (read_cmp, read_sel_win[..., :selected_shares], read_sel_win[..., selected_shares:])
+        out, blocks, lse, (read_cmp, read_sel_win[..., :selected_splits], read_sel_win[..., selected_splits:])
     )
     if out.numel() == 0:
         return decoded
 
     sizes = (dk, dv, shape.dk, shape.dv)
     with on_device(q):
-        decode_kernels._compressed[triton.cdiv(length, shape.tokens) * shares, num_kv_heads, batch](
+        decode_kernels._compressed[triton.cdiv(length, shape.tokens) * splits, num_kv_heads, batch](
             q, compressed.k, compressed.v, compressed.table, lengths, scores, o_cmp, lse_cmp, read_cmp, *strides(q),
-            *compressed.strides, length, heads, num_kv_heads, group, slots, shares, to_base_2,
+            *compressed.strides, length, heads, num_kv_heads, group, slots, splits, to_base_2,
             config.l, config.d, compressed.page_size, length == 1,
             *sizes, shape.tokens, shape.group, shape.keys, **shape.launch,
         )  # fmt: skip
@@ -120,8 +121,8 @@ def attend(
         columns, heads_in_tile = triton.next_power_of_2(most_blocks), triton.next_power_of_2(group)
         wide = max(decode_kernels.SCORES // heads_in_tile, SLOTS)
         decode_kernels._group_probabilities[length * triton.cdiv(slots, wide), num_kv_heads, batch](
-            scores, lse_cmp, lengths, p, length, heads, num_kv_heads, group, slots, shares, triton.cdiv(slots, wide),
-            config.l, config.d, heads_in_tile, wide, triton.next_power_of_2(shares),
+            scores, lse_cmp, lengths, p, length, heads, num_kv_heads, group, slots, splits, triton.cdiv(slots, wide),
+            config.l, config.d, heads_in_tile, wide, triton.next_power_of_2(splits),
         )  # fmt: skip
         decode_kernels._choose[length, num_kv_heads, batch](
             p, lengths, blocks, length, num_kv_heads, slots, config.l, config.d, config.l_sel,
@@ -129,18 +130,18 @@ def attend(
             config.local_blocks, config.n_sel, triton.next_power_of_2(config.n_sel), columns,
             num_warps=min(max(columns // COLUMNS_PER_WARP, 1), 16),
         )  # fmt: skip
-        decode_kernels._selected_window[length * shares_of_both, num_kv_heads, batch](
+        decode_kernels._selected_window[length * splits_of_both, num_kv_heads, batch](
             q, selected.k, selected.v, selected.table, window.k, window.v, window.table, blocks, lengths,
             o_sel_win, lse_sel_win, read_sel_win, *strides(q), *selected.strides, *window.strides,
             length, heads, num_kv_heads, group, to_base_2,
-            config.l_sel, config.n_sel, config.w, selected.page_size, window.page_size, selected_shares, window_shares,
+            config.l_sel, config.n_sel, config.w, selected.page_size, window.page_size, selected_splits, window_splits,
             *sizes, max(shape.group, MIN_DOT), shape.keys, **shape.launch,
         )  # fmt: skip
         rows = batch * length * heads
         decode_kernels._merge[rows,](
-            o_cmp, lse_cmp, o_sel_win, lse_sel_win, gates, out, lse, *gates.stride(), length, heads, rows, shares,
-            selected_shares, window_shares,
-            *(triton.next_power_of_2(n) for n in (shares, selected_shares, window_shares)), dv, shape.dv,
+            o_cmp, lse_cmp, o_sel_win, lse_sel_win, gates, out, lse, *gates.stride(), length, heads, rows, splits,
+            selected_splits, window_splits,
+            *(triton.next_power_of_2(n) for n in (splits, selected_splits, window_splits)), dv, shape.dv,
         )  # fmt: skip
     return decoded
 
@@ -153,7 +154,7 @@ def _by_halves(
     for own in (slice(0, q.shape[0] // 2), slice(q.shape[0] // 2, None)):
         compressed, selected, window = (rows.of(own) for rows in branches)
         parts.append(attend(q[own], compressed, selected, window, lengths[own], gates[own], config, scale))
-    read = [torch.cat([x.sum(-1, keepdim=True, dtype=torch.int32) for x in shares]) for shares in
+    read = [torch.cat([x.sum(-1, keepdim=True, dtype=torch.int32) for x in counts]) for counts in
             zip(*(part.keys_read for part in parts), strict=True)]  # fmt: skip
     return DecodeOutput(
         torch.cat([part.o for part in parts]),
@@ -168,25 +169,26 @@ def _unit_stride(rows: KVView) -> KVView:
     return rows if rows.table is not None else KVView(unit_stride(rows.k), unit_stride(rows.v))
 
 
-def _shares(programs: int, at_most: int, limit: int) -> int:
-    """Among how many programs each of `programs` pieces of work is shared."""
-    return max(min(triton.cdiv(ENOUGH_PROGRAMS, max(programs, 1)), at_most, limit), 1)
+def _num_splits(rows: int, most: int, sms: int) -> int:
+    """Into how many programs the work of each of `rows` is split, at most `most`, so that no SM is idle."""
+    return max(min(triton.cdiv(ENOUGH_PROGRAMS_PER_SM * sms, max(rows, 1)), most), 1)
 
 
 @functools.cache
-def _in_whole_waves(programs: int, most: int) -> int:
-    """Among how many programs each is shared, so that of four waves at most the last has the fewest places free."""
+def _in_whole_waves(rows: int, most: int, sms: int) -> int:
+    """The same, so that of four waves of programs at most the last leaves the fewest places free."""
+    resident = RESIDENT_PER_SM * sms
 
-    def free(shares: int) -> float:
-        waves = max(programs, 1) * shares / AT_A_TIME
+    def free(splits: int) -> float:
+        waves = max(rows, 1) * splits / resident
         return round(1 - waves / math.ceil(waves), 3)
 
-    return min(range(1, max(min(4 * AT_A_TIME // max(programs, 1), most), 1) + 1), key=free)
+    return min(range(1, max(min(4 * resident // max(rows, 1), most), 1) + 1), key=free)
 
 
 def _parts(
-    q: Tensor, by_head: tuple[int, ...], by_group: tuple[int, ...], shares: int, dv: int
+    q: Tensor, by_head: tuple[int, ...], by_group: tuple[int, ...], splits: int, dv: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for the outputs, the lse and the counts of shares."""
-    o, lse = q.new_empty(*by_head, shares, dv, dtype=torch.float32), q.new_empty(*by_head, shares, dtype=torch.float32)
-    return o, lse, q.new_empty(*by_group, shares, dtype=torch.int32)
+    """Room for the outputs, the lse and the counts of each split."""
+    o, lse = q.new_empty(*by_head, splits, dv, dtype=torch.float32), q.new_empty(*by_head, splits, dtype=torch.float32)
+    return o, lse, q.new_empty(*by_group, splits, dtype=torch.int32)

@@ -1,13 +1,13 @@
 """The kernels of a decode step, in the order of their launches; `decode.py` launches them.
 
-1. `_compressed`: the compressed branch, each sequence's blocks shared among several programs. A program writes the
-   partial output of its share, and the scores, which the choice of blocks needs once the whole softmax is known.
+1. `_compressed`: the compressed branch, each sequence's blocks split among several programs. A program writes the
+   partial output of its split, and the scores, which the choice of blocks needs once the whole softmax is known.
 2. `_group_probabilities` and 3. `_choose`: the choice of blocks (Eq. 8 to 12). Scores become probabilities, summed over
    the heads of a group, by as many programs as there are scores to read; then one program per query and group takes
    the n best. What is added up, in which order, and how the best are found is what the prefill does (`scores.py`,
    `topk.py`).
-4. `_selected_window`: the selected blocks and the window of each query, both shared among several programs.
-5. `_merge`: the shares of each branch become its output, and the branches their gated sum (Eq. 5).
+4. `_selected_window`: the selected blocks and the window of each query, both split among several programs.
+5. `_merge`: the partial outputs of each branch become its output, and the branches their gated sum (Eq. 5).
 
 How many tokens and blocks there are is read from the device.
 """
@@ -56,7 +56,7 @@ def visible_blocks(t, SIZE: tl.constexpr, STRIDE: tl.constexpr):
 
 @triton.jit
 def store_partial(O_PART, LSE_PART, row, real, m, l, acc, nonfinite_rows, DV: tl.constexpr, DVP: tl.constexpr):
-    """Write a share's output, and its lse base 2: -inf where it saw no key, NaN for `nonfinite_rows`."""
+    """Write a split's output, and its lse base 2: -inf where it saw no key, NaN for `nonfinite_rows`."""
     safe_l = tl.where(l == 0.0, 1.0, l)
     lse = tl.where(l == 0.0, float("-inf"), m + tl.log2(safe_l))
     store_rows(O_PART, row * DV, real, acc * (1.0 / safe_l)[:, None], DV, DVP)
@@ -80,9 +80,9 @@ def _compressed(
     before = tl.load(LENGTHS + b) - S  # tokens that stand before the queries
     seen = visible_blocks(before + i.to(tl.int32), SIZE, STRIDE)
     end = visible_blocks(before + tl.minimum(first_token + BT, S) - 1, SIZE, STRIDE)
-    share = tl.cdiv(tl.cdiv(end, BN), splits) * BN
-    first = split * share
-    stop = tl.minimum(end, first + share)
+    per_split = tl.cdiv(tl.cdiv(end, BN), splits) * BN
+    first = split * per_split
+    stop = tl.minimum(end, first + per_split)
     q = load_rows(Q + b * q_b, i * q_s + (h * G + g) * q_h, real, DK, DKP)
     row = (b * S + i) * HQ + h * G + g
 
@@ -154,7 +154,7 @@ def _choose(
         c = block * (SEL // STRIDE) + (FIRST_OFFSET + offset)
         p = tl.load(P + row * slots + c, mask=(c >= 0) & (c < seen), other=0.0)
         score += WEIGHTS[offset] * p[None, :]
-    score = tl.where(score == score, score, 0.0)
+    score = tl.where(score == score, score, 0.0)  # the bits of a NaN would rank above a forced block
     taken = best(score, block, tl.full([1], 0, tl.int32) + t // SEL, INIT, LOCAL, N)
 
     out = OUT + row * N
@@ -187,7 +187,7 @@ def _selected_window(
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """O_PART [B, S, Hq, splits, Dv], LSE_PART [B, S, Hq, splits] base 2, READ [B, S, Hkv, splits]: first the selected
-    branch's shares, then the window's."""
+    branch's splits, then the window's."""
     splits: tl.constexpr = SELECTED_SPLITS + WINDOW_SPLITS
     split, i = tl.program_id(0) % splits, (tl.program_id(0) // splits).to(tl.int64)
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -199,9 +199,9 @@ def _selected_window(
     acc, read = tl.zeros([GP, DVP], tl.float32), tl.zeros([], tl.int32)
     if split < SELECTED_SPLITS:
         steps: tl.constexpr = (SEL + BN - 1) // BN
-        share: tl.constexpr = (N * steps + SELECTED_SPLITS - 1) // SELECTED_SPLITS
+        per_split: tl.constexpr = (N * steps + SELECTED_SPLITS - 1) // SELECTED_SPLITS
         chosen = BLOCKS + ((b * S + i) * HKV + h) * N
-        for step in range(split * share, tl.minimum(split * share + share, N * steps)):
+        for step in range(split * per_split, tl.minimum(split * per_split + per_split, N * steps)):
             block = tl.load(chosen + step // steps)
             lo = tl.maximum(block, 0) * SEL
             hi = tl.where(block < 0, 0, tl.minimum(lo + SEL, t + 1))
@@ -213,9 +213,9 @@ def _selected_window(
     else:
         lo = tl.maximum(t - W + 1, 0)
         begin = lo // BN * BN
-        window_share = tl.cdiv(tl.cdiv(t + 1 - begin, BN), WINDOW_SPLITS) * BN
-        first = begin + (split - SELECTED_SPLITS) * window_share
-        for at in range(first, tl.minimum(first + window_share, t + 1), BN):
+        window_per_split = tl.cdiv(tl.cdiv(t + 1 - begin, BN), WINDOW_SPLITS) * BN
+        first = begin + (split - SELECTED_SPLITS) * window_per_split
+        for at in range(first, tl.minimum(first + window_per_split, t + 1), BN):
             m, l, acc, more = _tile(
                 q, at, lo, t + 1, WINDOW_K, WINDOW_V, WINDOW_TABLE, window_b, wk_o, wk_r, wk_h, wv_o, wv_r, wv_h, b, h,
                 m, l, acc, to_base_2, WINDOW_PAGE, WINDOW_PAGE % BN == 0, DK, DKP, DV, DVP, BN,
@@ -228,17 +228,17 @@ def _selected_window(
 
 @triton.jit
 def _branch(O_PART, LSE_PART, row, first, count, stride, channel, inside, DV: tl.constexpr, SPLITS: tl.constexpr):
-    """(o [Dv], lse base e) of the shares first … first + count of one row; 0 and -inf where none saw a key."""
+    """(o [Dv], lse base e) of the splits first … first + count of one row; 0 and -inf where none saw a key."""
     split = tl.arange(0, SPLITS)
-    share = row * stride + first + split
-    lse = tl.load(LSE_PART + share, mask=split < count, other=float("-inf"))
+    part = row * stride + first + split  # of O_PART and LSE_PART, whose lse are base 2
+    lse = tl.load(LSE_PART + part, mask=split < count, other=float("-inf"))
     m = tl.max(lse, axis=0)
     m = tl.where(m == float("-inf"), 0.0, m)
     weight = tl.exp2(lse - m)
     l = tl.sum(weight, axis=0)
-    # a share without a key adds nothing; NaN is in the weight
+    # a split without a key adds nothing; NaN is in the weight
     written = (lse > float("-inf"))[:, None] & inside[None, :]
-    o = tl.load(O_PART + share[:, None] * DV + channel[None, :], mask=written, other=0.0)
+    o = tl.load(O_PART + part[:, None] * DV + channel[None, :], mask=written, other=0.0)
     safe_l = tl.where(l == 0.0, 1.0, l)
     o = tl.sum(weight[:, None] * o, axis=0) * (1.0 / safe_l)
     return o, tl.where(l == 0.0, float("-inf"), (m + tl.log2(safe_l)) * LN2)

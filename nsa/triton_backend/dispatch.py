@@ -119,7 +119,7 @@ TABLE = {
     "selected_backward_q": (
         Rule(Variant.KV_MAJOR, _kv_major_dq, "small groups: dk and dv read the blocks anyway, and dq comes along"),
         Rule(Variant.HOPPER, _hopper_selected, _ON_HOPPER),
-        Rule(Variant.PLAIN, _any, "the heads of a group share each key; no shares of dq go through memory"),
+        Rule(Variant.PLAIN, _any, "the heads of a group share each key; no partial dq goes through memory"),
     ),
     "selected_backward_kv": (
         Rule(Variant.KV_MAJOR, _any, "a block's queries are only known from the inverted index; no atomics"),

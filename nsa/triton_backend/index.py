@@ -60,7 +60,7 @@ def build(
             block_indices, layout.blocks_before, of_pair, first, count, length, num_kv_heads, layout.max_blocks, chunk,
             batch * num_kv_heads * layout.max_blocks, cells, n, PAIRS_PER_PROGRAM,
         )  # fmt: skip
-        ordered, pair = of_pair.sort(stable=True)
+        ordered, pair = of_pair.sort(stable=True)  # so that queries ascend in a cell, and sums over them repeat
         first_pair = torch.empty(cells + 1, dtype=torch.int64, device=device)
         tiles_of_cell = torch.empty_like(first_pair)
         _bounds[triton.cdiv(cells + 1, CELLS_PER_PROGRAM),](
@@ -97,7 +97,8 @@ def _cells(
 
 @triton.jit
 def _first_above(SORTED, value, places, OR_EQUAL: tl.constexpr):
-    """int64: the first of SORTED's places with safe_l above each value (`OR_EQUAL`: or equal), `places` for none."""
+    """int64: where the first of SORTED's `places` numbers above each value stands (`OR_EQUAL`: or equal); `places`
+    for none."""
     low, high = tl.zeros_like(value), tl.zeros_like(value) + places
     while tl.max(high - low, axis=0) > 0:
         middle = (low + high) // 2

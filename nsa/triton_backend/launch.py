@@ -47,7 +47,7 @@ def _backward_rows(DO, O, LSE, DLSE, LSE_2, DELTA, num_rows, DV: tl.constexpr, D
     o = load_rows(O, row * DV, real, DV, DVP).to(tl.float32)
     lse = tl.load(LSE + row, mask=real, other=0.0)
     apart = nonfinite(do) | (lse == float("-inf"))
-    tl.store(LSE_2 + row, tl.where(apart, float("nan"), lse * 1.4426950408889634), mask=real)
+    tl.store(LSE_2 + row, tl.where(apart, float("nan"), lse * 1.4426950408889634), mask=real)  # LOG2E
     delta = tl.sum(do * o, axis=1)
     if DLSE is not None:
         delta -= tl.load(DLSE + row, mask=real, other=0.0)

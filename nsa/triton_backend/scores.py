@@ -41,9 +41,9 @@ def _group_probabilities(
     out = ((b * count + query - first_query) * HKV + h) * SLOTS
 
     first, end = tl.load(LO + first_token), tl.load(HI + last_token)
-    share = tl.cdiv(tl.cdiv(end - first, BN), splits) * BN
-    first += split * share
-    end = tl.minimum(end, first + share)
+    per_split = tl.cdiv(tl.cdiv(end - first, BN), splits) * BN
+    first += split * per_split
+    end = tl.minimum(end, first + per_split)
     place = tl.arange(0, BN)
     for at in range(first, end, BN):
         slot = at + place

@@ -63,6 +63,7 @@ def _forward(
     k_base, v_base = K + b * k_b + h * k_h, V + b * v_b + h * v_h
 
     chosen = BLOCKS + ((b * S + i) * HKV + h) * N
+    # where steps do not divide a block, its last one needs a mask although the query sees the whole block
     whole = _whole_blocks(chosen, token, start, N, NP, SIZE) * STEPS if BN * STEPS == SIZE else 0
 
     m = tl.full([GP], float("-inf"), tl.float32)

@@ -1,15 +1,15 @@
 """The selected branch with the loop over blocks of keys (KV-stationary): which queries chose this block?
 
 `selected.py` gives each query a program, which reads each block of its choice once more: at 16 heads per group that is
-32 KiB for every 4 KiB of queries, and the GPU's L2 cache sets the pace. Here a program keeps one block and takes the
-queries that chose it (`index.py`), so that queries and partial outputs travel instead.
+32 KiB for every 4 KiB of queries, and the throughput of the GPU's L2 cache is the limit. Here a program keeps one block
+and takes the queries that chose it (`index.py`), so that queries and partial outputs travel instead.
 
 Forward: a second kernel merges the n partial outputs of each query. Queries are taken chunk by chunk, which bounds the
 buffer of partial outputs. Backward: a program takes up to BACKWARD_PAIRS queries that chose one block and writes a
 partial sum of its dk and dv; a second kernel adds a block's partial sums in order. Where it serves dq as well, it
-writes the block's share of each query's dq, since a program per query would read 16 KiB of keys and values for every
-4 KiB of queries, gradients and shares; another kernel adds the n shares. No atomics, so that it repeats bit for bit.
-Which calls come here: `dispatch.py`.
+writes the block's part of each query's dq, since a program per query would read 16 KiB of keys and values for every
+4 KiB of queries, gradients and partial dq; another kernel adds a query's n parts. No atomics, so that it repeats bit
+for bit. Which calls come here: `dispatch.py`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from nsa.triton_backend.tile import LN2, dot, kernel, load_rows, nonfinite, prod
 
 CHUNK = 32768  # queries whose partial outputs exist at a time (fewer leave tiles half empty), or fewer where they pass
 FORWARD_SCRATCH = 2**29  # elements of partial outputs that exist at a time
-BACKWARD_SCRATCH = 2**29  # elements of shares of dq that exist at a time
-INDEXED = 65536  # queries whose choice is turned around at a time
+BACKWARD_SCRATCH = 2**29  # elements of partial dq that exist at a time
+INDEXED = 65536  # queries of which an inverted index exists at a time
 FORWARD_PAIRS = 128  # queries per program
 BACKWARD_PAIRS = 512  # queries per partial sum
 LAST = tl.constexpr(2**31 - 2**30)  # above any query
@@ -67,11 +67,12 @@ def _forward(
             query_slot = tl.load(QUERY_SLOT + pair, mask=real, other=0)
             i = (query_slot // N).to(tl.int64)
             q = load_rows(Q + b * q_b, i * q_s + (h * G + g) * q_h, real, DK, DKP)
-            s = tl.where(finite[None, :], product(q, k), float("nan"))
+            s = tl.where(finite[None, :], product(q, k), float("nan"))  # before the mask, as in `compressed_window`
             read = tl.minimum(i + ahead + 1, block_to) - block_from
             if stretch == 0:
                 visible = inside[None, :] & (key[None, :] <= (i + ahead)[:, None])
                 s = tl.where(visible, s, float("-inf"))
+            # no running softmax: the tile has all keys of the block, and a query sees the first of them, so that l > 0
             m = tl.max(s, axis=1) * to_base_2
             p = tl.exp2(s * to_base_2 - m[:, None])
             l = tl.sum(p, axis=1)
@@ -151,12 +152,13 @@ def forward(
 
 @kernel
 def _backward(
-    Q, K, V, DO, QUERIES, SHARES, BEGIN, END, BLOCK, BLOCK_FROM, BLOCK_TO, LSE, DELTA, DK_PART, DV_PART, DQ_PART,
+    Q, K, V, DO, QUERIES, PAIR, BEGIN, END, BLOCK, BLOCK_FROM, BLOCK_TO, LSE, DELTA, DK_PART, DV_PART, DQ_PART,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, S, ahead, HQ, HKV, G, max_blocks, scale, to_base_2,
     SIZE: tl.constexpr, SIZEP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     DKP: tl.constexpr, DVP: tl.constexpr, BT: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """DK_PART and DV_PART float32 [tiles, SIZE, D]; DQ_PART [shares, G, Dk], or None where dq is not wanted."""
+    """DK_PART and DV_PART float32 [tiles, SIZE, D]; DQ_PART [B, Hkv, count, n, G, Dk], or None where no
+    dq is wanted."""
     tile = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BN + tl.arange(0, BN)
     begin, end, number = tl.load(BEGIN + tile), tl.load(END + tile), tl.load(BLOCK + tile)
@@ -186,7 +188,7 @@ def _backward(
             i = tl.load(QUERIES + pair, mask=real, other=0).to(tl.int64)
             row = (b * S + i) * HQ + h * G + g
             lse, delta = tl.load(LSE + row, mask=real, other=0.0), tl.load(DELTA + row, mask=real, other=0.0)
-            loaded = real & (lse == lse) if stretch == 0 else real
+            loaded = real & (lse == lse) if stretch == 0 else real  # an lse of NaN: `launch.backward_rows`
             q = load_rows(Q + b * q_b, i * q_s + (h * G + g) * q_h, loaded, DK, DKP)
             do = load_rows(DO, row * DV, loaded, DV, DVP)
             p = tl.exp2(product(k, q) * to_base_2 - lse[None, :])  # [keys, rows]
@@ -200,8 +202,9 @@ def _backward(
             dk = dot(ds.to(q.dtype), q, dk)
             if DQ_PART is not None:
                 dq = dot(tl.trans(ds.to(k.dtype)), finite_k, tl.zeros([BT * GP, DKP], tl.float32))
-                share = tl.load(SHARES + pair, mask=real, other=0).to(tl.int64)
-                store_rows(DQ_PART, (share * G + g) * DK, real, dq, DK, DKP)
+                # written where its query and slot stand, so that `_sum_dq` adds in the order of the choice
+                unsorted = tl.load(PAIR + pair, mask=real, other=0).to(tl.int64)
+                store_rows(DQ_PART, (unsorted * G + g) * DK, real, dq, DK, DKP)
     out = tile * SIZE + place
     store_rows(DK_PART, out * DK, place < SIZE, dk * scale, DK, DKP)
     store_rows(DV_PART, out * DV, place < SIZE, dv, DV, DVP)
@@ -231,7 +234,7 @@ def _sum_dq(
     PART, BLOCKS, OUT, first_query, count, S, HQ, HKV, G, scale,
     N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
-    """OUT [B, S, Hq, D] = scale times the sum of the shares [B, Hkv, count, N, G, D] of the blocks of each query."""
+    """OUT [B, S, Hq, D] = scale times the sum of PART [B, Hkv, count, N, G, D] over the blocks of each query."""
     local, h, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i, g = first_query + local, tl.arange(0, GP)
     row = ((b * HKV + h) * count + local) * N
@@ -254,12 +257,12 @@ def backward(
     sums = [x.new_zeros(x.shape, dtype=x.dtype if in_one_go else torch.float32) for x in (k, v)]
     for first in range(0, length, at_a_time):
         count = min(at_a_time, length - first)
-        shares = None if dq is None else q.new_empty(batch * num_kv_heads * count * n, group, dk)
-        _backward_chunk(q, k, v, do, lse, delta, block_indices, first, count, layout, scale, sums, shares)
+        dq_part = None if dq is None else q.new_empty(batch * num_kv_heads * count * n, group, dk)
+        _backward_chunk(q, k, v, do, lse, delta, block_indices, first, count, layout, scale, sums, dq_part)
         if dq is not None:
             with on_device(q):
                 _sum_dq[count, num_kv_heads, batch](
-                    shares, block_indices, dq, first, count, length, heads, num_kv_heads, group, scale,
+                    dq_part, block_indices, dq, first, count, length, heads, num_kv_heads, group, scale,
                     n, dk, tuning.padded(dk), triton.next_power_of_2(group), num_warps=2,
                 )  # fmt: skip
     return sums[0].to(k.dtype), sums[1].to(v.dtype)
@@ -267,9 +270,9 @@ def backward(
 
 def _backward_chunk(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, block_indices: Tensor, first: int,
-    count: int, layout: Layout, scale: float, sums: list[Tensor], shares: Tensor | None,
+    count: int, layout: Layout, scale: float, sums: list[Tensor], dq_part: Tensor | None,
 ) -> None:  # fmt: skip
-    """Write, or add to those of earlier queries, what these give to dk and dv, and their shares of dq."""
+    """Write, or add to those of earlier queries, what these give to dk and dv, and their partial dq."""
     (batch, length, heads, dk), (num_keys, num_kv_heads, dv) = q.shape, v.shape[1:]
     size, max_blocks = layout.config.l_sel, layout.max_blocks
     tiles = index.build(block_indices, layout, first, first + count, chunk=count, size=BACKWARD_PAIRS, with_slots=False)
@@ -280,8 +283,8 @@ def _backward_chunk(
     parts = [q.new_empty(tiles.begin.numel(), size, d, dtype=torch.float32) for d in (dk, dv)]
     with on_device(q):
         _backward[tiles.begin.numel(), triton.cdiv(size, keys)](
-            q, k, v, do, tiles.query, None if shares is None else tiles.pair, tiles.begin, tiles.end, tiles.cell,
-            block_from, block_to, lse, delta, *parts, shares, *strides(q), *strides(k), *strides(v),
+            q, k, v, do, tiles.query, None if dq_part is None else tiles.pair, tiles.begin, tiles.end, tiles.cell,
+            block_from, block_to, lse, delta, *parts, dq_part, *strides(q), *strides(k), *strides(v),
             length, num_keys - length, heads, num_kv_heads, heads // num_kv_heads, max_blocks, scale, scale * LOG2E,
             size, tuning.padded(size), dk, dv, shape.dk, shape.dv, shape.tokens, shape.group, keys, **shape.launch,
         )  # fmt: skip

@@ -86,13 +86,15 @@ def rows_of(first, S, G, BT: tl.constexpr, GP: tl.constexpr):
 def online_softmax(s, v, m, l, acc, to_base_2):
     """Add the scores s [rows, keys] and values v [keys, Dv] to the running softmax; `to_base_2` > 0 scales scores.
 
+    `to_base_2` is scale · log2(e): a GPU has an instruction for 2^x, and none for e^x. Its sign matters, since the
+    maximum is taken before it is applied.
     m is the row max, l the row sum, alpha the factor of the sums so far. m is kept scaled and rounded, so that alpha is
     exactly 1 where m stays. Scaled here, the compiler makes m * to_base_2 - safe one fused step, which gives the
     rounding error of the product: every further step then multiplied what was there by 1 + 1e-7, and float32 ended 4
     times further from float64 than PyTorch.
     """
     m_new = tl.maximum(m, tl.max(s, axis=1) * to_base_2)
-    safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet: -inf - -inf would be NaN
     p = tl.exp2(s * to_base_2 - safe[:, None])
     alpha = tl.exp2(m - safe)
     l = l * alpha + tl.sum(p, axis=1)
@@ -107,7 +109,7 @@ def finish(m, l, acc, nonfinite_rows):
     These are the rows whose query is not finite and which saw a key. They are set right here, and not through
     their query, because Hopper multiplies straight from shared memory only what was loaded and left alone.
     """
-    safe_l = tl.where(l == 0.0, 1.0, l)
+    safe_l = tl.where(l == 0.0, 1.0, l)  # acc is 0 there, and 0 / 0 would be NaN
     lse = tl.where(l == 0.0, float("-inf"), (m + tl.log2(safe_l)) * LN2)
     o = acc * (1.0 / safe_l)[:, None]
     return tl.where(nonfinite_rows[:, None], float("nan"), o), tl.where(nonfinite_rows, float("nan"), lse)

@@ -54,7 +54,7 @@ def _topk(
         c = block * STEP + (FIRST_OFFSET + i)
         visible = (c >= 0)[None, :] & (c[None, :] < (hi - lo)[:, None])
         score += WEIGHTS[i] * tl.load(from_row + c[None, :], mask=visible, other=0.0)
-    score = tl.where(score == score, score, 0.0)
+    score = tl.where(score == score, score, 0.0)  # the bits of a NaN would rank above a forced block
     taken = best(score, block, current, INIT, LOCAL, N)
 
     out = OUT + ((b * S * HKV + first_query * HKV + row) * N)[:, None]

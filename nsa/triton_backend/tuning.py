@@ -139,6 +139,12 @@ def architecture(device: torch.device) -> int:
     return 10 * major + minor
 
 
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """A GPU's streaming multiprocessors; in the interpreter those of an H200."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
 def shape(kernel: str, q: Tensor, v: Tensor) -> Shape:
     """The tiles of a kernel for these queries [B, S, Hq, Dk] and values [B, T, Hkv, Dv]."""
     return fit(kernel, architecture(q.device), q.shape[2] // v.shape[2], q.shape[3], v.shape[3], q.dtype)

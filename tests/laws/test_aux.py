@@ -64,7 +64,7 @@ def test_gates_are_in_the_order_compressed_selected_window(parts: Parts, case: C
 def _is_branch(
     parts: Parts, case: Case, branch: str, o: Tensor, alone: Tensor, x: Inputs, block_indices: Tensor
 ) -> None:
-    """Bit for bit, but where a kernel of decode adds up in shares what a branch alone adds up in one go."""
+    """Bit for bit, but where a kernel of decode adds up in splits what a branch alone adds up in one go."""
     if parts.backend == "triton" and 0 < case.queries <= MAX_DECODE_QUERIES and case.queries < case.keys:
         agree(branch, o, alone, *oracle.pytorch_and_truth(case, x, branch, block_indices), unit=output_unit(x))
     else:

@@ -39,9 +39,9 @@ def _group_probabilities(
     first_token, end_query = first_query + number * BT, first_query + count
     last_token = gl.minimum(first_token + BT, end_query) - 1
     first, end = gl.load(LO + first_token), gl.load(HI + last_token)
-    share = gl.cdiv(gl.cdiv(end - first, BN), splits) * BN
-    first += split * share
-    end = gl.minimum(end, first + share)
+    per_split = gl.cdiv(gl.cdiv(end - first, BN), splits) * BN
+    first += split * per_split
+    end = gl.minimum(end, first + per_split)
     tiles = gl.cdiv(gl.maximum(end - first, 0), BN)
 
     slots, full = ring(K, STAGES)

@@ -1,7 +1,8 @@
 """`selected._forward` and `selected._backward_q`: one warp per token and group, blocks by TMA.
 
-Both are bound by what L2 gives. A ring asks for the next block while this one is multiplied, with no registers for
-addresses.
+A warpgroup multiplies 64 rows at least, and a query has at most 16, the heads of its group: so one warp takes it, with
+the instruction of older GPUs (`mma_v2`). Both are bound by what L2 gives. A ring asks for the next block while this one
+is multiplied, with no registers for addresses.
 """
 
 from __future__ import annotations

@@ -45,7 +45,10 @@ def ring(source, STAGES: gl.constexpr):
 
 @jit
 def fetch(source, b, token, head, slots, full, number, STAGES: gl.constexpr, wanted):
-    """Begin to bring the tile at [b, token, head], the `number`-th of the ring, if it is `wanted`."""
+    """Begin to bring the tile at [b, token, head], the `number`-th of the ring, if it is `wanted`.
+
+    It overwrites the tile `number` - STAGES: the products that read that one must have been waited for.
+    """
     slot = number % STAGES
     mbarrier.expect(full.index(slot), source.block_type.nbytes, wanted)
     tma.async_copy_global_to_shared(source, [b, token, head, 0], full.index(slot), slots.index(slot), wanted)
@@ -60,7 +63,7 @@ def start(source, b, first, head, slots, full, STAGES: gl.constexpr, tiles, STEP
 
 @jit
 def wait(full, number, STAGES: gl.constexpr, wanted=True):
-    """Wait for the `number`-th tile."""
+    """Wait for the `number`-th tile. A slot's barrier changes its phase, 0 or 1, with each tile that the slot takes."""
     mbarrier.wait(full.index(number % STAGES), (number // STAGES) & 1, wanted)
 
 
@@ -73,7 +76,10 @@ def tile(slots, number, STAGES: gl.constexpr):
 
 @jit
 def shared(x):
-    """x [rows, channels] as an operand in shared memory; a product needs `fence_async_shared` between."""
+    """x [rows, channels] as an operand in shared memory.
+
+    A product needs `fence_async_shared` between: it reads shared memory by another path than the threads' stores take.
+    """
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(x.shape, x.dtype)
     return gl.allocate_shared_memory(x.dtype, x.shape, layout, x)
 
@@ -81,7 +87,11 @@ def shared(x):
 @jit
 def softmax(s, m, l, to_base_2):
     """(p, alpha, m, l): the probabilities of s [rows, keys] before normalisation, the factor of the sums so far, and
-    the running row max and row sum; `tile.online_softmax` without its product."""
+    the running row max and row sum; `tile.online_softmax` without its product.
+
+    m is kept unscaled here. The rounding error in alpha that this leaves is one of float32, far below that of p, which
+    has 16 bits in the product.
+    """
     m_new = gl.maximum(m, gl.max(s, 1))
     safe = gl.where(m_new == float("-inf"), 0.0, m_new) * to_base_2
     p = gl.exp2(s * to_base_2 - gl.expand_dims(safe, 1))

@@ -19,7 +19,7 @@ from nsa import NSAConfig, geometry
 from nsa.triton_backend import decode, decode_kernels
 
 CONTEXT = 131072
-SHARES, SELECTED_SHARES, WINDOW_SHARES = 32, 16, 8
+SPLITS, SELECTED_SPLITS, WINDOW_SPLITS = 32, 16, 8
 FLOAT32 = {"P", "SCORES", "S_CMP", "O_PART", "LSE_PART", "O_CMP", "LSE_CMP", "O_SEL_WIN", "LSE_SEL_WIN", "LSE"}
 INT32 = {"TABLE", "WINDOW_TABLE", "LENGTHS", "READ", "BLOCKS"}
 
@@ -45,20 +45,20 @@ def kernels(queries: int, group: int, dk: int, dv: int, page: int) -> list[tuple
     choice = {"SIZE": config.l, "STRIDE": config.d, "SEL": config.l_sel, "N": config.n_sel, "NP": config.n_sel}
     choice |= {"FIRST_OFFSET": geometry.overlap_offsets(config).start, "INIT": config.init_blocks}
     near = {"SEL": config.l_sel, "N": config.n_sel, "W": config.w, "PAGE": page, "WINDOW_PAGE": page}
-    near |= {"SELECTED_SPLITS": SELECTED_SHARES, "WINDOW_SPLITS": WINDOW_SHARES}
+    near |= {"SELECTED_SPLITS": SELECTED_SPLITS, "WINDOW_SPLITS": WINDOW_SPLITS}
     choice |= {"WEIGHTS": tuple(geometry.overlap_weights(config)), "LOCAL": config.local_blocks}
     columns = triton.next_power_of_2(geometry.num_selection_blocks(CONTEXT, config))
     choice |= {"BLOCKS": columns}
     heads = triton.next_power_of_2(group)
-    probabilities = {"SIZE": config.l, "STRIDE": config.d, "GP": heads, "SPLITS": SHARES}
+    probabilities = {"SIZE": config.l, "STRIDE": config.d, "GP": heads, "SPLITS": SPLITS}
     probabilities |= {"BN": max(decode_kernels.SCORES // heads, decode.SLOTS)}
-    merge = {"SELECTED_SPLITS": SELECTED_SHARES, "WINDOW_SPLITS": WINDOW_SHARES, "CMP": SHARES, "SEL": SELECTED_SHARES}
+    merge = {"SELECTED_SPLITS": SELECTED_SPLITS, "WINDOW_SPLITS": WINDOW_SPLITS, "CMP": SPLITS, "SEL": SELECTED_SPLITS}
     return [
         (decode_kernels._compressed, sizes | compressed | {"BT": shape.tokens, "GP": shape.group}, shape.launch),
         (decode_kernels._group_probabilities, probabilities, {"num_warps": 4}),
         (decode_kernels._choose, choice, {"num_warps": max(columns // decode.COLUMNS_PER_WARP, 1)}),
         (decode_kernels._selected_window, sizes | near | {"GP": max(shape.group, 16)}, shape.launch),
-        (decode_kernels._merge, merge | {"WIN": WINDOW_SHARES, "DV": dv, "DVP": shape.dv}, {"num_warps": 4}),
+        (decode_kernels._merge, merge | {"WIN": WINDOW_SPLITS, "DV": dv, "DVP": shape.dv}, {"num_warps": 4}),
     ]
 
 

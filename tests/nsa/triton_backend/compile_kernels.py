@@ -15,7 +15,7 @@ from collections import Counter
 from nsa.triton_backend import hopper
 from nsa.triton_backend.ahead_of_time import Heads, call, recorded
 
-LENGTH = 2048  # queries of a small group go by block from there on
+LENGTH = 2048  # from there on small groups take the KV-stationary forward
 
 
 def main() -> None:

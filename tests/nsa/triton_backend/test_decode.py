@@ -23,10 +23,10 @@ Inputs = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
-def many_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+def many_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs for one row, in a short text."""
     monkeypatch.setattr(decode, "KEYS", 16)
-    monkeypatch.setattr(decode, "MAX_SHARES", 4)
+    monkeypatch.setattr(decode, "MAX_SPLITS", 4)
     monkeypatch.setattr(decode_kernels, "SCORES", 64)  # and several tiles of probabilities, from 64 blocks on
 
 
@@ -230,3 +230,10 @@ def test_halves_of_a_batch_give_the_whole(monkeypatch: pytest.MonkeyPatch, paged
     assert torch.equal(apart.lse, together.lse)
     assert torch.equal(apart.block_indices, together.block_indices)
     assert [x.sum() for x in apart.keys_read] == [x.sum() for x in together.keys_read]
+
+
+@pytest.mark.parametrize(("sms", "splits", "whole"), [(132, 33, 3), (108, 27, 5)])
+def test_splits_follow_the_number_of_sms(sms: int, splits: int, whole: int) -> None:
+    """An H200 and an A100: two programs on each SM; 128 rows in whole waves of three programs on each."""
+    assert decode._num_splits(8, 64, sms) == splits
+    assert decode._in_whole_waves(128, 64, sms) == whole

@@ -30,7 +30,7 @@ def test_the_last_kernel_of_a_computation_serves_every_call(computation: str) ->
         (2048, 8, 512, Variant.PLAIN, Variant.PLAIN),
     ],
 )
-def test_many_queries_in_small_groups_go_by_block(
+def test_many_queries_in_small_groups_take_the_kv_stationary_kernel(
     queries: int, heads: int, block_size: int, forward: Variant, backward: Variant
 ) -> None:
     q, k = torch.zeros(1, queries, heads, 16), torch.zeros(1, queries, 1, 16)

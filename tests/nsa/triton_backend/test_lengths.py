@@ -23,7 +23,7 @@ def test_lengths_come_and_go_without_a_compilation(group: int) -> None:
     assert 2 <= found.pop("compressed_window._backward_kv") <= BACKWARD_OF_KEYS
     assert found.pop("topk._topk") == 2  # up to 64 and up to 128 blocks
     assert found.pop("decode_kernels._compressed") == 2  # one query alone, and several
-    assert found.pop("decode_kernels._merge") <= 2  # more queries make fewer shares
+    assert found.pop("decode_kernels._merge") <= 2  # more queries make fewer splits
     assert found.pop("index._queries") <= 2  # with the slots of a choice, for the forward pass, and without
     assert set(found.values()) == {1}
 
@@ -32,7 +32,7 @@ def test_decoding_compiles_the_choice_anew_only_where_the_number_of_blocks_doubl
     found = answer("count_compilations", 90, 16, 128, 128, *(f"1/{keys}" for keys in range(1000, 4100, 101)))
     assert found.pop("decode_kernels._choose") == 3  # up to 16, 32 and 64 blocks
     for kernel in ("decode_kernels._group_probabilities", "decode_kernels._merge"):
-        assert found.pop(kernel) == 3  # as many shares of the compressed blocks as there are then
+        assert found.pop(kernel) == 3  # as many splits of the compressed blocks as there are then
     assert set(found.values()) == {1}
 
 
