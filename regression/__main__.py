@@ -5,9 +5,9 @@
     python -m regression run dup-blocks     this one
     python -m regression run --soak 30      train the profiles of the field reports for 30 minutes instead
 
-Exit code: 0 where all is as expected; 1 where it is not; 2 for a wrong argument or where nothing could be checked (a
-fault that no run entered, for one);
-130 where the run was interrupted, which keeps what it finished.
+Exit code: 0 where all is as expected; 1 where it is not; 2 for a wrong argument, an unknown NSA_* variable, or where
+nothing could be checked (a fault that no run entered, for one); 130 where the run was interrupted, which keeps what it
+finished.
 """
 
 from __future__ import annotations

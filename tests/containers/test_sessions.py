@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import textwrap
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,30 +20,18 @@ from containers.host import HostGpu
 from harness import machines
 from harness.repository import ROOT
 from tests.containers import fake_host
+from tests.harness.test_machines import NAMES
 
+DRIVER = "580.82.07"
 GPUS = {
-    "a100": fake_host.A100,
-    "3090": fake_host.RTX_3090,
-    "4090": HostGpu("NVIDIA GeForce RTX 4090", (8, 9), "580.82.07"),
-    "h100": HostGpu("NVIDIA H100 80GB HBM3", (9, 0), "580.82.07"),
-    "h200": HostGpu("NVIDIA H200", (9, 0), "580.82.07"),
+    family: HostGpu(name, capability, DRIVER)
+    for name, capability, family, _ in reversed(NAMES)
+    if family in machines.image_families()
 }
-FAMILIES = tuple(GPUS)
-
-NEW_GPU = """
-[5090]
-title = "NVIDIA GeForce RTX 5090"
-compute_capability = [12, 0]
-image = { packages = "cuda", flash_attn_sm = 120 }
-
-[[5090.boards]]
-title = "NVIDIA GeForce RTX 5090"
-pattern = "RTX 5090$"
-bf16_tflops = 209.5
-memory_tb_per_s = 1.792
-memory_gb = 32
-suite = "24gb"
-"""
+"""A GPU of each family that has an image."""
+FAMILIES = tuple(machines.image_families())
+EXAMPLE = "5090"
+"""The GPU that CONTRIBUTING.md adds in its recipe."""
 
 
 def sessions(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Callable[[Any], None]]:
@@ -202,29 +192,30 @@ def test_a_misspelt_variable_is_refused_by_every_session(
 
 
 def test_every_family_has_both_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machines.image_families() == list(FAMILIES)
     found = sessions(monkeypatch)
     for family in FAMILIES:
         for kind in ("bench", "image"):
             assert machines.families()[family].title in (found[f"{kind}-{family}"].__doc__ or "")
 
 
-def test_a_new_gpu_is_one_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ask: Ask) -> None:
-    """Its sessions, image, suite and recognition follow."""
-    table = tmp_path / "machines.toml"
-    table.write_text(machines.TABLE.read_text() + NEW_GPU)
-    monkeypatch.setattr(machines, "TABLE", table)
-    gpu = HostGpu("NVIDIA GeForce RTX 5090", (12, 0), "580.82.07")
-    session, built, (line,) = ask("bench-5090", gpu, "--quick")
-    assert (session.codes, built) == ([0], ["5090"])
-    assert "--env NSA_EXPECT=5090" in line
-    assert bench.parser().parse_args(line.split(" python -m benchmarks ")[1].split()).gpu == "5090"
-    assert ask("bench-5090", GPUS["4090"])[0].codes == [2]
-    assert ask("image-5090", None)[0].codes == [0]
-    arguments = image.recipe("5090").build_arguments()
+def test_the_recipe_for_a_new_gpu_is_one_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ask: Ask) -> None:
+    """Sessions, image, suite and recognition follow from the entry that CONTRIBUTING.md shows."""
+    [entry] = re.findall(rf"(?ms)^ *```toml\n( *\[{EXAMPLE}\]\n.*?)^ *```$", (ROOT / "CONTRIBUTING.md").read_text())
+    (tmp_path / "one.toml").write_text(textwrap.dedent(entry))
+    listed = {**machines.families(), **machines._read(tmp_path / "one.toml")}
+    monkeypatch.setattr(machines, "families", lambda: listed)
+    gpu = HostGpu("NVIDIA GeForce RTX 5090", (12, 0), DRIVER)
+    session, built, (line,) = ask(f"bench-{EXAMPLE}", gpu, "--quick")
+    assert (session.codes, built) == ([0], [EXAMPLE])
+    assert f"--env NSA_EXPECT={EXAMPLE}" in line
+    assert bench.parser().parse_args(line.split(" python -m benchmarks ")[1].split()).gpu == EXAMPLE
+    assert ask(f"bench-{EXAMPLE}", GPUS["4090"])[0].codes == [2]
+    assert ask(f"image-{EXAMPLE}", None)[0].codes == [0]
+    arguments = image.recipe(EXAMPLE).build_arguments()
     assert (arguments["PACKAGES"], arguments["FLASH_ATTN_SM"]) == ("cuda", "120")
+    assert (image.DOCKERFILE.parent / "lock" / f"{arguments['PACKAGES']}.txt").is_file()
     assert arguments["TORCH_CUDA_ARCH_LIST"] == "12.0"
-    here = machines.machine("5090", gpu)
-    assert (here.id, here.title, here.suite) == ("5090", gpu.name, "24gb")
+    here = machines.machine(EXAMPLE, gpu)
+    assert (here.id, here.title, here.memory_gb, here.suite) == (EXAMPLE, gpu.name, 32, "24gb")
     quick = suite.planned(suite.table(here.suite), quick=True, backend="auto", on_gpu=True)
     assert {key.mode for key in quick} >= set(suite.DEFAULT_MODES)

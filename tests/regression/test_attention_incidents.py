@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from dataclasses import dataclass
 
 import pytest
 import torch
 
 import nsa
+from regression import listing
 from regression.contract import Bound, verdict
 from regression.detectors import causality, dense, memory, selection
-from regression.detectors.backends import worst
+from regression.detectors.backends import proofs, worst
 from regression.detectors.calls import BRANCHES, SMALL, draw
-from regression.listing import module_of
 
-ATTENTION = (
-    "dup-blocks",
-    "nan-empty-row",
-    "dropped-current-block",
-    "inverted-mask",
-    "single-query-causal",
-    "window-leak",
-    "future-normaliser",
-    "prefill-decode-split",
-    "window-oom",
-    "square-mask",
-    "workspace-inplace",
-    "int32-scatter",
-    "tie-break",
-    "unwritten-gradients",
-    "equal-scores-when-long",
-    "diverging-choices",
-    "heads-overread",
+ATTENTION = tuple(
+    incident.id
+    for incident in listing.load(listing.IDS)
+    if getattr(sys.modules[listing.module_of(incident.id)], "proofs", None) is proofs
 )
+"""The incidents whose fault is put into every backend."""
 
 
 @dataclass
@@ -50,7 +38,7 @@ class SilentStep:
 @pytest.mark.parametrize("incident_id", ATTENTION)
 def test_fault_in_a_backend_is_seen_there(incident_id: str, backend: str, device: torch.device) -> None:
     """The suite itself tries each fault on the torch backend; this is each backend's own proof."""
-    module = importlib.import_module(module_of(incident_id))
+    module = importlib.import_module(listing.module_of(incident_id))
     with module.inject():
         assert verdict(module.product(SilentStep((backend,), device.type))) is module.INCIDENT.expects
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from types import SimpleNamespace
 
 import pytest
 
+from harness.repository import ROOT
 from regression import listing
 from regression.contract import Needs
 
@@ -17,6 +19,11 @@ def test_every_incident_is_there_and_can_be_run() -> None:
         for function in ("faulty", "product", "inject"):
             assert callable(getattr(module, function)), f"{incident.id} has no {function}"
         assert (module.__doc__ or "").startswith(f"{incident.id}"), f"{incident.id}: its docstring begins with its id"
+
+
+@pytest.mark.parametrize("file", ["README.md", "CHANGELOG.md"])
+def test_the_number_that_is_told_is_theirs(file: str) -> None:
+    assert re.findall(r"\b(\d+) (?:incidents|bugs reported)", (ROOT / file).read_text()) == [str(len(listing.IDS))]
 
 
 def test_what_measures_throughput_runs_alone() -> None:
