@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.baselines import NotPresentError, UnsupportedError
 from benchmarks.cases.key import NSA
-from benchmarks.cases.outcome import Gate, Outcome
+from benchmarks.cases.outcome import Correctness, Outcome
 from benchmarks.correctness.verify import IncorrectError, NonFiniteError
 from benchmarks.timing.clocks import Clocks
 from benchmarks.timing.cuda_graphs import CannotCaptureError
@@ -26,8 +26,8 @@ class ThrottledError(Exception):
 class MemoryChildError(Exception):
     """The child of a memory case has no figure: what became of it, why, and its comparison with the oracle, if any."""
 
-    def __init__(self, outcome: Outcome, reason: str, gate: Gate | None = None) -> None:
-        self.outcome, self.gate = outcome, gate
+    def __init__(self, outcome: Outcome, reason: str, correctness: Correctness | None = None) -> None:
+        self.outcome, self.correctness = outcome, correctness
         super().__init__(reason)
 
 

@@ -29,7 +29,7 @@ class MeasuredPeak:
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
             if name != "cache_mib" and value is not None and not value > 0:  # every share is of one of the others
-                raise ValueError(f"ceilings.{name} must be above 0; got {value}")
+                raise ValueError(f"measured_peak.{name} must be above 0; got {value}")
 
     def tflops(self, dtype: str) -> float:
         """The measured product in this dtype; float16 runs at the speed of bfloat16."""

@@ -51,7 +51,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Gate:
+class Correctness:
     """What was compared with the oracle, on the inputs that are timed, in the same process."""
 
     rows_checked: int

@@ -85,7 +85,7 @@ def _acceptances(machine: str, chosen: Sequence[Series], reason: str, results: P
             )
         previous = baselines.get((machine, last.device, key.name))
         previous_ms = previous.latency_ms if previous else None
-        path = series.newest.gate.path if series.newest.gate else None
+        path = series.newest.correctness.path if series.newest.correctness else None
         level = (now.level_ms, last.commit, previous_ms, path, last)
         found.append(Acceptance(utc, who, reason, machine, last.device, key.name, *level))
     return found

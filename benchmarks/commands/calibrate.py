@@ -27,7 +27,7 @@ from nsa import NSAConfig
 SUMMARY = "measure false-alarm rate and power of compare on this CPU, and set its thresholds"
 
 _FORWARD, _BACKWARD = "prefill-forward", "prefill-forward-backward"
-_SHAPES = (  # mode, tokens, heads, kv heads, head size: 20 to 45 ms each on one core of 2024
+_SHAPES = (  # mode, tokens, heads, key/value heads, head size: 20 to 45 ms each on one core of 2024
     (_FORWARD, 384, 8, 2, 64),
     (_FORWARD, 384, 8, 4, 64),
     (_FORWARD, 384, 6, 3, 64),
@@ -59,8 +59,8 @@ def keys() -> list[Key]:
     """
     config = dataclasses.asdict(NSAConfig())
     return [
-        Key(mode, NSA, "torch", "float32", 1, tokens, tokens, heads, kv_heads, dim, dim, config)
-        for mode, tokens, heads, kv_heads, dim in _SHAPES
+        Key(mode, NSA, "torch", "float32", 1, tokens, tokens, heads, num_kv_heads, dim, dim, config)
+        for mode, tokens, heads, num_kv_heads, dim in _SHAPES
     ]
 
 

@@ -73,7 +73,7 @@ def main(arguments: argparse.Namespace) -> int:
         "bad": [one.key.name for one in found if one.verdict in BAD],
         "undecided": [one.key.name for one in found if one.verdict is Verdict.UNDECIDED],
         "seconds": round(time.perf_counter() - begin, 1),
-        "judgements": str(path),
+        "results": str(path),
     }
     print(json.dumps(summary))
     if interrupted:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases.inputs import Problem
-from benchmarks.cases.outcome import Check, Gate
+from benchmarks.cases.outcome import Check, Correctness
 from benchmarks.correctness import oracle, tolerance
 from benchmarks.correctness.oracle import Row
 from nsa import Aux, NSAConfig
@@ -30,10 +30,10 @@ _SEQUENCES_AT_ONCE = 4  # float64 copies of every sequence of a large decode bat
 
 
 class IncorrectError(Exception):
-    """Not what the oracle says, or not honestly come by; `gate` holds the comparison, where there is one."""
+    """Not what the oracle says, or not honestly come by; `correctness` holds the comparison, where there is one."""
 
-    def __init__(self, reason: str, gate: Gate | None = None) -> None:
-        self.gate = gate
+    def __init__(self, reason: str, correctness: Correctness | None = None) -> None:
+        self.correctness = correctness
         super().__init__(reason)
 
 
@@ -75,7 +75,7 @@ def check_nsa(
     rows: int,
     backward: bool = False,
     seed: int = 0,
-) -> Gate:
+) -> Correctness:
     """Run it, compare blocks, output and, if asked, gradients. Raises IncorrectError or NonFiniteError."""
     problem, picked = _leaves(problem, backward), oracle.sample_rows(problem, config, rows, seed)
     with torch.set_grad_enabled(backward):
@@ -91,7 +91,7 @@ def check_dense(
     rows: int,
     backward: bool = False,
     seed: int = 0,
-) -> Gate:
+) -> Correctness:
     """The same for a dense baseline: a wrong one would make every ratio wrong."""
     problem, picked = _leaves(problem, backward), oracle.sample_rows(problem, NSAConfig(), rows, seed)
     with torch.set_grad_enabled(backward):
@@ -99,19 +99,19 @@ def check_dense(
     return compare_dense(problem, _answer(problem, DENSE_INPUTS, o, picked, backward), name, picked)
 
 
-def compare_nsa(problem: Problem, config: NSAConfig, answer: Answer, aux: Aux, picked: Sequence[Row]) -> Gate:
+def compare_nsa(problem: Problem, config: NSAConfig, answer: Answer, aux: Aux, picked: Sequence[Row]) -> Correctness:
     """Compare an answer with the oracle; `aux` holds the blocks that its forward pass chose. Raises IncorrectError."""
     groups = [
         _nsa_checks(problem.map(itemgetter(part)), config, answer.of(part), aux.block_indices[part], rows)
         for part, rows in _groups(picked)
     ]
-    return require_passed(Gate(len(picked), tuple(tolerance.pooled(groups)), aux.backend))
+    return require_passed(Correctness(len(picked), tuple(tolerance.pooled(groups)), aux.backend))
 
 
-def compare_dense(problem: Problem, answer: Answer, name: str, picked: Sequence[Row]) -> Gate:
+def compare_dense(problem: Problem, answer: Answer, name: str, picked: Sequence[Row]) -> Correctness:
     """The same for a dense baseline of this name."""
     groups = [_dense_checks(problem.map(itemgetter(part)), answer.of(part), rows) for part, rows in _groups(picked)]
-    return require_passed(Gate(len(picked), tuple(tolerance.pooled(groups)), name))
+    return require_passed(Correctness(len(picked), tuple(tolerance.pooled(groups)), name))
 
 
 def _groups(picked: Sequence[Row]) -> Iterator[tuple[slice, list[Row]]]:
@@ -155,17 +155,19 @@ def _dense_checks(problem: Problem, answer: Answer, picked: Sequence[Row]) -> li
     return checks
 
 
-def joined(before: Gate, after: Gate) -> Gate:
+def joined(before: Correctness, after: Correctness) -> Correctness:
     """What was compared before the first sample and, on other inputs, after the last."""
     fresh = tuple(dataclasses.replace(check, name=f"{check.name}, fresh inputs") for check in after.checks)
     rows = before.rows_checked + after.rows_checked
-    return Gate(rows, before.checks + fresh, before.path, after.seed, after.rows_compared)
+    return Correctness(rows, before.checks + fresh, before.path, after.seed, after.rows_compared)
 
 
-def with_comparison(gate: Gate, seed: int, rows_compared: int | None, checks: Sequence[Check] = ()) -> Gate:
-    """The gate with what else was compared, and the seed that drew it. Raises IncorrectError unless all passed."""
+def with_comparison(
+    before: Correctness, seed: int, rows_compared: int | None, checks: Sequence[Check] = ()
+) -> Correctness:
+    """With what else was compared, and the seed that drew it. Raises IncorrectError unless all passed."""
     return require_passed(
-        dataclasses.replace(gate, checks=(*gate.checks, *checks), seed=seed, rows_compared=rows_compared)
+        dataclasses.replace(before, checks=(*before.checks, *checks), seed=seed, rows_compared=rows_compared)
     )
 
 
@@ -176,18 +178,18 @@ def require_finite(name: str, x: Tensor) -> None:
         raise NonFiniteError(f"{name} holds {bad} values that are not finite, of {x.numel()}")
 
 
-def require_passed(gate: Gate) -> Gate:
-    """The gate itself; raises IncorrectError unless every check passed."""
-    if gate.passed:
-        return gate
+def require_passed(found: Correctness) -> Correctness:
+    """The comparison itself; raises IncorrectError unless every check passed."""
+    if found.passed:
+        return found
     failed = (
         f"{check.name}: error {'not finite' if check.error is None else f'{check.error:.2e}'}"
         f" > budget {check.budget:.2e}"
-        for check in gate.checks
+        for check in found.checks
         if not check.passed
     )
-    drawn_by = "" if gate.seed is None else f", seed {gate.seed}"
-    raise IncorrectError(f"{'; '.join(failed)} ({gate.rows_checked} rows against float64{drawn_by})", gate)
+    drawn_by = "" if found.seed is None else f", seed {found.seed}"
+    raise IncorrectError(f"{'; '.join(failed)} ({found.rows_checked} rows against float64{drawn_by})", found)
 
 
 def _leaves(problem: Problem, backward: bool) -> Problem:

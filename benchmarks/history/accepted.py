@@ -34,7 +34,7 @@ class Acceptance:
     previous_ms: float | None = None
     """The level that it replaces; None for a new case."""
     path: str | None = None
-    """What ran, as the gate recorded it; None in a line that was written before this was kept."""
+    """What ran, as the implementation recorded it; None in a line that was written before this was kept."""
     fingerprint: Fingerprint | None = None
     """Of the newest run in that level: under which conditions it holds; None as for `path`."""
 
@@ -126,7 +126,7 @@ def _differences(accepted: Acceptance, now: Series) -> tuple[str, ...]:
     """Between what was accepted and the newest run; none known for a line that does not hold its conditions."""
     if accepted.fingerprint is None:
         return ()
-    ran = now.newest.gate.path if now.newest.gate else None
+    ran = now.newest.correctness.path if now.newest.correctness else None
     path = [f"path {accepted.path} -> {ran}"] if accepted.path != ran else []
     return (*path, *fingerprint.differences(accepted.fingerprint, now.points[-1].fingerprint))
 

@@ -151,7 +151,7 @@ def _replayed(found: dict[str, Any]) -> None:
 
 
 def _comparison(found: dict[str, Any]) -> None:
-    schema.build(ComparisonResult, found, "judgement")
+    schema.build(ComparisonResult, found, "result")
 
 
 def _acceptance(found: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 Left out is what the run line says, and what equals a default of `Line`. A default is therefore never changed: a new
 field gets one, and a new usual value is written out. Figures keep seven significant digits, clocks four, errors of
-the gate three.
+the correctness checks three.
 
 Lines of versions 1 and 2 stand alone, with their fingerprint, every sample and the clocks beside each. Version 2 added
 fields, all optional: a line of version 1 reads as one that does not know them.
@@ -18,14 +18,14 @@ from typing import Any
 import msgspec  # decodes and checks a line in a fifth of the time that Python's json and a checker of our own need
 
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Check, Gate, Outcome
+from benchmarks.cases.outcome import Check, Correctness, Outcome
 from benchmarks.history.records import Record, check_figures
 from benchmarks.history.samples import RawSamples, SampleSummary
 from benchmarks.timing.clocks import ClockSummary
 from harness import schema
 from harness.fingerprint import Fingerprint
 
-_DIGITS, _GATE_DIGITS, _CLOCK_DIGITS = 7, 3, 4
+_DIGITS, _ERROR_DIGITS, _CLOCK_DIGITS = 7, 3, 4
 PAPER = "paper"
 _CONFIGS: dict[str, dict[str, Any]] = {
     PAPER: {
@@ -48,8 +48,8 @@ class _Check(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         return self.error is not None and self.error <= self.budget
 
 
-class _Gate(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """The fields of `Gate`, in this order."""
+class _Correctness(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """The fields of `Correctness`, in this order."""
 
     rows_checked: int
     checks: dict[str, list[_Check]]
@@ -102,7 +102,9 @@ class Line(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     reason: str | None = None
     command: str | None = None
     """None where the run line says it."""
-    gate: _Gate | None = None
+    correctness: _Correctness | None = None
+    gate: _Correctness | None = None
+    """The name of `correctness` in earlier lines; None once a line is read."""
     latency_ms: float | None = None
     interval_ms: tuple[float, float] | None = None
     end_to_end_ms: float | None = None
@@ -121,6 +123,10 @@ class Line(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     bytes_moved: float | None = None
 
     def __post_init__(self) -> None:
+        if self.gate is not None:
+            if self.correctness is not None:
+                raise ValueError("a line must not have 'gate' beside 'correctness'")
+            self.correctness, self.gate = self.gate, None
         check_figures(self)
 
 
@@ -142,7 +148,7 @@ def encode(record: Record, *, with_command: bool) -> str:
     line = Line(
         key=dataclasses.asdict(record.key),
         command=record.command if with_command else None,
-        gate=_gate_line(record.gate),
+        correctness=_correctness_line(record.correctness),
         interval_ms=None if record.interval_ms is None else tuple(map(_rounded, record.interval_ms)),
         samples=_Samples(*map(_rounded, vars(record.samples).values())) if record.samples else None,
         clocks=_Clocks(*(_rounded(x, _CLOCK_DIGITS) for x in vars(record.clocks).values())) if record.clocks else None,
@@ -161,15 +167,15 @@ def _usual(name: str, value: Any) -> Any:
     return _DEFAULTS[name] if value == _DEFAULTS.get(name) else value
 
 
-def _gate_line(gate: Gate | None) -> _Gate | None:
-    if gate is None:
+def _correctness_line(correctness: Correctness | None) -> _Correctness | None:
+    if correctness is None:
         return None
     checks: dict[str, list[_Check]] = {}
-    for check in gate.checks:
+    for check in correctness.checks:
         name, _, of = check.name.partition(", ")
-        short = _Check(name, _rounded(check.error, _GATE_DIGITS), _rounded(check.budget, _GATE_DIGITS))
+        short = _Check(name, _rounded(check.error, _ERROR_DIGITS), _rounded(check.budget, _ERROR_DIGITS))
         checks.setdefault(of, []).append(short)
-    return _Gate(gate.rows_checked, checks, gate.path, gate.seed, gate.rows_compared)
+    return _Correctness(correctness.rows_checked, checks, correctness.path, correctness.seed, correctness.rows_compared)
 
 
 def _rounded(value: Any, digits: int = _DIGITS) -> Any:
@@ -199,7 +205,7 @@ def record(line: Line, key: Key, fingerprint: Fingerprint, command: str | None) 
         key=key,
         fingerprint=fingerprint,
         command=line.command if line.command is not None else command or "",
-        gate=_gate(line.gate),
+        correctness=_correctness(line.correctness),
         interval_ms=line.interval_ms,
         samples=SampleSummary(*_values(line.samples)) if line.samples else None,
         clocks=ClockSummary(*_values(line.clocks)) if line.clocks else None,
@@ -207,7 +213,7 @@ def record(line: Line, key: Key, fingerprint: Fingerprint, command: str | None) 
     )
 
 
-def _gate(line: _Gate | None) -> Gate | None:
+def _correctness(line: _Correctness | None) -> Correctness | None:
     if line is None:
         return None
     checks = tuple(
@@ -215,7 +221,7 @@ def _gate(line: _Gate | None) -> Gate | None:
         for of, group in line.checks.items()
         for check in group
     )
-    return Gate(line.rows_checked, checks, line.path, line.seed, line.rows_compared)
+    return Correctness(line.rows_checked, checks, line.path, line.seed, line.rows_compared)
 
 
 def _values(struct: msgspec.Struct) -> tuple[Any, ...]:

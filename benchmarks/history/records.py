@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Gate, Outcome
+from benchmarks.cases.outcome import Correctness, Outcome
 from benchmarks.history.samples import SampleSummary
 from benchmarks.timing.clocks import ClockSummary
 from harness.fingerprint import Fingerprint
@@ -30,8 +31,8 @@ def check_figures(of: Any) -> None:
             if getattr(of, name) is not None:
                 raise ValueError(f"{name} must be None with outcome {of.outcome.value}")
         return
-    if of.gate is None or not of.gate.passed:
-        raise ValueError(f"PASSED needs a green gate; got {of.gate}")
+    if of.correctness is None or not of.correctness.passed:
+        raise ValueError(f"PASSED needs correctness checks that passed; got {of.correctness}")
     if of.latency_ms is None and of.peak_mem_mib is None:
         raise ValueError("PASSED needs a number")
     for name in _ABOVE_ZERO:
@@ -59,7 +60,7 @@ class Record:
     fingerprint: Fingerprint
     command: str
     """What reproduces it, typed in the repository's root."""
-    gate: Gate | None = None
+    correctness: Correctness | None = None
     """None where the case ended before the oracle was asked."""
     latency_ms: float | None = None
     """Median of the samples: the device's time alone where `queued_ahead`."""
@@ -95,6 +96,8 @@ class Record:
     bytes_moved: float | None = None
     """Bytes that the case must read and write at least; from the case, not counted."""
 
+    OLD_NAMES: ClassVar[Mapping[str, str]] = {"gate": "correctness"}
+
     def __post_init__(self) -> None:
         try:
             check_figures(self)
@@ -104,7 +107,7 @@ class Record:
     @property
     def identity(self) -> str:
         """What was measured, as one word that tells any two apart: the whole key, and the path that ran."""
-        path = self.gate.path if self.gate else None
+        path = self.correctness.path if self.correctness else None
         return f'{self.key.identity[:-1]},"path":{json.dumps(path)}}}'
 
     @property
@@ -123,7 +126,7 @@ class Record:
 
         What a warm cache can hold counts as no traffic of the memory.
         """
-        peak = self.fingerprint.ceilings
+        peak = self.fingerprint.measured_peak
         if peak is None or self.latency_ms is None:
             return None
         shares = []

@@ -43,7 +43,7 @@ class _Row(NamedTuple):
     fingerprint: Fingerprint
     key: Key
     path: str | None
-    """What ran, as the gate recorded it."""
+    """What ran, as the implementation recorded it."""
     latency_ms: float | None
     interval_ms: tuple[float, float] | None
     tokens_per_s: float | None
@@ -160,7 +160,7 @@ class Store:
 
 
 def _row(key: Key, fingerprint: Fingerprint, figures: Record | Line, file: int) -> _Row:
-    path = figures.gate.path if figures.gate else None
+    path = figures.correctness.path if figures.correctness else None
     return _Row(fingerprint, key, path, figures.latency_ms, figures.interval_ms, figures.tokens_per_s, file)
 
 

@@ -149,7 +149,7 @@ def _by_size(one: SeriesTrend) -> tuple[str, int, int, str]:
 
 
 def _path(series: Series) -> str:
-    return series.newest.gate.path if series.newest.gate else ""
+    return series.newest.correctness.path if series.newest.correctness else ""
 
 
 def _row_label(series: Series, with_path: bool) -> str:

@@ -28,7 +28,7 @@ def figures(here: Sequence[Comparison]) -> Table:
             [
                 Cell(nsa.key.case, NAME),
                 Cell(nsa.outcome.value, GOOD if nsa.outcome is Outcome.PASSED else BAD),
-                Cell(nsa.gate.path if nsa.gate else "nothing"),
+                Cell(nsa.correctness.path if nsa.correctness else "nothing"),
                 number(console.figure(nsa) or None),
                 number(None if nsa.interval_ms is None else " to ".join(map(digits, nsa.interval_ms))),
                 number(digits(nsa.samples.p99_ms) if nsa.samples and nsa.samples.p99_ms is not None else None),
@@ -59,7 +59,7 @@ def summary(here: Sequence[Comparison]) -> str:
 
 
 def limits(here: Sequence[Comparison]) -> Table:
-    """Arithmetic and traffic that each figure amounts to, by the case's own count, beside the measured ceilings."""
+    """Arithmetic and traffic that each figure amounts to, by the case's own count, beside the measured peaks."""
     head = ("case", "who", "TFLOP/s", "TB/s", "share of the limit")
     records = [record for c in here for record in (c.nsa, *c.baselines) if record.share_of_limit is not None]
     rows = [

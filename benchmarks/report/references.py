@@ -41,7 +41,7 @@ def speed_up(known: Sequence[Series], key: Key) -> list[Reference]:
 
 def _same_case(one: Series, key: Key) -> bool:
     """What the source does not say is taken to fit."""
-    shape = (key.heads, key.kv_heads, key.head_dim_k, key.head_dim_v)
+    shape = (key.heads, key.num_kv_heads, key.head_dim_k, key.head_dim_v)
     said = ((one.model, key.model), (one.shape, shape), (one.dtype, key.dtype), (one.launch, key.launch))
     known_size = one.model is not None or one.shape is not None
     return one.mode == key.mode and known_size and all(theirs in (None, ours) for theirs, ours in said)

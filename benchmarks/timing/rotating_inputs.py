@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Gate
+from benchmarks.cases.outcome import Correctness
 from benchmarks.cases.work import Work
 from benchmarks.correctness import anti_cheat
 from benchmarks.timing import cuda_graphs, latency
@@ -38,7 +38,7 @@ class RotatingInputs:
         finally:
             touch.undo()
 
-    def recheck(self, seed: int) -> Gate | None:
+    def recheck(self, seed: int) -> Correctness | None:
         """The last of them on inputs that no call has seen; None where the work cannot."""
         recheck = self._works[-1].recheck
         return None if recheck is None else recheck(self._calls[-1], seed)

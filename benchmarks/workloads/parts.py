@@ -17,7 +17,7 @@ import nsa
 from benchmarks.cases import inputs
 from benchmarks.cases.inputs import Problem
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Gate
+from benchmarks.cases.outcome import Correctness
 from benchmarks.cases.work import Call, Work
 from benchmarks.correctness import all_rows, anti_cheat, oracle, verify
 from benchmarks.correctness.verify import Answer
@@ -134,11 +134,11 @@ def _work(key: Key, use: Settings, problem: Problem, reads: Tensors, timed: Time
         with torch.no_grad():
             return (timed(*reads),)
 
-    def check(seed: int) -> Gate:
+    def check(seed: int) -> Correctness:
         picked = oracle.sample_rows(problem, use.config, NSA_ROWS, seed)
         return verify.compare_nsa(problem, use.config, *_answer(use, problem, call()[0]), picked)
 
-    def recheck(call: Call, seed: int) -> Gate:
+    def recheck(call: Call, seed: int) -> Correctness:
         anti_cheat.poison(call())
         with torch.no_grad():
             fresh = _draw(key, use, problem.q.device.type, seed)
@@ -147,10 +147,10 @@ def _work(key: Key, use: Settings, problem: Problem, reads: Tensors, timed: Time
         (out,) = anti_cheat.as_read_by_this_stream(call())
         answer, aux = _answer(use, fresh, out)
         picked = oracle.random_rows(fresh, FRESH_ROWS, seed)
-        gate = verify.compare_nsa(fresh, use.config, answer, aux, picked)
+        correctness = verify.compare_nsa(fresh, use.config, answer, aux, picked)
         rows = all_rows.rows_to_compare(fresh, use.config, seed, backward=False)
         compared = all_rows.compare_nsa(fresh, use.config, answer, aux.block_indices, rows)
-        return verify.with_comparison(gate, seed, compared.rows, compared.checks)
+        return verify.with_comparison(correctness, seed, compared.rows, compared.checks)
 
     minimum = roofline.of(key)
     return Work(

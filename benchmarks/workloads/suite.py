@@ -175,6 +175,6 @@ def _of_training(suite: Suite, quick: bool) -> Iterator[tuple[Key, tuple[str, ..
 
 
 def _key(mode: str, suite: Suite, shape: Shape | DecodeShape, batch: int, queries: int, keys: int) -> Key:
-    (heads, kv_heads), (head_dim_k, head_dim_v) = shape.heads, shape.head_dims
+    (heads, num_kv_heads), (head_dim_k, head_dim_v) = shape.heads, shape.head_dims
     config = dataclasses.asdict(NSAConfig())
-    return Key(mode, NSA, None, suite.dtype, batch, queries, keys, heads, kv_heads, head_dim_k, head_dim_v, config)
+    return Key(mode, NSA, None, suite.dtype, batch, queries, keys, heads, num_kv_heads, head_dim_k, head_dim_v, config)

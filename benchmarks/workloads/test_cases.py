@@ -57,7 +57,7 @@ def test_case(key: Key, measure: Callable[[Key], Measurement], benchmark: Benchm
     benchmark.group = key.case
     benchmark.extra_info.update(
         implementation=key.implementation,
-        path=record.gate.path if record.gate else None,
+        path=record.correctness.path if record.correctness else None,
         clock=record.clock,
         tokens_per_s=record.tokens_per_s,
         peak_mem_mib=record.peak_mem_mib,

@@ -24,7 +24,7 @@ from harness.fingerprint import Fingerprint
 from harness.peak import MeasuredPeak
 from tests.benchmarks.synthetic import FINGERPRINT, failed, key, passed
 
-CEILINGS = MeasuredPeak(700.0, 50.0, 4.2, 50.0, 989.0, 4.8)
+PEAK = MeasuredPeak(700.0, 50.0, 4.2, 50.0, 989.0, 4.8)
 SLOWER_FROM = 7
 """The run from which NSA takes 8 % longer."""
 NEW_DRIVER_FROM = 4
@@ -44,13 +44,13 @@ def run_of(number: int, machine: str = "h200", device: str = "NVIDIA H200") -> F
         cuda="12.8",
         triton="3.7.1",
         commit=f"{random.Random(number).getrandbits(160):040x}",
-        ceilings=CEILINGS,
+        measured_peak=PEAK,
     )
 
 
 def keys() -> Iterator[Key]:
     """64/4 heads of 128 in every mode, and the parts of the forward."""
-    shape = {"dtype": "bfloat16", "heads": 64, "kv_heads": 4, "head_dim_k": 128, "head_dim_v": 128, "cache": "cold"}
+    shape = {"dtype": "bfloat16", "heads": 64, "num_kv_heads": 4, "head_dim_k": 128, "head_dim_v": 128, "cache": "cold"}
     for mode in ("prefill-forward", "prefill-forward-backward", "decode"):
         for length in LENGTHS:
             batch = 2**21 // length if mode == "decode" else 1

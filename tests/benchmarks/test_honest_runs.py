@@ -258,7 +258,7 @@ def test_a_ratio_is_never_taken_against_another_shape(tmp_path: Path) -> None:
 
 def test_the_share_of_the_limit_is_of_the_nearer_peak_and_caches_count_for_nothing() -> None:
     limits = MeasuredPeak(100.0, 10.0, 1.0, 50.0)
-    where = dataclasses.replace(FINGERPRINT, ceilings=limits)
+    where = dataclasses.replace(FINGERPRINT, measured_peak=limits)
     made = dataclasses.replace(passed(key(), 1.0), fingerprint=where, flops=2e9, bytes_moved=5e8)
     cached = 50 * 2**20 / 1e9
     assert made.share_of_limit == pytest.approx(0.5 - cached)  # TB/s beside 1; 2 TFLOP/s of 10 are 0.2

@@ -17,7 +17,7 @@ import nsa
 from benchmarks import memory_worker, runner
 from benchmarks.baselines import BASELINES
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Gate, Outcome
+from benchmarks.cases.outcome import Correctness, Outcome
 from benchmarks.cases.work import Work
 from benchmarks.history import records
 from benchmarks.history.records import Record
@@ -51,8 +51,8 @@ def test_measures_every_mode(mode: str, implementation: str) -> None:
     assert record.samples is not None
     assert record.samples.count == 3
     assert record.tokens_per_s == pytest.approx(2 * the_key.num_queries / record.latency_ms * 1e3)
-    assert record.gate is not None
-    assert record.gate.path == ("torch" if implementation == "nsa" else implementation)
+    assert record.correctness is not None
+    assert record.correctness.path == ("torch" if implementation == "nsa" else implementation)
     assert (record.peak_mem_mib, record.clock) == (None, "perf_counter")
 
 
@@ -62,8 +62,8 @@ def test_measures_a_train_step(implementation: str) -> None:
     sizes = {"heads": 8, "model": "showcase", "config": config}
     record = measure(key("train-step", implementation, length=96, **sizes))
     assert (record.outcome, record.reason) == (Outcome.PASSED, None)
-    assert record.gate is not None
-    assert [check.name for check in record.gate.checks] == ["logits", "dparameters", "loss, fresh inputs"]
+    assert record.correctness is not None
+    assert [check.name for check in record.correctness.checks] == ["logits", "dparameters", "loss, fresh inputs"]
 
 
 def scaled_output(factor: float) -> Callable[..., object]:
@@ -82,7 +82,7 @@ def test_a_wrong_implementation_gets_no_number(monkeypatch: pytest.MonkeyPatch) 
     assert record.outcome is Outcome.INCORRECT
     assert record.reason is not None
     assert record.reason.startswith("o: error 1.00e-03 > budget ")
-    assert record.gate is not None
+    assert record.correctness is not None
     assert has_no_number(record)
 
 
@@ -93,7 +93,7 @@ def test_nan_gets_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert has_no_number(record)
 
 
-def test_what_turns_nan_after_the_gate_gets_no_number() -> None:
+def test_what_turns_nan_after_the_check_gets_no_number() -> None:
     outputs = iter([torch.zeros(1)] * 4 + [torch.full((1,), torch.nan)])  # the first call, 3 samples, and the last look
 
     def prepare(the_key: Key, device: str) -> Work:
@@ -102,7 +102,7 @@ def test_what_turns_nan_after_the_gate_gets_no_number() -> None:
     plan = dataclasses.replace(PLAN, warmup_calls=0)
     record = runner.measure(key(), "cpu", plan, FINGERPRINT, "command", prepare).record
     assert record.outcome is Outcome.NONFINITE
-    assert record.gate == GREEN
+    assert record.correctness == GREEN
     assert has_no_number(record)
 
 
@@ -125,7 +125,7 @@ ERRORS = [
 
 @pytest.mark.parametrize(("error", "outcome"), ERRORS, ids=lambda value: getattr(value, "name", type(value).__name__))
 def test_errors_become_outcomes(error: Exception, outcome: Outcome) -> None:
-    def check(_: int) -> Gate:
+    def check(_: int) -> Correctness:
         raise error
 
     record = measure(key(), lambda the_key, device: Work(check, tuple, 1))
@@ -145,7 +145,7 @@ def test_an_absent_baseline_says_why() -> None:
 
 
 def test_a_package_that_a_baseline_cannot_import_is_not_present() -> None:
-    def check(_: int) -> Gate:
+    def check(_: int) -> Correctness:
         raise ModuleNotFoundError("No module named 'flash_attn'")
 
     record = measure(key(implementation="flash-attn"), lambda the_key, device: Work(check, tuple, 1))
@@ -206,8 +206,8 @@ def test_what_is_wrong_in_a_child_is_told_apart(
     wrong = measure(key("memory"))
     assert (wrong.outcome, has_no_number(wrong)) == (Outcome.INCORRECT, True)
     assert (wrong.reason or "").startswith("o: error 1.00e-03 > budget ")
-    assert wrong.gate is not None
-    assert not wrong.gate.passed
+    assert wrong.correctness is not None
+    assert not wrong.correctness.passed
     monkeypatch.setattr(attention, "nsa_attention", scaled_output(float("nan")))
     assert measure(key("memory")).outcome is Outcome.NONFINITE
 

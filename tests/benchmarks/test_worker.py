@@ -81,8 +81,8 @@ def test_a_hung_case_is_stalled_where_it_stood_and_the_next_is_measured(deadline
     assert "no answer within 5 s; it stood in hang_in_a_kernel, tests/benchmarks/test_worker.py:" in records[0].reason
     assert records[0].latency_ms is None
     assert [record.command for record in records] == [f"measure {HANGS}", f"measure {SOUND}"]
-    assert records[1].gate is not None
-    assert records[1].gate.seed == 11, "what was drawn is not what the command says"
+    assert records[1].correctness is not None
+    assert records[1].correctness.seed == 11, "what was drawn is not what the command says"
 
 
 def test_a_case_that_ends_the_process_says_how() -> None:

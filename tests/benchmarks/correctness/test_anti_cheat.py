@@ -42,8 +42,8 @@ def caught(record: Record, outcome: Outcome, said: str) -> None:
 def test_an_honest_implementation_is_let_through(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     record = measured(monkeypatch, nsa_attention, mode)
     assert (record.outcome, record.reason) == (Outcome.PASSED, None)
-    assert record.gate is not None
-    fresh = [check.name for check in record.gate.checks if check.name.endswith(", fresh inputs")]
+    assert record.correctness is not None
+    fresh = [check.name for check in record.correctness.checks if check.name.endswith(", fresh inputs")]
     assert fresh[:2] == ["block_indices, fresh inputs", "o, fresh inputs"]
     assert ("dq, fresh inputs" in fresh) == (mode == "prefill-forward-backward")
 

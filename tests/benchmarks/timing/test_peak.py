@@ -50,7 +50,7 @@ def test_the_reason_holds_the_figures() -> None:
 
 
 def measure(work: Work, limits: MeasuredPeak) -> Record:
-    identity = dataclasses.replace(FINGERPRINT, ceilings=limits)
+    identity = dataclasses.replace(FINGERPRINT, measured_peak=limits)
     return runner.measure(key(), "cpu", Plan(3, 0.0, 1.0), identity, "command", lambda *_: work).record
 
 
@@ -73,7 +73,7 @@ def test_a_peak_that_a_neighbour_hid_is_measured_again_before_a_figure_is_refuse
 
 @pytest.mark.parametrize("name", [x.name for x in dataclasses.fields(MeasuredPeak) if x.name != "cache_mib"])
 def test_no_peak_is_zero(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"ceilings\.{name} must be above 0; got 0\.0"):
+    with pytest.raises(ValueError, match=rf"measured_peak\.{name} must be above 0; got 0\.0"):
         dataclasses.replace(MeasuredPeak(1.0, 1.0, 1.0, 1.0), **{name: 0.0})
 
 

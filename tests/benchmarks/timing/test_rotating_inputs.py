@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.cases.outcome import Gate
+from benchmarks.cases.outcome import Correctness
 from benchmarks.cases.work import Work
 from benchmarks.correctness import anti_cheat
 from benchmarks.timing import cuda_graphs, latency, rotating_inputs
@@ -29,7 +29,7 @@ class Log:
             self.calls.append(name)
             return (x * 2,)
 
-        def recheck(timed: Callable[[], tuple[Tensor, ...]], seed: int) -> Gate:
+        def recheck(timed: Callable[[], tuple[Tensor, ...]], seed: int) -> Correctness:
             timed()
             self.calls.append(f"rechecked {name} with {seed}")
             return GREEN

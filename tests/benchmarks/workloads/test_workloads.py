@@ -36,7 +36,7 @@ TERA = 1e12
 
 def large(mode: str, implementation: str = "nsa", length: int = 65536, **changes: Any) -> Key:
     """64/4 heads of 128 in bfloat16."""
-    sizes = {"heads": 64, "kv_heads": 4, "head_dim_k": 128, "head_dim_v": 128, "dtype": "bfloat16"}
+    sizes = {"heads": 64, "num_kv_heads": 4, "head_dim_k": 128, "head_dim_v": 128, "dtype": "bfloat16"}
     made = key(mode, implementation, length, **{**sizes, **changes})
     config = dataclasses.asdict(NSAConfig()) if implementation == "nsa" else None
     return dataclasses.replace(made, config=config)
@@ -105,9 +105,9 @@ def test_operations_of_a_train_step() -> None:
 def test_each_part_is_measured_behind_the_oracle(mode: str) -> None:
     record = runner.measure(key(mode, length=96, batch=2), "cpu", PLAN, FINGERPRINT, "command").record
     assert (record.outcome, record.reason) == (Outcome.PASSED, None)
-    assert record.gate is not None
-    assert [check.name for check in record.gate.checks[:2]] == ["block_indices", "o"]
-    assert record.gate.path == "torch"
+    assert record.correctness is not None
+    assert [check.name for check in record.correctness.checks[:2]] == ["block_indices", "o"]
+    assert record.correctness.path == "torch"
     assert (record.flops, record.bytes_moved) != (None, None)
 
 
@@ -193,7 +193,7 @@ print(memory.of_this_process(lambda: work.check(0)).mib)
 
 def test_the_oracle_fits_in_the_estimate() -> None:
     """Dense attention has no scratch of its own to hide the oracle's; glibc is told to give freed memory back."""
-    sizes = {"heads": 16, "kv_heads": 1, "head_dim_k": 64, "head_dim_v": 64}
+    sizes = {"heads": 16, "num_kv_heads": 1, "head_dim_k": 64, "head_dim_v": 64}
     the_key = key("prefill-forward-backward", "sdpa-flash", length=2048, **sizes)
     words = [sys.executable, "-c", PEAK_OF_ORACLE, json.dumps(dataclasses.asdict(the_key))]
     done = subprocess.run(
