@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Correctness, Outcome
+from benchmarks.cases.outcome import CaseOutcome, Correctness
 from benchmarks.correctness.verify import joined
 from benchmarks.errors import MemoryChildError, classify
 from benchmarks.timing import memory
@@ -40,15 +40,15 @@ def measure(key: Key, deadline_s: float, seed: int) -> tuple[Correctness, PeakMe
     status, said, log = _run_child({"key": dataclasses.asdict(key), "seed": seed}, deadline_s)
     if status == -signal.SIGKILL:
         raise MemoryChildError(
-            Outcome.OUT_OF_MEMORY, "the child was killed (SIGKILL), as Linux does when memory runs out"
+            CaseOutcome.OUT_OF_MEMORY, "the child was killed (SIGKILL), as Linux does when memory runs out"
         )
     if status not in (0, FAILED):
-        raise MemoryChildError(Outcome.CRASHED, (log.strip() or f"exit code {status}").splitlines()[-1])
+        raise MemoryChildError(CaseOutcome.CRASHED, (log.strip() or f"exit code {status}").splitlines()[-1])
     answer = json.loads(said.splitlines()[-1])
     found = answer["correctness"]
     correctness = None if found is None else schema.build(Correctness, found, "correctness")
     if correctness is None or status == FAILED:
-        raise MemoryChildError(Outcome(answer["outcome"]), answer["reason"], correctness)
+        raise MemoryChildError(CaseOutcome(answer["outcome"]), answer["reason"], correctness)
     return correctness, PeakMemory(**answer["peak"])
 
 

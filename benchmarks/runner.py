@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import memory_worker
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Correctness, Outcome
+from benchmarks.cases.outcome import CaseOutcome, Correctness
 from benchmarks.cases.work import Work
 from benchmarks.correctness import anti_cheat, row_sampling
 from benchmarks.correctness.verify import IncorrectError, joined, require_finite
@@ -24,8 +24,8 @@ from benchmarks.workloads.prepare import prepare
 from harness.fingerprint import Fingerprint
 from harness.peak import MeasuredPeak
 
-QUICK = latency.Plan(min_samples=6, min_time_s=0.1, wall_limit_s=2.0, precision=0.02)
-FULL = latency.Plan(min_samples=10, min_time_s=0.5, wall_limit_s=5.0, precision=0.01)
+QUICK = latency.SamplingPlan(min_samples=6, min_time_s=0.1, wall_limit_s=2.0, precision=0.02)
+FULL = latency.SamplingPlan(min_samples=10, min_time_s=0.5, wall_limit_s=5.0, precision=0.01)
 MEMORY_DEADLINE_S = 300.0
 
 Prepare = Callable[[Key, str], Work]
@@ -43,7 +43,7 @@ class Measurement:
 def run(
     keys: Sequence[Key],
     device: str,
-    plan: latency.Plan,
+    plan: latency.SamplingPlan,
     fingerprint: Fingerprint,
     command: Callable[[Key], str],
     prepare: Prepare = prepare,
@@ -62,7 +62,7 @@ def run(
 def measure(
     key: Key,
     device: str,
-    plan: latency.Plan,
+    plan: latency.SamplingPlan,
     fingerprint: Fingerprint,
     command: str,
     prepare: Prepare = prepare,
@@ -77,7 +77,7 @@ def measure(
             return Measurement(
                 Record(
                     key,
-                    Outcome.PASSED,
+                    CaseOutcome.PASSED,
                     None,
                     fingerprint,
                     command,
@@ -110,7 +110,7 @@ def measure(
         )
     record = Record(
         key,
-        Outcome.PASSED,
+        CaseOutcome.PASSED,
         None,
         fingerprint,
         command,

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from benchmarks.ab import calibration, calibration_samples, checkout
-from benchmarks.ab.calibration import Calibration, Rate
+from benchmarks.ab.calibration import Calibration, CalibrationRate
 from benchmarks.ab.calibration_samples import CalibrationPair
 from benchmarks.ab.child import THREADS
 from benchmarks.ab.result import Rules
@@ -134,7 +134,7 @@ def _progress(done: int, wanted: int, seconds: Sequence[float]) -> str:
     return f"[{done:>{len(str(wanted))}}/{wanted}] {seconds[-1]:.0f} s for a pair, {left_s / 60:.0f} min left"
 
 
-def _line(rate: Rate) -> str:
+def _line(rate: CalibrationRate) -> str:
     what = f"{rate.injected:.1%} injected" if rate.slowdown else "identical code"
     said = f"SLOWER {rate.slower}, FASTER {rate.faster}, SAME {rate.same}, UNDECIDED {rate.undecided}"
     share = f"{rate.power:.1%} found" if rate.slowdown else f"{rate.alarms:.1%} false alarms"

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases.inputs import Problem
-from benchmarks.cases.outcome import Check, Correctness
+from benchmarks.cases.outcome import Correctness, OracleCheck
 from benchmarks.correctness import oracle, tolerance
-from benchmarks.correctness.oracle import Row
+from benchmarks.correctness.oracle import QueryRow
 from nsa import Aux, NSAConfig
 
 NSA_INPUTS = ("q", "k", "v", "gates")
@@ -61,7 +61,7 @@ class Answer:
         d_o = None if self.d_o is None else self.d_o[part]
         return Answer(self.o[part], d_o, {name: x[part] for name, x in self.gradients.items()})
 
-    def d_rows(self, picked: Sequence[Row]) -> list[Tensor]:
+    def d_rows(self, picked: Sequence[QueryRow]) -> list[Tensor]:
         """The rows of `d_o`, each [1, 1, Hq, Dv]."""
         assert self.d_o is not None
         return [self.d_o[row.batch, row.query][None, None] for row in picked]
@@ -99,7 +99,9 @@ def check_dense(
     return compare_dense(problem, _answer(problem, DENSE_INPUTS, o, picked, backward), name, picked)
 
 
-def compare_nsa(problem: Problem, config: NSAConfig, answer: Answer, aux: Aux, picked: Sequence[Row]) -> Correctness:
+def compare_nsa(
+    problem: Problem, config: NSAConfig, answer: Answer, aux: Aux, picked: Sequence[QueryRow]
+) -> Correctness:
     """Compare an answer with the oracle; `aux` holds the blocks that its forward pass chose. Raises IncorrectError."""
     groups = [
         _nsa_checks(problem.map(itemgetter(part)), config, answer.of(part), aux.block_indices[part], rows)
@@ -108,24 +110,24 @@ def compare_nsa(problem: Problem, config: NSAConfig, answer: Answer, aux: Aux, p
     return require_passed(Correctness(len(picked), tuple(tolerance.pooled(groups)), aux.backend))
 
 
-def compare_dense(problem: Problem, answer: Answer, name: str, picked: Sequence[Row]) -> Correctness:
+def compare_dense(problem: Problem, answer: Answer, name: str, picked: Sequence[QueryRow]) -> Correctness:
     """The same for a dense baseline of this name."""
     groups = [_dense_checks(problem.map(itemgetter(part)), answer.of(part), rows) for part, rows in _groups(picked)]
     return require_passed(Correctness(len(picked), tuple(tolerance.pooled(groups)), name))
 
 
-def _groups(picked: Sequence[Row]) -> Iterator[tuple[slice, list[Row]]]:
+def _groups(picked: Sequence[QueryRow]) -> Iterator[tuple[slice, list[QueryRow]]]:
     """A few sequences at a time, and their rows, counted from the first of these sequences."""
     for begin in range(0, 1 + max(row.batch for row in picked), _SEQUENCES_AT_ONCE):
         end = begin + _SEQUENCES_AT_ONCE
-        rows = [Row(row.batch - begin, row.query) for row in picked if begin <= row.batch < end]
+        rows = [QueryRow(row.batch - begin, row.query) for row in picked if begin <= row.batch < end]
         if rows:
             yield slice(begin, end), rows
 
 
 def _nsa_checks(
-    problem: Problem, config: NSAConfig, answer: Answer, blocks: Tensor, picked: Sequence[Row]
-) -> list[Check]:
+    problem: Problem, config: NSAConfig, answer: Answer, blocks: Tensor, picked: Sequence[QueryRow]
+) -> list[OracleCheck]:
     truth, eager = (oracle.compressed(problem, dtype, config) for dtype in (torch.float64, answer.o.dtype))
     sources = ((truth, oracle.nsa_row), (eager, oracle.pytorch_nsa_row))
     expected = [
@@ -143,7 +145,7 @@ def _nsa_checks(
     return checks
 
 
-def _dense_checks(problem: Problem, answer: Answer, picked: Sequence[Row]) -> list[Check]:
+def _dense_checks(problem: Problem, answer: Answer, picked: Sequence[QueryRow]) -> list[OracleCheck]:
     problem = problem.map(torch.Tensor.detach)
     sources = ((problem.map(torch.Tensor.double), oracle.dense_row), (problem, oracle.pytorch_dense_row))
     expected = [[attend_row(oracle.prefix(x, row, NSAConfig())) for row in picked] for x, attend_row in sources]
@@ -163,7 +165,7 @@ def joined(before: Correctness, after: Correctness) -> Correctness:
 
 
 def with_comparison(
-    before: Correctness, seed: int, rows_compared: int | None, checks: Sequence[Check] = ()
+    before: Correctness, seed: int, rows_compared: int | None, checks: Sequence[OracleCheck] = ()
 ) -> Correctness:
     """With what else was compared, and the seed that drew it. Raises IncorrectError unless all passed."""
     return require_passed(
@@ -196,7 +198,7 @@ def _leaves(problem: Problem, backward: bool) -> Problem:
     return problem.map(lambda x: x.detach().requires_grad_(backward))
 
 
-def sparse_gradient(o: Tensor, rows: Sequence[Row]) -> Tensor:
+def sparse_gradient(o: Tensor, rows: Sequence[QueryRow]) -> Tensor:
     """A do like o, zero outside the rows: the gradients that come of it are known from these rows alone.
 
     Late rows are averages of many values, hence small, and so are their gradients: a do that is larger by as much
@@ -211,7 +213,7 @@ def sparse_gradient(o: Tensor, rows: Sequence[Row]) -> Tensor:
     return d_o
 
 
-def _answer(problem: Problem, names: Sequence[str], o: Tensor, picked: Sequence[Row], backward: bool) -> Answer:
+def _answer(problem: Problem, names: Sequence[str], o: Tensor, picked: Sequence[QueryRow], backward: bool) -> Answer:
     if not backward:
         return Answer(o)
     require_finite("o", o)

@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 
 from benchmarks.history import trend
-from benchmarks.history.store import Series
+from benchmarks.history.store import LatencySeries
 from harness import fingerprint, jsonl
 from harness.fingerprint import Fingerprint
 
@@ -93,7 +93,7 @@ class Standing:
 
 def standings(
     machine: str,
-    history: Iterable[Series],
+    history: Iterable[LatencySeries],
     baselines: Mapping[tuple[str, str, str], Acceptance],
     smallest: float = trend.SMALLEST_CHANGE,
 ) -> list[Standing]:
@@ -122,7 +122,7 @@ def standings(
     return found + missing
 
 
-def _differences(accepted: Acceptance, now: Series) -> tuple[str, ...]:
+def _differences(accepted: Acceptance, now: LatencySeries) -> tuple[str, ...]:
     """Between what was accepted and the newest run; none known for a line that does not hold its conditions."""
     if accepted.fingerprint is None:
         return ()
@@ -131,9 +131,9 @@ def _differences(accepted: Acceptance, now: Series) -> tuple[str, ...]:
     return (*path, *fingerprint.differences(accepted.fingerprint, now.points[-1].fingerprint))
 
 
-def _newest_paths(history: Iterable[Series]) -> list[Series]:
+def _newest_paths(history: Iterable[LatencySeries]) -> list[LatencySeries]:
     """One series per case and device: that of the path (backend) that ran last."""
-    newest: dict[tuple[str, str], Series] = {}
+    newest: dict[tuple[str, str], LatencySeries] = {}
     for one in history:
         name = (one.newest.fingerprint.device, one.newest.key.name)
         if name not in newest or newest[name].points[-1].utc < one.points[-1].utc:
@@ -141,7 +141,7 @@ def _newest_paths(history: Iterable[Series]) -> list[Series]:
     return list(newest.values())
 
 
-def _newest_runs(series: Iterable[Series]) -> dict[tuple[str, str], str]:
+def _newest_runs(series: Iterable[LatencySeries]) -> dict[tuple[str, str], str]:
     """UTC of the newest run by (device, mode)."""
     newest: dict[tuple[str, str], str] = {}
     for one in series:

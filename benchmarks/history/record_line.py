@@ -1,8 +1,8 @@
 """One record as a compact line of JSON: two years of five GPUs are 600,000 of them.
 
-Left out is what the run line says, and what equals a default of `Line`. A default is therefore never changed: a new
-field gets one, and a new usual value is written out. Figures keep seven significant digits, clocks four, errors of
-the correctness checks three.
+Left out is what the run line says, and what equals a default of `RecordLine`. A default is therefore never changed: a
+new field gets one, and a new usual value is written out. Figures keep seven significant digits, clocks four, errors
+against the oracle three.
 
 Lines of versions 1 and 2 stand alone, with their fingerprint, every sample and the clocks beside each. Version 2 added
 fields, all optional: a line of version 1 reads as one that does not know them.
@@ -18,7 +18,7 @@ from typing import Any
 import msgspec  # decodes and checks a line in a fifth of the time that Python's json and a checker of our own need
 
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Check, Correctness, Outcome
+from benchmarks.cases.outcome import CaseOutcome, Correctness, OracleCheck
 from benchmarks.history.records import Record, check_figures
 from benchmarks.history.samples import RawSamples, SampleSummary
 from benchmarks.timing.clocks import ClockSummary
@@ -36,7 +36,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 
 
 class _Check(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """The fields of `Check`, in this order."""
+    """The fields of `OracleCheck`, in this order."""
 
     name: str
     """Without what stands behind its first comma."""
@@ -90,7 +90,7 @@ class _Clocks(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         ClockSummary.__post_init__(self)  # type: ignore[arg-type]
 
 
-class Line(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class RecordLine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A line as it stands; its values were checked when it was read."""
 
     key: str | dict[str, Any]
@@ -98,7 +98,7 @@ class Line(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     backend_asked: str | None = None
     config: str | dict[str, Any] | None = None
     """One of `_CONFIGS` by name, or in full."""
-    outcome: Outcome = Outcome.PASSED
+    outcome: CaseOutcome = CaseOutcome.PASSED
     reason: str | None = None
     command: str | None = None
     """None where the run line says it."""
@@ -137,15 +137,15 @@ _SAME = (
 _FIGURES = (
     "latency_ms", "end_to_end_ms", "tokens_per_s", "peak_mem_mib", "compile_s", "flops", "bytes_moved",
 )  # fmt: skip
-_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Line)}
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(RecordLine)}
 _ENCODER = msgspec.json.Encoder()
-_DECODER = msgspec.json.Decoder(Line)
+_DECODER = msgspec.json.Decoder(RecordLine)
 
 
 def encode(record: Record, *, with_command: bool) -> str:
     """One line, without a line break."""
     named = _named(record.key.name)
-    line = Line(
+    line = RecordLine(
         key=dataclasses.asdict(record.key),
         command=record.command if with_command else None,
         correctness=_correctness_line(record.correctness),
@@ -190,7 +190,7 @@ def _plain(config: Any) -> dict[str, Any] | None:
     return None if config is None else dict(config)
 
 
-def decode(text: bytes) -> tuple[Key, Line]:
+def decode(text: bytes) -> tuple[Key, RecordLine]:
     """A line and its key. Raises ValueError naming the field that is wrong by its path in the line ("$.latency_ms")."""
     try:
         line = _DECODER.decode(text)
@@ -199,7 +199,7 @@ def decode(text: bytes) -> tuple[Key, Line]:
     return _key(line), line
 
 
-def record(line: Line, key: Key, fingerprint: Fingerprint, command: str | None) -> Record:
+def record(line: RecordLine, key: Key, fingerprint: Fingerprint, command: str | None) -> Record:
     """The record of a line; `command` is what its run line says for the case."""
     return Record(
         key=key,
@@ -217,7 +217,7 @@ def _correctness(line: _Correctness | None) -> Correctness | None:
     if line is None:
         return None
     checks = tuple(
-        Check(f"{check.name}, {of}" if of else check.name, check.error, check.budget)
+        OracleCheck(f"{check.name}, {of}" if of else check.name, check.error, check.budget)
         for of, group in line.checks.items()
         for check in group
     )
@@ -228,7 +228,7 @@ def _values(struct: msgspec.Struct) -> tuple[Any, ...]:
     return msgspec.structs.astuple(struct)
 
 
-def _key(line: Line) -> Key:
+def _key(line: RecordLine) -> Key:
     if isinstance(line.key, dict):
         return _full_key(_ENCODER.encode(line.key))
     config = line.config if isinstance(line.config, str) else _ENCODER.encode(line.config)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Correctness, Outcome
+from benchmarks.cases.outcome import CaseOutcome, Correctness
 from benchmarks.history.samples import SampleSummary
 from benchmarks.timing.clocks import ClockSummary
 from harness.fingerprint import Fingerprint
@@ -24,7 +24,7 @@ _NOT_NEGATIVE = ("peak_mem_mib", "compile_s")  # a call can need nothing beside 
 
 def check_figures(of: Any) -> None:
     """Raises ValueError where the figures of a record, or of its line in a file, do not go with its outcome."""
-    if of.outcome is not Outcome.PASSED:
+    if of.outcome is not CaseOutcome.PASSED:
         if not of.reason:
             raise ValueError(f"{of.outcome.value} needs a reason")
         for name in NUMBERS:
@@ -54,7 +54,7 @@ class Record:
     """One measurement: one implementation on one case."""
 
     key: Key
-    outcome: Outcome
+    outcome: CaseOutcome
     reason: str | None
     """Why it is not PASSED; None where it is."""
     fingerprint: Fingerprint

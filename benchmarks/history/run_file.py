@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.cases.key import Key
 from benchmarks.history import record_line, samples
-from benchmarks.history.record_line import Line
+from benchmarks.history.record_line import RecordLine
 from benchmarks.history.records import Record
 from benchmarks.history.samples import RawSamples
 from harness import schema
@@ -151,18 +151,18 @@ def _shared_command(records: Iterable[Record]) -> str | None:
 
 def read(path: Path) -> Iterator[Record | DamagedLine]:
     """Every record of a file in order, and every line that is none, by name."""
-    return (found.record() if isinstance(found, Entry) else found for found in entries(path))
+    return (found.record() if isinstance(found, StoredRecord) else found for found in entries(path))
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StoredRecord:
     """A record in a file, read and checked; most questions need no more of it than this."""
 
     number: int
     """Of its line, counted from 1."""
     key: Key
     fingerprint: Fingerprint
-    figures: Record | Line
+    figures: Record | RecordLine
     """What was measured: the names are a record's."""
     run: Run | None
     """None in a file of an earlier version."""
@@ -175,7 +175,7 @@ class Entry:
         return record_line.record(self.figures, self.key, self.fingerprint, command)
 
 
-def entries(path: Path) -> Iterator[Entry | DamagedLine]:
+def entries(path: Path) -> Iterator[StoredRecord | DamagedLine]:
     """Every record of a file in order, and every line that is none, by name."""
     try:
         lines = list(read_lines(path))
@@ -190,10 +190,10 @@ def entries(path: Path) -> Iterator[Entry | DamagedLine]:
                 run = _run(line)
             elif run is None:
                 old, _ = record_line.decode_old(line)
-                yield Entry(number, old.key, old.fingerprint, old, None)
+                yield StoredRecord(number, old.key, old.fingerprint, old, None)
             else:
                 key, found = record_line.decode(line)
-                yield Entry(number, key, run.fingerprint, found, run)
+                yield StoredRecord(number, key, run.fingerprint, found, run)
         except (ValueError, TypeError, RecursionError) as error:  # JSON and Unicode errors are ValueErrors
             yield DamagedLine(path, number, f"{type(error).__name__}: {error}")
 

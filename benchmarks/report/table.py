@@ -20,7 +20,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """One table; every row is as long as the head."""
 
     head: Sequence[str]

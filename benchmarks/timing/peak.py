@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from benchmarks.timing import latency
-from benchmarks.timing.latency import Plan
+from benchmarks.timing.latency import SamplingPlan
 from harness.machines import Machine
 from harness.peak import MeasuredPeak
 
-_PLAN = Plan(min_samples=10, min_time_s=0.1, wall_limit_s=1.0)
+_PLAN = SamplingPlan(min_samples=10, min_time_s=0.1, wall_limit_s=1.0)
 _GPU_MATRIX, _CPU_MATRIX = 8192, 1024
 _CACHES_COPIED = 20  # a copy this many times as large as the last cache goes through memory
 _COPY_BYTES = {"cuda": (2**27, 2**30), "cpu": (2**27, 2**28)}

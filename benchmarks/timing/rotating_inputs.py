@@ -12,7 +12,7 @@ from benchmarks.cases.outcome import Correctness
 from benchmarks.cases.work import Work
 from benchmarks.correctness import anti_cheat
 from benchmarks.timing import cuda_graphs, latency
-from benchmarks.timing.latency import Plan, Timing
+from benchmarks.timing.latency import SamplingPlan, Timing
 
 _ROOM = 4
 """A copy is made where this many times the inputs are free on the device: it needs outputs and scratch too."""
@@ -30,7 +30,7 @@ class RotatingInputs:
         ]
         self._device, self._cache = device, key.cache
 
-    def time(self, plan: Plan) -> Timing:
+    def time(self, plan: SamplingPlan) -> Timing:
         """Time them in turn; ahead of each call one value of each input changes, and at last back."""
         touch = anti_cheat.Touch(x for work in self._works for x in work.inputs.values())
         try:

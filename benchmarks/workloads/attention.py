@@ -17,7 +17,7 @@ from benchmarks.cases.outcome import Correctness
 from benchmarks.cases.work import Call, Work
 from benchmarks.correctness import all_rows, anti_cheat, oracle, verify
 from benchmarks.correctness.all_rows import RowComparison
-from benchmarks.correctness.oracle import Row
+from benchmarks.correctness.oracle import QueryRow
 from benchmarks.correctness.verify import Answer
 from benchmarks.workloads import roofline
 from nsa import Aux, NSAConfig, nsa_attention
@@ -42,7 +42,7 @@ class Implementation:
     """Runs it, on the inputs that are timed, with the backward pass or without, on rows that the seed draws."""
     chosen: Callable[[Problem], Aux | None]
     """The blocks that it selects, which the timed call does not return; None for dense attention."""
-    compare: Callable[[Problem, Answer, Aux | None, Sequence[Row]], Correctness]
+    compare: Callable[[Problem, Answer, Aux | None, Sequence[QueryRow]], Correctness]
     """Compares these rows of what the timed call returned with the oracle."""
     compare_all: Callable[[Problem, Answer, Aux | None, Tensor], RowComparison]
     """Compares these rows [R], all or some of each tile, with the second implementation."""
@@ -121,7 +121,7 @@ def _sparse(
         with torch.no_grad():
             return with_aux(p)[1]
 
-    def compare(p: Problem, answer: Answer, aux: Aux | None, picked: Sequence[Row]) -> Correctness:
+    def compare(p: Problem, answer: Answer, aux: Aux | None, picked: Sequence[QueryRow]) -> Correctness:
         assert aux is not None
         return verify.compare_nsa(p, config, answer, aux, picked)
 
@@ -138,7 +138,7 @@ def _dense(baseline: Baseline) -> Implementation:
     def check(p: Problem, backward: bool, seed: int) -> Correctness:
         return verify.check_dense(p, baseline.attend, name, rows=DENSE_ROWS, backward=backward, seed=seed)
 
-    def compare(p: Problem, answer: Answer, _: Aux | None, picked: Sequence[Row]) -> Correctness:
+    def compare(p: Problem, answer: Answer, _: Aux | None, picked: Sequence[QueryRow]) -> Correctness:
         return verify.compare_dense(p, answer, name, picked)
 
     def compare_all(p: Problem, answer: Answer, _: Aux | None, rows: Tensor) -> RowComparison:

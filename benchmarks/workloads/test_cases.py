@@ -13,7 +13,7 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.history import speedup
 from benchmarks.runner import Measurement
 
@@ -52,7 +52,7 @@ def test_case(key: Key, measure: Callable[[Key], Measurement], benchmark: Benchm
     record = measured.record
     if speedup.faults([record]):
         pytest.fail(f"{record.outcome.value}: {record.reason}", pytrace=False)
-    if record.outcome is not Outcome.PASSED or measured.raw is None:
+    if record.outcome is not CaseOutcome.PASSED or measured.raw is None:
         pytest.skip(f"{record.outcome.value}: {record.reason}")
     benchmark.group = key.case
     benchmark.extra_info.update(

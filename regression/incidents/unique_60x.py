@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Check, Correctness, Outcome
+from benchmarks.cases.outcome import CaseOutcome, Correctness, OracleCheck
 from benchmarks.history import speedup
 from benchmarks.history.records import Record
 from harness import fingerprint
@@ -79,10 +79,12 @@ def as_the_bench_does(after: Record, before: Record) -> float | None:
 
 
 def _record(key: Key, tokens_per_s: float, identity: fingerprint.Fingerprint) -> Record:
-    checked = Correctness(1, (Check("o", 0.0, 1.0),), key.backend_asked or key.implementation)
+    checked = Correctness(1, (OracleCheck("o", 0.0, 1.0),), key.backend_asked or key.implementation)
     tokens = key.batch * key.num_queries
     latency_ms = tokens / tokens_per_s * 1e3
-    return Record(key, Outcome.PASSED, None, identity, "", checked, latency_ms=latency_ms, tokens_per_s=tokens_per_s)
+    return Record(
+        key, CaseOutcome.PASSED, None, identity, "", checked, latency_ms=latency_ms, tokens_per_s=tokens_per_s
+    )
 
 
 def _measured(

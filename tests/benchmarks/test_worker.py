@@ -13,14 +13,14 @@ import pytest
 
 from benchmarks import runner, worker
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.cases.work import Work
 from benchmarks.history.records import Record
 from benchmarks.runner import Measurement
-from benchmarks.timing.latency import Plan
+from benchmarks.timing.latency import SamplingPlan
 from tests.benchmarks.synthetic import FINGERPRINT, key
 
-PLAN = Plan(min_samples=3, min_time_s=0.0, wall_limit_s=5.0, warmup_calls=1)
+PLAN = SamplingPlan(min_samples=3, min_time_s=0.0, wall_limit_s=5.0, warmup_calls=1)
 SOUND, HANGS, DIES = 64, 65, 66
 """Lengths: what a case of this length does."""
 HUNG = "WORKER_TEST_HUNG"
@@ -119,7 +119,7 @@ def test_a_crash_on_a_gpu_is_given_a_new_process(monkeypatch: pytest.MonkeyPatch
             Fake.made += 1
 
         def measure(self, the_key: Key, command: str, _: float) -> Measurement:
-            return Measurement(Record(the_key, Outcome.CRASHED, "an illegal memory access", FINGERPRINT, command))
+            return Measurement(Record(the_key, CaseOutcome.CRASHED, "an illegal memory access", FINGERPRINT, command))
 
         def close(self) -> None:
             pass

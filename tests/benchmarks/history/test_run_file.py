@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Check, Correctness, Outcome
+from benchmarks.cases.outcome import CaseOutcome, Correctness, OracleCheck
 from benchmarks.history import run_file, samples
 from benchmarks.history.records import Record
 from benchmarks.history.run_file import DamagedLine
@@ -31,11 +31,13 @@ from tests.benchmarks.synthetic import FINGERPRINT, GREEN, failed, key, passed
 COMMAND = "python -m benchmarks run --cases"
 EVERYTHING = Record(
     key=key(cache="cold", launch="graph", config={"l": 32}),
-    outcome=Outcome.PASSED,
+    outcome=CaseOutcome.PASSED,
     reason=None,
     fingerprint=FINGERPRINT,
     command="python -m benchmarks run --cases 'a b'",
-    correctness=Correctness(8, (Check("o", 1.5e-7, 2e-7), Check("dq, all rows", 0.0, 2e-7)), "torch", 7, 512),
+    correctness=Correctness(
+        8, (OracleCheck("o", 1.5e-7, 2e-7), OracleCheck("dq, all rows", 0.0, 2e-7)), "torch", 7, 512
+    ),
     latency_ms=1.25,
     interval_ms=(1.0, 1.5),
     end_to_end_ms=1.5,
@@ -55,9 +57,9 @@ EVERYTHING = Record(
 )
 RECORDS = {
     "passed": passed(key()),
-    "failed": failed(key(implementation="sdpa-flash"), Outcome.UNSUPPORTED, "no <kernel> & no 'luck'"),
+    "failed": failed(key(implementation="sdpa-flash"), CaseOutcome.UNSUPPORTED, "no <kernel> & no 'luck'"),
     "not finite": Record(
-        key(), Outcome.NONFINITE, "NaN", FINGERPRINT, "c", Correctness(8, (Check("o", None, 2e-7),), "torch")
+        key(), CaseOutcome.NONFINITE, "NaN", FINGERPRINT, "c", Correctness(8, (OracleCheck("o", None, 2e-7),), "torch")
     ),
     "a model": passed(key("train-step", model="125m")),
     "a name with a path": passed(key(implementation="../$x")),
@@ -113,7 +115,7 @@ def test_a_record_of_a_quick_run_takes_six_hundred_bytes(tmp_path: Path) -> None
         key=key(dtype="bfloat16", cache="cold", config=None),
         command=run_file.case_command(COMMAND, key(dtype="bfloat16", cache="cold", config=None)),
         correctness=Correctness(
-            16, tuple(Check(f"d{i}, fresh inputs", 0.0023450123, 0.0071230456) for i in range(6)), "triton", 7, 9
+            16, tuple(OracleCheck(f"d{i}, fresh inputs", 0.0023450123, 0.0071230456) for i in range(6)), "triton", 7, 9
         ),
         peak_mem_source="cuda_allocator",
         clock="cuda_event",
@@ -280,7 +282,7 @@ def test_committed_runs_are_read() -> None:
     """Some of them have the earlier names."""
     found, damaged = run_file.read_all(ROOT / "results")
     assert damaged == []
-    assert all(record.correctness for record in found if record.outcome is Outcome.PASSED)
+    assert all(record.correctness for record in found if record.outcome is CaseOutcome.PASSED)
 
 
 def test_the_first_field_that_is_missing_is_named() -> None:

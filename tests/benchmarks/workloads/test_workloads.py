@@ -18,11 +18,11 @@ from torch import Tensor
 import nsa
 from benchmarks import runner
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.commands import options
 from benchmarks.correctness.verify import IncorrectError
 from benchmarks.history.store import Store
-from benchmarks.timing.latency import Plan
+from benchmarks.timing.latency import SamplingPlan
 from benchmarks.workloads import attention, parts, prepare, roofline, train_step
 from benchmarks.workloads.parts import PARTS
 from harness.fingerprint import ROOT
@@ -30,7 +30,7 @@ from nsa import NSAConfig
 from nsa.model import DecoderLM
 from tests.benchmarks.synthetic import CONFIG, FINGERPRINT, key
 
-PLAN = Plan(min_samples=2, min_time_s=0.0, wall_limit_s=5.0, warmup_calls=1)
+PLAN = SamplingPlan(min_samples=2, min_time_s=0.0, wall_limit_s=5.0, warmup_calls=1)
 TERA = 1e12
 
 
@@ -104,7 +104,7 @@ def test_operations_of_a_train_step() -> None:
 @pytest.mark.parametrize("mode", PARTS)
 def test_each_part_is_measured_behind_the_oracle(mode: str) -> None:
     record = runner.measure(key(mode, length=96, batch=2), "cpu", PLAN, FINGERPRINT, "command").record
-    assert (record.outcome, record.reason) == (Outcome.PASSED, None)
+    assert (record.outcome, record.reason) == (CaseOutcome.PASSED, None)
     assert record.correctness is not None
     assert [check.name for check in record.correctness.checks[:2]] == ["block_indices", "o"]
     assert record.correctness.path == "torch"
@@ -161,7 +161,7 @@ def test_a_case_that_cannot_fit_is_not_tried_and_says_so(monkeypatch: pytest.Mon
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"total": 24 * prepare.GIB}))
     monkeypatch.setattr(attention, "prepare", lambda *_: pytest.fail("tried"))
     record = runner.measure(large("prefill-forward-backward"), "cpu", PLAN, FINGERPRINT, "command").record
-    assert record.outcome is Outcome.OUT_OF_MEMORY
+    assert record.outcome is CaseOutcome.OUT_OF_MEMORY
     assert record.reason is not None
     assert record.reason.startswith("MemoryError: not tried: it takes about 2")
     assert record.reason.endswith(" GiB, and the device has 24.0")
