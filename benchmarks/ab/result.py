@@ -147,7 +147,7 @@ class ComparisonResult:
 def path(results: Path, utc: str, base: Side, head: Side) -> Path:
     """The file of one comparison."""
     names = (side.commit[:10] if side.commit and not side.dirty else side.nsa_sha256[:10] for side in (base, head))
-    return results / "verdicts" / ("-".join([utc.replace("-", "").replace(":", ""), *names]) + ".jsonl")
+    return results / "verdicts" / ("-".join([jsonl.compact_utc(utc), *names]) + ".jsonl")
 
 
 def read(results: Path) -> tuple[list[ComparisonResult], list[str]]:

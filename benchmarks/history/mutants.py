@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from harness import schema
+from harness import jsonl, schema
 from harness.fingerprint import Fingerprint
-from nsa.io import append_line, atomic_write, read_lines
+from nsa.io import append_line, read_lines
 
 FOLDER = "mutants"
 """Below results/."""
@@ -110,11 +110,9 @@ def rates(lines: Sequence[MutantResult]) -> list[KillRate]:
 
 
 def create(results: Path, begin: Header) -> Path:
-    """A new file <utc>-<commit>.jsonl with its first line; the moment has milliseconds, so that names differ."""
-    where = begin.fingerprint
-    stem = f"{where.utc.replace('-', '').replace(':', '')}-{(where.commit or 'nocommit')[:10]}"
-    path = results / FOLDER / f"{stem}.jsonl"
-    atomic_write(path, (_json(begin) + "\n").encode())
+    """A new file with its first line."""
+    path = jsonl.create(results / FOLDER, begin.fingerprint)
+    append_line(path, _json(begin))
     return path
 
 

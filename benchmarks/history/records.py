@@ -13,6 +13,7 @@ from benchmarks.cases.outcome import CaseOutcome, Correctness
 from benchmarks.history.samples import SampleSummary
 from benchmarks.timing.clocks import ClockSummary
 from harness.fingerprint import Fingerprint
+from harness.peak import MIB
 
 NUMBERS = (
     "latency_ms", "samples", "interval_ms", "end_to_end_ms", "tokens_per_s", "peak_mem_mib", "compile_s",
@@ -133,6 +134,6 @@ class Record:
         if self.tflops is not None:
             shares.append(self.tflops / peak.tflops(self.key.dtype))
         if self.bytes_moved is not None:
-            cached = 0.0 if self.key.cache == "cold" else (peak.cache_mib or 0.0) * 2**20
+            cached = 0.0 if self.key.cache == "cold" else (peak.cache_mib or 0.0) * MIB
             shares.append(max(self.bytes_moved - cached, 0.0) / self.latency_ms / 1e9 / peak.copy_tb_per_s)
         return max(shares, default=None)

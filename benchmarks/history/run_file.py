@@ -20,7 +20,7 @@ from benchmarks.history import record_line, samples
 from benchmarks.history.record_line import RecordLine
 from benchmarks.history.records import Record
 from benchmarks.history.samples import RawSamples
-from harness import schema
+from harness import jsonl, schema
 from harness.fingerprint import Fingerprint
 from nsa.io import append_bytes, append_line, append_lines, read_lines
 
@@ -62,21 +62,10 @@ def case_command(command: str, key: Key) -> str:
 
 
 def create(results: Path, fingerprint: Fingerprint, command: str | None = None) -> Path:
-    """A new file with its run line; -2, -3, ... where another run has the name."""
-    utc = fingerprint.utc.replace("-", "").replace(":", "")
-    commit = (fingerprint.commit or "nocommit")[:10]
-    first = results / "runs" / fingerprint.machine / f"{utc}-{commit}.jsonl"
-    first.parent.mkdir(parents=True, exist_ok=True)
-    path, number = first, 1
-    while True:
-        try:
-            path.touch(exist_ok=False)  # atomic: two processes cannot both make it
-        except FileExistsError:
-            number += 1
-            path = first.with_name(f"{first.stem}-{number}.jsonl")
-        else:
-            append_line(path, _run_line(Run(VERSION, fingerprint, command)))
-            return path
+    """A new file with its run line."""
+    path = jsonl.create(results / "runs" / fingerprint.machine, fingerprint)
+    append_line(path, _run_line(Run(VERSION, fingerprint, command)))
+    return path
 
 
 def append(path: Path, record: Record) -> None:

@@ -14,7 +14,7 @@ from benchmarks.ab import calibration
 from benchmarks.ab.calibration import Calibration, CalibrationRate
 from benchmarks.report import style
 from benchmarks.report.folder import Picture, ReportFolder
-from benchmarks.report.table import NBSP, Cell, ReportTable, number
+from benchmarks.report.table import NBSP, Cell, ReportTable, number, version
 
 _Z = 1.96  # two-sided 95 %
 
@@ -64,7 +64,7 @@ def show(folder: ReportFolder, one: Calibration) -> CalibrationSection:
         rules=_rules(one),
         picture=_picture(folder, one),
         when=where.utc,
-        commit=(where.commit or "unknown")[:10] + (" + changes" if where.dirty else ""),
+        commit=version(where.commit, where.dirty),
         command=one.command,
     )
 

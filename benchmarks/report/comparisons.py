@@ -8,7 +8,20 @@ from dataclasses import dataclass
 
 from benchmarks.ab.result import CompareVerdict, ComparisonResult, Side
 from benchmarks.history.accepted import Acceptance
-from benchmarks.report.table import BAD, GOOD, NAME, NBSP, PLAIN, Cell, ReportTable, digits, number, percent, when
+from benchmarks.report.table import (
+    BAD,
+    GOOD,
+    NAME,
+    NBSP,
+    PLAIN,
+    Cell,
+    ReportTable,
+    digits,
+    number,
+    percent,
+    version,
+    when,
+)
 
 GRAVEST_FIRST = (
     CompareVerdict.FAILED,
@@ -135,5 +148,5 @@ def accepted(entries: Iterable[Acceptance]) -> ReportTable:
 
 
 def _side(side: Side) -> str:
-    commit = (side.commit or "no commit")[:10] + (" + changes" if side.dirty else "")
+    commit = version(side.commit, side.dirty)
     return commit if side.ref == side.commit else f"{side.ref} ({commit})"

@@ -5,16 +5,14 @@ The incidents are another suite's, so that its files are read here by the fields
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report.table import BAD, CODE, GOOD, NAME, NBSP, Cell, ReportTable, when
-from harness import schema
-from nsa.io import read_lines
+from benchmarks.report.table import BAD, CODE, GOOD, NAME, NBSP, Cell, ReportTable, version, when
+from harness import jsonl, schema
 
 PASSED, SKIPPED = "PASSED", "SKIPPED"
 COLUMNS: Mapping[str, frozenset[str]] = {
@@ -72,11 +70,9 @@ def read(results: Path) -> tuple[list[IncidentReplay], list[str]]:
     entries: list[IncidentReplay] = []
     damaged: list[str] = []
     for path in sorted((results / "regression").glob("*/*.jsonl"), key=lambda path: path.name):
-        for number, line in read_lines(path):
-            try:
-                entries.append(_entry(json.loads(line)))
-            except (ValueError, TypeError, RecursionError) as error:
-                damaged.append(f"{path.relative_to(results)}:{number}: {type(error).__name__}: {error}")
+        found, wrong = jsonl.read_as(path, _entry)
+        entries += found
+        damaged += [f"{path.parent.relative_to(results)}/{one}" for one in wrong]
     return entries, damaged
 
 
@@ -158,7 +154,7 @@ def _not_run(run: Sequence[IncidentReplay], known: Set[str]) -> Cell:
 
 
 def _commit(where: Where) -> Cell:
-    return Cell((where.commit or "unknown")[:10] + (" + changes" if where.dirty else ""), CODE)
+    return Cell(version(where.commit, where.dirty), CODE)
 
 
 def _column(product: Sequence[IncidentReplay], column: str) -> Cell:

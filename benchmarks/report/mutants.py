@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.history import mutants
 from benchmarks.history.mutants import Header, MutantOutcome, MutantResult
-from benchmarks.report.table import BAD, CODE, GOOD, NAME, NBSP, Cell, ReportTable, number, when
+from benchmarks.report.table import BAD, CODE, GOOD, NAME, NBSP, Cell, ReportTable, number, version, when
 
 
 @dataclass(frozen=True)
@@ -86,4 +86,4 @@ def unseen(commits: Sequence[Commit]) -> ReportTable:
 
 def _commit(commit: Commit) -> Cell:
     where = commit.begin.fingerprint
-    return Cell((where.commit or "unknown")[:10] + (" + changes" if where.dirty else ""), CODE)
+    return Cell(version(where.commit, where.dirty), CODE)

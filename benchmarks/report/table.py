@@ -37,6 +37,11 @@ def when(utc: str) -> Cell:
     return Cell(utc[:16].replace("T", " "), BRIEF)
 
 
+def version(commit: str | None, dirty: bool | None) -> str:
+    """A commit, and whether the sources differed from it: "0123456789 + changes"."""
+    return (commit or "unknown")[:10] + (" + changes" if dirty else "")
+
+
 def digits(x: float) -> str:
     """Four digits where there is a fraction to show."""
     return f"{x:.0f}" if abs(x) >= 1000 else f"{x:.4g}"

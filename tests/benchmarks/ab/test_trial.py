@@ -76,8 +76,8 @@ def test_children_end_with_their_parent(tmp_path: Path) -> None:
     """Killed without a word, the parent leaves no process behind, however busy, and no file."""
     sources(tmp_path, "import os, sys, time\nprint(os.getpid(), os.getppid(), flush=True)\ntime.sleep(600)\n")
     program = (
-        "import os, pathlib, sys; from benchmarks.ab.child import WorkerProcess; from benchmarks.ab.checkout import Sources;"
-        " folder = pathlib.Path(sys.argv[1]); child = WorkerProcess(Sources(None, folder / 'side0', folder / 'benches'));"
+        "import os, pathlib, sys; from benchmarks.ab import checkout, child; folder = pathlib.Path(sys.argv[1]);"
+        " child = child.WorkerProcess(checkout.Sources(None, folder / 'side0', folder / 'benches'));"
         " print(child._child.stdout.readline().decode().strip(), flush=True); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run(
