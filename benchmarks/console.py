@@ -11,10 +11,10 @@ from tqdm import tqdm
 
 from benchmarks.cases.key import NSA, Key
 from benchmarks.history.records import Record
-from benchmarks.history.speedup import Comparison, speed_up
+from benchmarks.history.speedup import BaselineComparison, speed_up
 
 
-class Progress:
+class RunProgress:
     """Lines of finished measurements on stdout; on a terminal, below them on stderr, what runs and the time left."""
 
     def __init__(self, keys: Sequence[Key]) -> None:
@@ -24,7 +24,7 @@ class Progress:
         self._bar = tqdm(total=len(keys), unit="case", leave=False, dynamic_ncols=True, disable=None)  # None: no log
         self._name_next()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> RunProgress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -78,7 +78,7 @@ def _ratio(record: Record, other: Record) -> str:
     return "" if faster is None else f"{faster:.2f}x as fast as {other.key.implementation}"
 
 
-def table(comparisons: Sequence[Comparison]) -> str:
+def table(comparisons: Sequence[BaselineComparison]) -> str:
     """One line per case: NSA, then each baseline with how many times as fast NSA is."""
     width = max((len(comparison.nsa.key.case) for comparison in comparisons), default=len("case"))
     lines = [f"{'case':<{width}} {'nsa':>12}  baselines (NSA is so many times as fast)"]

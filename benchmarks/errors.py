@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.baselines import NotPresentError, UnsupportedError
 from benchmarks.cases.key import NSA
-from benchmarks.cases.outcome import Gate, Outcome
+from benchmarks.cases.outcome import CaseOutcome, Correctness
 from benchmarks.correctness.verify import IncorrectError, NonFiniteError
 from benchmarks.timing.clocks import Clocks
 from benchmarks.timing.cuda_graphs import CannotCaptureError
@@ -26,39 +26,39 @@ class ThrottledError(Exception):
 class MemoryChildError(Exception):
     """The child of a memory case has no figure: what became of it, why, and its comparison with the oracle, if any."""
 
-    def __init__(self, outcome: Outcome, reason: str, gate: Gate | None = None) -> None:
-        self.outcome, self.gate = outcome, gate
+    def __init__(self, outcome: CaseOutcome, reason: str, correctness: Correctness | None = None) -> None:
+        self.outcome, self.correctness = outcome, correctness
         super().__init__(reason)
 
 
-def classify(error: Exception, implementation: str) -> tuple[Outcome, str]:
+def classify(error: Exception, implementation: str) -> tuple[CaseOutcome, str]:
     """The outcome that an exception of this implementation means, and one line that says why.
 
     What a baseline cannot import is not installed; NSA is always here, and an import that fails in it is its fault.
     """
     text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
     if isinstance(error, (IncorrectError, UnjoinedWorkError)):
-        return Outcome.INCORRECT, str(error)
+        return CaseOutcome.INCORRECT, str(error)
     if isinstance(error, MemoryChildError):
         return error.outcome, str(error)
     if isinstance(error, ThrottledError):
-        return Outcome.THROTTLED, str(error)
+        return CaseOutcome.THROTTLED, str(error)
     if isinstance(error, NonFiniteError):
-        return Outcome.NONFINITE, str(error)
+        return CaseOutcome.NONFINITE, str(error)
     if isinstance(error, NotPresentError):
-        return Outcome.NOT_PRESENT, str(error)
+        return CaseOutcome.NOT_PRESENT, str(error)
     if isinstance(error, ImportError) and implementation != NSA:
-        return Outcome.NOT_PRESENT, text
+        return CaseOutcome.NOT_PRESENT, text
     if isinstance(error, UnsupportedError):
-        return Outcome.UNSUPPORTED, str(error)
+        return CaseOutcome.UNSUPPORTED, str(error)
     if isinstance(error, CannotCaptureError):
-        return Outcome.UNSUPPORTED, text
+        return CaseOutcome.UNSUPPORTED, text
     if isinstance(error, subprocess.TimeoutExpired):
-        return Outcome.STALLED, f"no answer within {error.timeout:.0f} s"
+        return CaseOutcome.STALLED, f"no answer within {error.timeout:.0f} s"
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text:
-        return Outcome.OUT_OF_MEMORY, text
+        return CaseOutcome.OUT_OF_MEMORY, text
     if type(error).__module__.startswith("triton.") and type(error).__name__ in ("CompilationError", "OutOfResources"):
-        return Outcome.COMPILE_ERROR, text
+        return CaseOutcome.COMPILE_ERROR, text
     if isinstance(error, ValueError) and "cannot serve this call" in text:
-        return Outcome.UNSUPPORTED, text
-    return Outcome.CRASHED, text
+        return CaseOutcome.UNSUPPORTED, text
+    return CaseOutcome.CRASHED, text

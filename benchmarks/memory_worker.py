@@ -2,7 +2,7 @@
 
 The oracle comes after the peak, because what it allocates would hide the call's; the figure leaves that process only
 if the oracle is green. `python -m benchmarks.memory_worker '{"key": {...}, "seed": 1}'` is the child; the last line of
-its stdout is JSON: {"gate", "peak"}, or with the exit code `FAILED` {"gate", "outcome", "reason"}.
+its stdout is JSON: {"correctness", "peak"}, or with the exit code `FAILED` {"correctness", "outcome", "reason"}.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Gate, Outcome
+from benchmarks.cases.outcome import CaseOutcome, Correctness
 from benchmarks.correctness.verify import joined
 from benchmarks.errors import MemoryChildError, classify
 from benchmarks.timing import memory
@@ -32,23 +32,24 @@ _MMAP_THRESHOLD_BYTES = 2**16
 _WARM_UP_TOKENS = 128  # loads the libraries and starts the threads, too small to show
 
 
-def measure(key: Key, deadline_s: float, seed: int) -> tuple[Gate, PeakMemory]:
-    """Gate and peak of one key from a guarded child; the seed draws what is compared.
+def measure(key: Key, deadline_s: float, seed: int) -> tuple[Correctness, PeakMemory]:
+    """Correctness and peak of one key from a guarded child; the seed draws what is compared.
 
     Raises MemoryChildError, or subprocess.TimeoutExpired at the deadline.
     """
     status, said, log = _run_child({"key": dataclasses.asdict(key), "seed": seed}, deadline_s)
     if status == -signal.SIGKILL:
         raise MemoryChildError(
-            Outcome.OUT_OF_MEMORY, "the child was killed (SIGKILL), as Linux does when memory runs out"
+            CaseOutcome.OUT_OF_MEMORY, "the child was killed (SIGKILL), as Linux does when memory runs out"
         )
     if status not in (0, FAILED):
-        raise MemoryChildError(Outcome.CRASHED, (log.strip() or f"exit code {status}").splitlines()[-1])
+        raise MemoryChildError(CaseOutcome.CRASHED, (log.strip() or f"exit code {status}").splitlines()[-1])
     answer = json.loads(said.splitlines()[-1])
-    gate = None if answer["gate"] is None else schema.build(Gate, answer["gate"], "gate")
-    if gate is None or status == FAILED:
-        raise MemoryChildError(Outcome(answer["outcome"]), answer["reason"], gate)
-    return gate, PeakMemory(**answer["peak"])
+    found = answer["correctness"]
+    correctness = None if found is None else schema.build(Correctness, found, "correctness")
+    if correctness is None or status == FAILED:
+        raise MemoryChildError(CaseOutcome(answer["outcome"]), answer["reason"], correctness)
+    return correctness, PeakMemory(**answer["peak"])
 
 
 def _run_child(task: Mapping[str, Any], deadline_s: float) -> tuple[int, str, str]:
@@ -64,16 +65,16 @@ def main() -> int:
     task = json.loads(sys.argv[1])
     key = Key(**task["key"])
     try:
-        gate, peak = _measured(key, task["seed"])
+        correctness, peak = _measured(key, task["seed"])
     except Exception as error:
         outcome, reason = classify(error, key.implementation)
-        _print({"gate": getattr(error, "gate", None), "outcome": outcome.value, "reason": reason})
+        _print({"correctness": getattr(error, "correctness", None), "outcome": outcome.value, "reason": reason})
         return FAILED
-    _print({"gate": gate, "peak": peak})
+    _print({"correctness": correctness, "peak": peak})
     return 0
 
 
-def _measured(key: Key, seed: int) -> tuple[Gate, PeakMemory]:
+def _measured(key: Key, seed: int) -> tuple[Correctness, PeakMemory]:
     small = dataclasses.replace(key, num_queries=_WARM_UP_TOKENS, num_keys=_WARM_UP_TOKENS)
     attention.prepare(small, "cpu").call()
     work = attention.prepare(key, "cpu")

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import memory_worker
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Gate, Outcome
+from benchmarks.cases.outcome import CaseOutcome, Correctness
 from benchmarks.cases.work import Work
 from benchmarks.correctness import anti_cheat, row_sampling
 from benchmarks.correctness.verify import IncorrectError, joined, require_finite
@@ -24,8 +24,8 @@ from benchmarks.workloads.prepare import prepare
 from harness.fingerprint import Fingerprint
 from harness.peak import MeasuredPeak
 
-QUICK = latency.Plan(min_samples=6, min_time_s=0.1, wall_limit_s=2.0, precision=0.02)
-FULL = latency.Plan(min_samples=10, min_time_s=0.5, wall_limit_s=5.0, precision=0.01)
+QUICK = latency.SamplingPlan(min_samples=6, min_time_s=0.1, wall_limit_s=2.0, precision=0.02)
+FULL = latency.SamplingPlan(min_samples=10, min_time_s=0.5, wall_limit_s=5.0, precision=0.01)
 MEMORY_DEADLINE_S = 300.0
 
 Prepare = Callable[[Key, str], Work]
@@ -43,7 +43,7 @@ class Measurement:
 def run(
     keys: Sequence[Key],
     device: str,
-    plan: latency.Plan,
+    plan: latency.SamplingPlan,
     fingerprint: Fingerprint,
     command: Callable[[Key], str],
     prepare: Prepare = prepare,
@@ -62,26 +62,26 @@ def run(
 def measure(
     key: Key,
     device: str,
-    plan: latency.Plan,
+    plan: latency.SamplingPlan,
     fingerprint: Fingerprint,
     command: str,
     prepare: Prepare = prepare,
     seed: int | None = None,
 ) -> Measurement:
     """One measurement. Only KeyboardInterrupt and the like leave it."""
-    gate: Gate | None = None
+    correctness: Correctness | None = None
     seed = row_sampling.new_seed() if seed is None else seed
     try:
         if key.mode == "memory":
-            gate, peak = memory_worker.measure(key, MEMORY_DEADLINE_S, seed)
+            correctness, peak = memory_worker.measure(key, MEMORY_DEADLINE_S, seed)
             return Measurement(
                 Record(
                     key,
-                    Outcome.PASSED,
+                    CaseOutcome.PASSED,
                     None,
                     fingerprint,
                     command,
-                    gate,
+                    correctness,
                     peak_mem_mib=peak.mib,
                     peak_mem_source=peak.source,
                 )
@@ -90,11 +90,11 @@ def measure(
         before = anti_cheat.digests(work.inputs)
         with work.refusals():
             compile_s = latency.seconds(work.call, device)
-        gate = work.check(seed)
+        correctness = work.check(seed)
         rotating = RotatingInputs(work, key, device)
         timed = rotating.time(plan)
         _require_steady(timed)
-        _require_possible(timed, work, fingerprint.ceilings, device)
+        _require_possible(timed, work, fingerprint.measured_peak, device)
         anti_cheat.require_unchanged(work.inputs, before)
         device_peak = memory.of_cuda(work.call) if device == "cuda" else None
         _finite_outputs(work)
@@ -103,18 +103,18 @@ def measure(
         outcome, reason = classify(error, key.implementation)
         clocks = error.clocks if isinstance(error, ThrottledError) else None
         summary = clocks.summary if clocks else None
-        gate = getattr(error, "gate", None) or gate
+        correctness = getattr(error, "correctness", None) or correctness
         return Measurement(
-            Record(key, outcome, reason, fingerprint, command, gate, clocks=summary),
+            Record(key, outcome, reason, fingerprint, command, correctness, clocks=summary),
             RawSamples(key.name, clocks=clocks) if clocks else None,
         )
     record = Record(
         key,
-        Outcome.PASSED,
+        CaseOutcome.PASSED,
         None,
         fingerprint,
         command,
-        gate if fresh is None else joined(gate, fresh),
+        correctness if fresh is None else joined(correctness, fresh),
         latency_ms=timed.latency_ms,
         samples=SampleSummary.of(timed.samples_ms),
         interval_ms=timed.interval_ms,

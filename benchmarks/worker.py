@@ -18,11 +18,11 @@ from multiprocessing.connection import Connection
 
 from benchmarks import runner
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.correctness import row_sampling
 from benchmarks.history.records import Record
 from benchmarks.runner import Measurement, Prepare
-from benchmarks.timing.latency import Plan
+from benchmarks.timing.latency import SamplingPlan
 from benchmarks.workloads.prepare import prepare
 from harness.fingerprint import Fingerprint
 from harness.isolate import Child
@@ -38,7 +38,7 @@ _STACKS_S = 20.0
 def run(
     keys: Sequence[Key],
     device: str,
-    plan: Plan,
+    plan: SamplingPlan,
     fingerprint: Fingerprint,
     command: Callable[[Key], str],
     prepare: Prepare = prepare,
@@ -54,7 +54,7 @@ def run(
         for key in keys:
             worker = worker or _Worker(device, plan, fingerprint, prepare, seed)
             measured = worker.measure(key, command(key), deadline_s)
-            if worker.ended or (device == "cuda" and measured.record.outcome is Outcome.CRASHED):
+            if worker.ended or (device == "cuda" and measured.record.outcome is CaseOutcome.CRASHED):
                 worker.close()
                 worker = None
             yield measured
@@ -66,7 +66,7 @@ def run(
 class _Worker:
     """The process, and the pipe to it."""
 
-    def __init__(self, device: str, plan: Plan, fingerprint: Fingerprint, prepare: Prepare, seed: int) -> None:
+    def __init__(self, device: str, plan: SamplingPlan, fingerprint: Fingerprint, prepare: Prepare, seed: int) -> None:
         self._fingerprint = fingerprint
         self._pipe, theirs = Pipe()
         with theirs:  # the child holds the only other end: when it dies, this one ends
@@ -86,9 +86,9 @@ class _Worker:
                 measured: Measurement = self._pipe.recv()
                 return measured
             reason = f"no answer within {deadline_s:.0f} s; it stood {self._where()}"
-            outcome = Outcome.STALLED
+            outcome = CaseOutcome.STALLED
         except (EOFError, OSError):
-            reason, outcome = f"the process that measured it {_ending(self._child.wait())}", Outcome.CRASHED
+            reason, outcome = f"the process that measured it {_ending(self._child.wait())}", CaseOutcome.CRASHED
         self.ended = True
         return Measurement(Record(key, outcome, reason, self._fingerprint, command))
 

@@ -7,12 +7,13 @@ import importlib.metadata
 import os
 import platform
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -77,8 +78,10 @@ class Fingerprint:
     it is told, and what it brings (PyTorch, Triton, CUDA, Python, the system) is compared."""
     gpu_clocks: ClockLimits | None = None
     """Highest clocks and power of the GPU as it is set; None without a GPU or NVML."""
-    ceilings: MeasuredPeak | None = None
+    measured_peak: MeasuredPeak | None = None
     """What the device was measured to reach at most, once per run; None where that was not measured."""
+
+    OLD_NAMES: ClassVar[Mapping[str, str]] = {"ceilings": "measured_peak"}
 
     def __post_init__(self) -> None:
         # both become names of files, so that a record from elsewhere must not lead out of the results
@@ -121,7 +124,7 @@ def device_name(machine: Machine) -> str:
     return torch.cuda.get_device_name() if machine.device == "cuda" else _cpu_name()
 
 
-def take(machine: str, device: str, ceilings: MeasuredPeak | None = None) -> Fingerprint:
+def take(machine: str, device: str, measured_peak: MeasuredPeak | None = None) -> Fingerprint:
     """Read the fingerprint of this process on this device type ("cuda" or "cpu")."""
     on_gpu = device == "cuda"
     cpu = _cpu_name()
@@ -148,7 +151,7 @@ def take(machine: str, device: str, ceilings: MeasuredPeak | None = None) -> Fin
         flash_attn=_flash_attn(),
         image=told.image,
         gpu_clocks=nvml.limits() if on_gpu else None,
-        ceilings=ceilings,
+        measured_peak=measured_peak,
     )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 _MARGIN = 1.05
-_MIB = 2**20
+MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class MeasuredPeak:
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
             if name != "cache_mib" and value is not None and not value > 0:  # every share is of one of the others
-                raise ValueError(f"ceilings.{name} must be above 0; got {value}")
+                raise ValueError(f"measured_peak.{name} must be above 0; got {value}")
 
     def tflops(self, dtype: str) -> float:
         """The measured product in this dtype; float16 runs at the speed of bfloat16."""
@@ -47,7 +47,7 @@ class MeasuredPeak:
                 return _exceeded(latency_ms, flops / 1e12, "TFLOP", limit)
         if bytes_moved is not None and self.cache_mib is not None:
             limit = max(_MARGIN * self.copy_tb_per_s, self.sheet_memory_tb_per_s or 0.0)
-            from_memory = bytes_moved - self.cache_mib * _MIB
+            from_memory = bytes_moved - self.cache_mib * MIB
             if from_memory / latency_ms / 1e9 > limit:
                 return _exceeded(latency_ms, from_memory / 1e12, "TB", limit)
         return None

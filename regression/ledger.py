@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from harness import schema
+from harness import jsonl, schema
 from harness.fingerprint import Fingerprint
 from nsa.io import append_line, atomic_write, read_lines
 from regression.contract import Aspect, Evidence, ReproVerdict
@@ -98,19 +98,8 @@ def soak_entry(result: LaneResult, device: str, minutes: float, fingerprint: Fin
 
 
 def create(results: Path, fingerprint: Fingerprint) -> Path:
-    """A new, empty file <utc>-<commit>.jsonl; -2, -3, ... where another run has the name."""
-    folder = results / FOLDER / fingerprint.machine
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = f"{fingerprint.utc.replace('-', '').replace(':', '')}-{(fingerprint.commit or 'nocommit')[:10]}"
-    number = 1
-    while True:
-        path = folder / (f"{stem}.jsonl" if number == 1 else f"{stem}-{number}.jsonl")
-        try:
-            path.touch(exist_ok=False)  # atomic: two processes cannot both make it
-        except FileExistsError:
-            number += 1
-        else:
-            return path
+    """A new, empty file of one run."""
+    return jsonl.create(results / FOLDER / fingerprint.machine, fingerprint)
 
 
 def append(path: Path, record: LedgerEntry) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.ab import sequential
 from benchmarks.ab.calibration_samples import SLOWDOWNS, CalibrationPair
-from benchmarks.ab.result import Rules, Verdict
+from benchmarks.ab.result import CompareVerdict, Rules
 from benchmarks.ab.sequential import CaseResult, PairTiming
 from harness import schema
 from harness.fingerprint import Fingerprint
@@ -26,7 +26,7 @@ from nsa.io import atomic_write
 
 
 @dataclass(frozen=True)
-class Rate:
+class CalibrationRate:
     """What `compare` answered where the slowdown was known."""
 
     slowdown: float
@@ -57,7 +57,7 @@ class Calibration:
     fingerprint: Fingerprint
     rules: Rules
     """What `compare` uses on this machine from now on."""
-    rates: tuple[Rate, ...]
+    rates: tuple[CalibrationRate, ...]
     """Ascending by slowdown, the first is 0. Each comparison was judged with thresholds chosen on the others."""
     cases: tuple[str, ...]
     """Names of the keys that were measured."""
@@ -118,9 +118,9 @@ def split(pairs: Sequence[CalibrationPair], size: int) -> list[Group]:
     return [pairs[i : i + size] for i in range(0, len(pairs) - size + 1, size)]
 
 
-def calibrate(groups: Sequence[Group], rules: Rules) -> tuple[Rules, tuple[Rate, ...]]:
+def calibrate(groups: Sequence[Group], rules: Rules) -> tuple[Rules, tuple[CalibrationRate, ...]]:
     """(thresholds chosen on all groups, rates where each group was judged with those chosen on the other half)."""
-    tallies: dict[float, Counter[Verdict]] = {level: Counter() for level in LEVELS}
+    tallies: dict[float, Counter[CompareVerdict]] = {level: Counter() for level in LEVELS}
     for half in (0, 1):
         chosen = choose(groups[1 - half :: 2], rules)
         for level, tally in _tallies(groups[half::2], chosen).items():
@@ -149,8 +149,10 @@ def noise(pairs: Sequence[CalibrationPair]) -> float:
     return statistics.median(1.4826 * statistics.median(map(abs, values)) for values in ratios.values())
 
 
-def _tallies(groups: Sequence[Group], rules: Rules, levels: Sequence[float] = LEVELS) -> dict[float, Counter[Verdict]]:
-    tallies: dict[float, Counter[Verdict]] = {level: Counter() for level in levels}
+def _tallies(
+    groups: Sequence[Group], rules: Rules, levels: Sequence[float] = LEVELS
+) -> dict[float, Counter[CompareVerdict]]:
+    tallies: dict[float, Counter[CompareVerdict]] = {level: Counter() for level in levels}
     for group in groups:
         cases = [one.case for one in group[0].cases]
         for level in levels:
@@ -182,8 +184,9 @@ def _injected(groups: Sequence[Group], level: float) -> float:
     )
 
 
-def _rate(level: float, tally: Counter[Verdict], injected: float = 0.0) -> Rate:
+def _rate(level: float, tally: Counter[CompareVerdict], injected: float = 0.0) -> CalibrationRate:
     slower, faster, same, undecided = (
-        tally[verdict] for verdict in (Verdict.SLOWER, Verdict.FASTER, Verdict.SAME, Verdict.UNDECIDED)
+        tally[verdict]
+        for verdict in (CompareVerdict.SLOWER, CompareVerdict.FASTER, CompareVerdict.SAME, CompareVerdict.UNDECIDED)
     )
-    return Rate(level, injected, sum(tally.values()), slower, faster, same, undecided)
+    return CalibrationRate(level, injected, sum(tally.values()), slower, faster, same, undecided)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.ab.checkout import Sources
-from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.outcome import CaseOutcome
 from harness import isolate
 
 THREADS = 1
@@ -22,15 +22,15 @@ _KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**
 thousands of page faults in every call, and the next one, of the same code, for none (30 ms or 36 ms)."""
 
 
-class ChildError(Exception):
+class WorkerError(Exception):
     """The child ended or fell silent."""
 
-    def __init__(self, outcome: Outcome, reason: str) -> None:
+    def __init__(self, outcome: CaseOutcome, reason: str) -> None:
         self.outcome = outcome
         super().__init__(reason)
 
 
-class Child:
+class WorkerProcess:
     """One `benchmarks.ab.worker` over one version of nsa/."""
 
     def __init__(self, sources: Sources) -> None:
@@ -55,7 +55,7 @@ class Child:
         self.ask({"threads": THREADS, "core": core})
         imported = self.answer(_START_DEADLINE_S)["nsa"]
         if not imported.startswith(str(self._folder)):
-            raise ChildError(Outcome.CRASHED, f"the child imported {imported}, which is not of {self._folder}")
+            raise WorkerError(CaseOutcome.CRASHED, f"the child imported {imported}, which is not of {self._folder}")
 
     def ask(self, request: Mapping[str, Any]) -> None:
         """Send a request; the answer is fetched with `answer`."""
@@ -71,7 +71,7 @@ class Child:
         while b"\n" not in self._answers:
             ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))
             if not ready:
-                raise ChildError(Outcome.STALLED, f"no answer within {deadline_s:.0f} s")
+                raise WorkerError(CaseOutcome.STALLED, f"no answer within {deadline_s:.0f} s")
             read = os.read(pipe, 65536)
             if not read:
                 raise self._ended()
@@ -90,7 +90,9 @@ class Child:
         self.kill()
         self._child.close()
 
-    def _ended(self) -> ChildError:
+    def _ended(self) -> WorkerError:
         code = self._child.wait()
         words = self._child.log_tail().strip().splitlines()
-        return ChildError(Outcome.CRASHED, f"the child ended with code {code}: {words[-1] if words else 'no word'}")
+        return WorkerError(
+            CaseOutcome.CRASHED, f"the child ended with code {code}: {words[-1] if words else 'no word'}"
+        )

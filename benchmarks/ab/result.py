@@ -13,12 +13,12 @@ from typing import ClassVar
 
 from benchmarks.ab import signed_rank
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.outcome import CaseOutcome
 from harness import jsonl
 from harness.fingerprint import Fingerprint
 
 
-class Verdict(str, Enum):
+class CompareVerdict(str, Enum):
     """HEAD beside BASE on one case."""
 
     FASTER = "FASTER"
@@ -122,7 +122,7 @@ class ComparisonResult:
     fingerprint: Fingerprint
     key: Key
     rules: Rules
-    verdict: Verdict
+    verdict: CompareVerdict
     reason: str | None
     """Why it is UNDECIDED or FAILED; None otherwise."""
     command: str
@@ -140,14 +140,14 @@ class ComparisonResult:
     head_ms: float | None = None
     changes: tuple[float, ...] = ()
     """Each pair of processes, in the order measured."""
-    base_outcome: Outcome | None = None
-    head_outcome: Outcome | None = None
+    base_outcome: CaseOutcome | None = None
+    head_outcome: CaseOutcome | None = None
 
 
 def path(results: Path, utc: str, base: Side, head: Side) -> Path:
     """The file of one comparison."""
     names = (side.commit[:10] if side.commit and not side.dirty else side.nsa_sha256[:10] for side in (base, head))
-    return results / "verdicts" / ("-".join([utc.replace("-", "").replace(":", ""), *names]) + ".jsonl")
+    return results / "verdicts" / ("-".join([jsonl.compact_utc(utc), *names]) + ".jsonl")
 
 
 def read(results: Path) -> tuple[list[ComparisonResult], list[str]]:

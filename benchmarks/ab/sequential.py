@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.ab import signed_rank
-from benchmarks.ab.result import Rules, Verdict
-from benchmarks.cases.outcome import FAULTS, Outcome
+from benchmarks.ab.result import CompareVerdict, Rules
+from benchmarks.cases.outcome import FAULTS, CaseOutcome
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ class PairTiming:
 class PairFailure:
     """One case that a side could not run; the outcome of the other side is PASSED or also a failure."""
 
-    base: Outcome
-    head: Outcome
+    base: CaseOutcome
+    head: CaseOutcome
     reason: str
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> CompareVerdict:
         """FAILED where HEAD is at fault, or cannot do what BASE can."""
-        failed = self.head in FAULTS or (self.base is Outcome.PASSED and self.head is not Outcome.PASSED)
-        return Verdict.FAILED if failed else Verdict.UNDECIDED
+        failed = self.head in FAULTS or (self.base is CaseOutcome.PASSED and self.head is not CaseOutcome.PASSED)
+        return CompareVerdict.FAILED if failed else CompareVerdict.UNDECIDED
 
 
 MeasurePair = Callable[[Sequence[str]], Mapping[str, PairTiming | PairFailure]]
@@ -74,7 +74,7 @@ class CaseResult:
     case: str
     pairs: list[PairTiming] = field(default_factory=list)
     stopped: PairFailure | None = None
-    verdict: Verdict = Verdict.UNDECIDED
+    verdict: CompareVerdict = CompareVerdict.UNDECIDED
     reason: str | None = None
 
     @property
@@ -114,7 +114,7 @@ def extend(results: Sequence[CaseResult], measure: MeasurePair, rules: Rules) ->
 
 
 def _is_open(one: CaseResult) -> bool:
-    return one.verdict is Verdict.UNDECIDED and one.stopped is None
+    return one.verdict is CompareVerdict.UNDECIDED and one.stopped is None
 
 
 def _measure(results: Sequence[CaseResult], measure: MeasurePair) -> None:
@@ -135,9 +135,9 @@ def _interim_analysis(one: CaseResult, discovered: bool, rules: Rules) -> None:
     within = rules.same_within(len(one.pairs))
     seems_changed = abs(effect.change) >= rules.smallest_change and low * high > 0
     if discovered and one.p_value <= rules.largest_p and _seen_again(one, effect, rules):
-        one.verdict, one.reason = Verdict.SLOWER if effect.change > 0 else Verdict.FASTER, None
+        one.verdict, one.reason = CompareVerdict.SLOWER if effect.change > 0 else CompareVerdict.FASTER, None
     elif -within <= low and high <= within and not seems_changed:
-        one.verdict, one.reason = Verdict.SAME, None
+        one.verdict, one.reason = CompareVerdict.SAME, None
     else:
         one.reason = (
             f"{len(one.pairs)} pairs of processes leave it between {low:+.1%} and {high:+.1%} (p = {one.p_value:.2g})"

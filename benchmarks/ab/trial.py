@@ -25,11 +25,11 @@ from typing import Any
 
 from benchmarks.ab import signed_rank
 from benchmarks.ab.checkout import Sources
-from benchmarks.ab.child import Child, ChildError
+from benchmarks.ab.child import WorkerError, WorkerProcess
 from benchmarks.ab.result import Rules
 from benchmarks.ab.sequential import PairFailure, PairTiming
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import FAULTS, Outcome
+from benchmarks.cases.outcome import FAULTS, CaseOutcome
 
 PREPARE_DEADLINE_S = 600.0
 """Compilation and the oracle included."""
@@ -80,7 +80,7 @@ def standard_error(ratios: Sequence[float]) -> float:
 class WorkerPair:
     """Two children, BASE and HEAD, on "cpu" or "cuda"."""
 
-    def __init__(self, base: Child, head: Child, device: str) -> None:
+    def __init__(self, base: WorkerProcess, head: WorkerProcess, device: str) -> None:
         self._children, self._device = (base, head), device
 
     def run(
@@ -120,8 +120,8 @@ class WorkerPair:
                 asked += 1
             with blame(side):
                 answers.append(self._children[side].answer(PREPARE_DEADLINE_S))
-        base, head = (Outcome(answer["outcome"]) for answer in answers)
-        if base is head is Outcome.PASSED:
+        base, head = (CaseOutcome(answer["outcome"]) for answer in answers)
+        if base is head is CaseOutcome.PASSED:
             return None
         said = ("BASE", base, answers[0]["reason"]), ("HEAD", head, answers[1]["reason"])
         why = "; ".join(f"{name} {outcome.value}: {text}" for name, outcome, text in said if text)
@@ -138,8 +138,8 @@ def calls_per_sample(latency_ms: float, device: str) -> int:
 class SideError(Exception):
     """A child of this side (0 BASE, 1 HEAD) was lost."""
 
-    def __init__(self, side: int, error: ChildError) -> None:
-        outcomes = [Outcome.PASSED, Outcome.PASSED]
+    def __init__(self, side: int, error: WorkerError) -> None:
+        outcomes = [CaseOutcome.PASSED, CaseOutcome.PASSED]
         outcomes[side] = error.outcome
         reason = f"{('BASE', 'HEAD')[side]} {error.outcome.value}: {error}"
         self.result = PairFailure(outcomes[0], outcomes[1], reason)
@@ -151,7 +151,7 @@ def blame(side: int) -> Iterator[None]:
     """A child that is lost in here is of this side. Raises SideError."""
     try:
         yield
-    except ChildError as error:
+    except WorkerError as error:
         raise SideError(side, error) from error
 
 
@@ -207,7 +207,7 @@ class _CoreRunner:
         sample: Callable[[WorkerPair, Key], PairedSamples | PairFailure],
     ) -> None:
         self._sides, self._device, self._core, self._sample = sides, device, core, sample
-        self._children: list[Child] = []
+        self._children: list[WorkerProcess] = []
         self._lock, self._stopped = threading.Lock(), False
 
     def run(self, keys: Sequence[Key]) -> list[PairedSamples | PairFailure]:
@@ -233,7 +233,7 @@ class _CoreRunner:
         with self._lock:
             if self._stopped:
                 raise InterruptedError("the trial was stopped")
-            self._children = [Child(side) for side in self._sides]
+            self._children = [WorkerProcess(side) for side in self._sides]
             for child in self._children:
                 stack.callback(child.close)
         for side, child in enumerate(self._children):

@@ -29,7 +29,7 @@ import nsa
 from benchmarks import errors
 from benchmarks.ab import injection
 from benchmarks.cases.key import NSA, Key
-from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.correctness import anti_cheat, row_sampling
 from benchmarks.timing import latency
 from benchmarks.timing.rotating_inputs import RotatingInputs
@@ -72,7 +72,7 @@ class Worker:
         except Exception as error:
             outcome, reason = errors.classify(error, NSA)
             return {"outcome": outcome.value, "reason": reason}
-        return {"outcome": Outcome.PASSED.value, "reason": None}
+        return {"outcome": CaseOutcome.PASSED.value, "reason": None}
 
 
 class _Case:
@@ -114,8 +114,8 @@ class _Case:
         self._rotating.recheck(self._seed)
 
 
-def _plan(samples: int) -> latency.Plan:
-    return latency.Plan(samples, min_time_s=0.0, wall_limit_s=_NO_LIMIT_S, warmup_calls=0, end_to_end=False)
+def _plan(samples: int) -> latency.SamplingPlan:
+    return latency.SamplingPlan(samples, min_time_s=0.0, wall_limit_s=_NO_LIMIT_S, warmup_calls=0, end_to_end=False)
 
 
 def _free(device: str) -> None:

@@ -39,7 +39,7 @@ def attend(problem: Problem) -> Tensor:
 
 
 def block_indices(problem: Problem) -> Tensor:
-    """The blocks that `attend` selects, in the order and with the padding that the gate expects."""
+    """The blocks that `attend` selects, in the order and with the padding that the correctness checks expect."""
     parallel, scale = _parallel(), problem.q.shape[-1] ** -0.5
     k, v = (parallel.mean_pooling(x, CONFIG.l, None) for x in (problem.k, problem.v))
     sizes = {"TK": problem.k.shape[1], "block_size": CONFIG.l_sel, "scale": scale}

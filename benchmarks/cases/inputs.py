@@ -55,7 +55,7 @@ def draw(key: Key, device: str, seed: int = 0) -> Problem:
     """
     if key.inputs not in KINDS:
         raise ValueError(f"key.inputs must be one of {', '.join(KINDS)}; got {key.inputs!r}")
-    shape = (key.batch, key.num_queries, key.num_keys, key.heads, key.kv_heads, key.head_dim_k, key.head_dim_v)
+    shape = (key.batch, key.num_queries, key.num_keys, key.heads, key.num_kv_heads, key.head_dim_k, key.head_dim_v)
     generator = torch.Generator(device).manual_seed(zlib.crc32(repr(shape).encode()) + seed)
     dtype = getattr(torch, key.dtype)
 
@@ -64,8 +64,8 @@ def draw(key: Key, device: str, seed: int = 0) -> Problem:
 
     vary = normal if key.inputs == "random" else lambda *size: _walk(normal, *size)
     q = vary(key.batch, key.num_queries, key.heads, key.head_dim_k)
-    k = vary(key.batch, key.num_keys, key.kv_heads, key.head_dim_k)
-    v = normal(key.batch, key.num_keys, key.kv_heads, key.head_dim_v)
+    k = vary(key.batch, key.num_keys, key.num_kv_heads, key.head_dim_k)
+    v = normal(key.batch, key.num_keys, key.num_kv_heads, key.head_dim_v)
     gates = torch.rand(key.batch, key.num_queries, key.heads, 3, generator=generator, device=device, dtype=dtype)
     return Problem(q, k, v, gates)
 

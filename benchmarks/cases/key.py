@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 NSA = "nsa"
 """The implementation's name in a key; any other is a baseline's."""
@@ -34,7 +34,7 @@ class Key:
     num_keys: int
     """Tokens attended to per sequence: T."""
     heads: int
-    kv_heads: int
+    num_kv_heads: int
     head_dim_k: int
     head_dim_v: int
     config: Mapping[str, Any] | None
@@ -48,7 +48,8 @@ class Key:
     launch: str = "eager"
     """"eager": every kernel is launched by the host; "graph": a captured CUDA graph is replayed."""
 
-    SIZES = ("batch", "num_queries", "num_keys", "heads", "kv_heads", "head_dim_k", "head_dim_v")
+    OLD_NAMES: ClassVar[Mapping[str, str]] = {"kv_heads": "num_kv_heads"}
+    SIZES = ("batch", "num_queries", "num_keys", "heads", "num_kv_heads", "head_dim_k", "head_dim_v")
 
     def __post_init__(self) -> None:
         for name in self.SIZES:
@@ -62,7 +63,7 @@ class Key:
     def what(self) -> str:
         """The model, or the heads: 64x4x128, or 64x4x192:128 where Dk and Dv differ."""
         dims = f"{self.head_dim_k}" if self.head_dim_k == self.head_dim_v else f"{self.head_dim_k}:{self.head_dim_v}"
-        return self.model or f"{self.heads}x{self.kv_heads}x{dims}"
+        return self.model or f"{self.heads}x{self.num_kv_heads}x{dims}"
 
     @cached_property
     def identity(self) -> str:
@@ -104,7 +105,7 @@ class Key:
             batch=int(parts["batch"]),
             num_keys=num_keys,
             heads=int(parts["heads"]),
-            kv_heads=int(parts["kv_heads"]),
+            num_kv_heads=int(parts["num_kv_heads"]),
             head_dim_k=head_dim_k,
             head_dim_v=int(parts["head_dim_v"] or head_dim_k),
             config=None,
@@ -118,7 +119,7 @@ class Key:
 
 
 _NAME = re.compile(
-    r"(?P<mode>[a-z-]+)/(?P<heads>\d+)x(?P<kv_heads>\d+)x(?P<head_dim_k>\d+)(:(?P<head_dim_v>\d+))?"
+    r"(?P<mode>[a-z-]+)/(?P<heads>\d+)x(?P<num_kv_heads>\d+)x(?P<head_dim_k>\d+)(:(?P<head_dim_v>\d+))?"
     r"/b(?P<batch>\d+)/s(?P<num_keys>\d+)/(?P<dtype>\w+)(?P<words>(/[\w-]+)*)/(?P<implementation>[\w-]+)",
     re.ASCII,
 )

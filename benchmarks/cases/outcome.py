@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Outcome(str, Enum):
+class CaseOutcome(str, Enum):
     """How a measurement ended."""
 
     PASSED = "PASSED"
@@ -30,12 +30,18 @@ class Outcome(str, Enum):
     """The implementation is not on this machine."""
 
 
-FAULTS = (Outcome.INCORRECT, Outcome.NONFINITE, Outcome.CRASHED, Outcome.STALLED, Outcome.COMPILE_ERROR)
+FAULTS = (
+    CaseOutcome.INCORRECT,
+    CaseOutcome.NONFINITE,
+    CaseOutcome.CRASHED,
+    CaseOutcome.STALLED,
+    CaseOutcome.COMPILE_ERROR,
+)
 """Outcomes of NSA that make a run fail; a case too large for the device or unknown to it does not."""
 
 
 @dataclass(frozen=True)
-class Check:
+class OracleCheck:
     """One comparison with the oracle."""
 
     name: str
@@ -51,12 +57,12 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Gate:
+class Correctness:
     """What was compared with the oracle, on the inputs that are timed, in the same process."""
 
     rows_checked: int
     """Query rows compared, over all sequences."""
-    checks: tuple[Check, ...]
+    checks: tuple[OracleCheck, ...]
     path: str
     """What ran, as the implementation recorded it: the backend of NSA, or the baseline's name."""
     seed: int | None = None

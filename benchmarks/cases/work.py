@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from benchmarks.cases.outcome import Gate
+from benchmarks.cases.outcome import Correctness
 
 Call = Callable[[], tuple[Tensor, ...]]
 """What is timed; it returns every output."""
@@ -18,7 +18,7 @@ Call = Callable[[], tuple[Tensor, ...]]
 class Work:
     """One implementation on one case, its inputs made."""
 
-    check: Callable[[int], Gate]
+    check: Callable[[int], Correctness]
     """Compares with the oracle on rows that an int, the seed, draws; raises unless it is green."""
     call: Call
     """What is timed; it returns what must be finite."""
@@ -32,7 +32,7 @@ class Work:
     """Names the implementation's own refusals, which the first call meets."""
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     """What a call reads and must leave as it is, by name."""
-    recheck: Callable[[Call, int], Gate] | None = None
+    recheck: Callable[[Call, int], Correctness] | None = None
     """Overwrites the inputs with ones that no call has seen (an int is their seed), runs what was timed, which is
     `call` or a graph of it, and compares what that returns; raises unless it is green."""
     copy: Callable[[], Work] | None = None

@@ -19,7 +19,7 @@ from benchmarks.ab.checkout import git
 from benchmarks.commands import options
 from benchmarks.history import accepted, trend
 from benchmarks.history.accepted import Acceptance, Standing, State
-from benchmarks.history.store import Series, Store
+from benchmarks.history.store import LatencySeries, Store
 from harness import jsonl, machines
 
 SUMMARY = "move baselines to the level that cases have now, with a reason"
@@ -63,14 +63,14 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _chosen(history: Sequence[Series], patterns: Sequence[str], machine: str) -> list[Series]:
+def _chosen(history: Sequence[LatencySeries], patterns: Sequence[str], machine: str) -> list[LatencySeries]:
     for pattern in patterns:
         if not any(options.named(series.newest.key, pattern) for series in history):
             raise ValueError(f"--case: no case that {machine} has measured is named {pattern!r}")
     return [series for series in history if any(options.named(series.newest.key, pattern) for pattern in patterns)]
 
 
-def _acceptances(machine: str, chosen: Sequence[Series], reason: str, results: Path) -> list[Acceptance]:
+def _acceptances(machine: str, chosen: Sequence[LatencySeries], reason: str, results: Path) -> list[Acceptance]:
     """ValueError for a case whose last run is an unconfirmed change."""
     baselines, utc, who = accepted.current(results), _now(), _who()
     found = []
@@ -85,7 +85,7 @@ def _acceptances(machine: str, chosen: Sequence[Series], reason: str, results: P
             )
         previous = baselines.get((machine, last.device, key.name))
         previous_ms = previous.latency_ms if previous else None
-        path = series.newest.gate.path if series.newest.gate else None
+        path = series.newest.correctness.path if series.newest.correctness else None
         level = (now.level_ms, last.commit, previous_ms, path, last)
         found.append(Acceptance(utc, who, reason, machine, last.device, key.name, *level))
     return found

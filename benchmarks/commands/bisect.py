@@ -10,7 +10,7 @@ import argparse
 import json
 
 from benchmarks.ab import bisect, checkout, result
-from benchmarks.ab.result import Verdict
+from benchmarks.ab.result import CompareVerdict
 from benchmarks.commands import compare, options
 from harness import jsonl, machines
 
@@ -38,7 +38,7 @@ def main(arguments: argparse.Namespace) -> int:
     good, bad = checkout.resolve(arguments.good), checkout.resolve(arguments.bad)
     commits = checkout.first_parents(good, bad)
 
-    def ask(commit: str) -> Verdict:
+    def ask(commit: str) -> CompareVerdict:
         with checkout.sources([good, commit]) as (base, head):
             print(f"{good[:10]} against {commit[:10]}", flush=True)
             (found,), interrupted = compare.measure(machine, keys, base, head, rules)
@@ -50,7 +50,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     if not commits:
         raise ValueError(f"no commit from {arguments.good} to {arguments.bad} changes nsa/ along the first parents")
-    if (verdict := ask(bad)) is not Verdict.SLOWER:
+    if (verdict := ask(bad)) is not CompareVerdict.SLOWER:
         raise ValueError(f"BAD must be SLOWER than GOOD on {arguments.case}; {arguments.bad} is {verdict.value}")
     suspects = bisect.first_slow(commits, ask)
     print(json.dumps({"suspects": suspects.commits, "asked": {c: v.value for c, v in suspects.verdicts.items()}}))

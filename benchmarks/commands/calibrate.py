@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from benchmarks.ab import calibration, calibration_samples, checkout
-from benchmarks.ab.calibration import Calibration, Rate
+from benchmarks.ab.calibration import Calibration, CalibrationRate
 from benchmarks.ab.calibration_samples import CalibrationPair
 from benchmarks.ab.child import THREADS
 from benchmarks.ab.result import Rules
@@ -27,7 +27,7 @@ from nsa import NSAConfig
 SUMMARY = "measure false-alarm rate and power of compare on this CPU, and set its thresholds"
 
 _FORWARD, _BACKWARD = "prefill-forward", "prefill-forward-backward"
-_SHAPES = (  # mode, tokens, heads, kv heads, head size: 20 to 45 ms each on one core of 2024
+_SHAPES = (  # mode, tokens, heads, key/value heads, head size: 20 to 45 ms each on one core of 2024
     (_FORWARD, 384, 8, 2, 64),
     (_FORWARD, 384, 8, 4, 64),
     (_FORWARD, 384, 6, 3, 64),
@@ -59,8 +59,8 @@ def keys() -> list[Key]:
     """
     config = dataclasses.asdict(NSAConfig())
     return [
-        Key(mode, NSA, "torch", "float32", 1, tokens, tokens, heads, kv_heads, dim, dim, config)
-        for mode, tokens, heads, kv_heads, dim in _SHAPES
+        Key(mode, NSA, "torch", "float32", 1, tokens, tokens, heads, num_kv_heads, dim, dim, config)
+        for mode, tokens, heads, num_kv_heads, dim in _SHAPES
     ]
 
 
@@ -134,7 +134,7 @@ def _progress(done: int, wanted: int, seconds: Sequence[float]) -> str:
     return f"[{done:>{len(str(wanted))}}/{wanted}] {seconds[-1]:.0f} s for a pair, {left_s / 60:.0f} min left"
 
 
-def _line(rate: Rate) -> str:
+def _line(rate: CalibrationRate) -> str:
     what = f"{rate.injected:.1%} injected" if rate.slowdown else "identical code"
     said = f"SLOWER {rate.slower}, FASTER {rate.faster}, SAME {rate.same}, UNDECIDED {rate.undecided}"
     share = f"{rate.power:.1%} found" if rate.slowdown else f"{rate.alarms:.1%} false alarms"

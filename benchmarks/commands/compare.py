@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.ab import calibration, checkout, result, sequential, trial
 from benchmarks.ab.checkout import Sources
 from benchmarks.ab.child import THREADS
-from benchmarks.ab.result import ComparisonResult, Rules, Verdict
+from benchmarks.ab.result import CompareVerdict, ComparisonResult, Rules
 from benchmarks.ab.sequential import PairFailure, PairTiming
 from benchmarks.cases.key import Key
 from benchmarks.commands import options
@@ -27,7 +27,7 @@ from harness.interrupt import INTERRUPTED
 from harness.machines import Machine
 
 SUMMARY = "measure two commits side by side: FASTER, SLOWER, SAME or UNDECIDED for each case"
-BAD = (Verdict.SLOWER, Verdict.FAILED)
+BAD = (CompareVerdict.SLOWER, CompareVerdict.FAILED)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,9 +72,9 @@ def main(arguments: argparse.Namespace) -> int:
     summary = {
         "verdicts": dict(Counter(one.verdict.value for one in found)),
         "bad": [one.key.name for one in found if one.verdict in BAD],
-        "undecided": [one.key.name for one in found if one.verdict is Verdict.UNDECIDED],
+        "undecided": [one.key.name for one in found if one.verdict is CompareVerdict.UNDECIDED],
         "seconds": round(time.perf_counter() - begin, 1),
-        "judgements": str(path),
+        "results": str(path),
     }
     print(json.dumps(summary))
     if interrupted:
@@ -110,7 +110,7 @@ def measure(
     except KeyboardInterrupt:
         interrupted = True
         for case_result in tested:
-            if case_result.verdict is Verdict.UNDECIDED:
+            if case_result.verdict is CompareVerdict.UNDECIDED:
                 case_result.reason = f"interrupted after {len(case_result.pairs)} pairs of processes"
     paired = zip(tested, keys, strict=True)
     return [_result(case_result, key, identity, base, head, rules) for case_result, key in paired], interrupted
@@ -189,7 +189,13 @@ def _name(sources: Sources) -> str:
 
 def table(found: Sequence[ComparisonResult]) -> str:
     """One line per case, what needs a person first."""
-    order = [Verdict.FAILED, Verdict.SLOWER, Verdict.UNDECIDED, Verdict.FASTER, Verdict.SAME]
+    order = [
+        CompareVerdict.FAILED,
+        CompareVerdict.SLOWER,
+        CompareVerdict.UNDECIDED,
+        CompareVerdict.FASTER,
+        CompareVerdict.SAME,
+    ]
     return "\n".join(map(_line, sorted(found, key=lambda one: order.index(one.verdict))))
 
 

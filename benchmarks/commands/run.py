@@ -75,7 +75,7 @@ def main(arguments: argparse.Namespace) -> int:
     done: list[Record] = []
     plan = runner.QUICK if arguments.quick else runner.FULL
     try:
-        with console.Progress(keys) as progress:
+        with console.RunProgress(keys) as progress:
             for measured in worker.run(keys, machine.device, plan, identity, case_command, seed=seed):
                 run_file.append(path, measured.record)
                 if measured.raw:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases.inputs import Problem, block_means
-from benchmarks.cases.outcome import Check
+from benchmarks.cases.outcome import OracleCheck
 from benchmarks.correctness import masked_attention, row_sampling, tolerance
 from benchmarks.correctness.masked_attention import Chunk, KeyValues
 from benchmarks.correctness.verify import Answer
@@ -33,7 +33,7 @@ class RowComparison:
 
     rows: int
     """Query rows compared, over all sequences."""
-    checks: tuple[Check, ...]
+    checks: tuple[OracleCheck, ...]
 
 
 @dataclass
@@ -134,7 +134,7 @@ class _Comparison:
         which = "all rows" if len(self.rows) == queries else f"{len(self.rows)} of {queries} rows"
         return RowComparison(batch * len(self.rows), tuple(self._checks(which)))
 
-    def _checks(self, which: str) -> list[Check]:
+    def _checks(self, which: str) -> list[OracleCheck]:
         checks = []
         if self.choices:
             error, budget = max(one for one, _ in self.choices), max(one for _, one in self.choices)

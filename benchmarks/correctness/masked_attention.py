@@ -149,15 +149,15 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     """[R, Hq, Dv] of q [R, Hq, Dk], k and v [T, Hkv, D], seen bool [Hkv or 1, R, T]; 0 for a row that sees nothing."""
     if k.shape[0] == 0:
         return q.new_zeros(*q.shape[:2], v.shape[-1])
-    kv_heads = k.shape[1]
-    group = q.shape[1] // kv_heads
+    num_kv_heads = k.shape[1]
+    group = q.shape[1] // num_kv_heads
     anything = seen.any(-1, keepdim=True)
     seen = torch.cat((seen[..., :1] | ~anything, seen[..., 1:]), -1)
     mask = seen[:, None].expand(-1, group, -1, -1).flatten(1, 2)  # [Hkv or 1, G·R, T]
-    rows = q.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3).flatten(1, 2)  # [Hkv, G·R, Dk]
+    rows = q.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3).flatten(1, 2)  # [Hkv, G·R, Dk]
     with sdpa_kernel(oracle.KERNELS):
         o = scaled_dot_product_attention(
-            rows[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], mask.expand(kv_heads, -1, -1)[None]
+            rows[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], mask.expand(num_kv_heads, -1, -1)[None]
         )[0]
     o = o.unflatten(1, (group, -1)) * anything[:, None]  # [Hkv, G, R, Dv]
     return o.permute(2, 0, 1, 3).flatten(1, 2)
@@ -165,14 +165,14 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
 
 def _gathered(q: Tensor, source: KeyValues, chosen: Tensor, chunk: Chunk, config: NSAConfig) -> Tensor:
     """The selected branch with each row's own keys side by side, [R, Hkv, n·l', D]."""
-    kv_heads = source.k.shape[1]
+    num_kv_heads = source.k.shape[1]
     tokens = (chosen[..., None].long() * config.l_sel + torch.arange(config.l_sel, device=q.device)).flatten(-2)
     seen = (chosen >= 0).repeat_interleave(config.l_sel, -1) & (tokens <= chunk.positions[:, None, None])
-    head = torch.arange(kv_heads, device=q.device)[:, None]
+    head = torch.arange(num_kv_heads, device=q.device)[:, None]
     own = tokens.clamp(0, chunk.end - 1)
     k, v = (x[own, head] for x in (source.k, source.v))
     with sdpa_kernel(oracle.KERNELS):
-        o = scaled_dot_product_attention(q.unflatten(1, (kv_heads, -1)), k, v, seen[:, :, None])
+        o = scaled_dot_product_attention(q.unflatten(1, (num_kv_heads, -1)), k, v, seen[:, :, None])
     return o.flatten(1, 2)
 
 

@@ -26,14 +26,14 @@ KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacken
 
 
 @dataclass(frozen=True)
-class Row:
+class QueryRow:
     """One query of one sequence."""
 
     batch: int
     query: int
 
 
-def sample_rows(problem: Problem, config: NSAConfig, count: int, seed: int = 0) -> list[Row]:
+def sample_rows(problem: Problem, config: NSAConfig, count: int, seed: int = 0) -> list[QueryRow]:
     """The first and last rows, those around the branches' boundaries, then what the seed draws: as `_rows` counts."""
     num_queries = problem.q.shape[1]
     offset = problem.k.shape[1] - num_queries
@@ -43,7 +43,7 @@ def sample_rows(problem: Problem, config: NSAConfig, count: int, seed: int = 0) 
     return _rows(problem, queries, count)
 
 
-def random_rows(problem: Problem, count: int, seed: int) -> list[Row]:
+def random_rows(problem: Problem, count: int, seed: int) -> list[QueryRow]:
     """Rows that nothing but the seed tells: as `_rows` counts."""
     return _rows(problem, _shuffled(problem.q.shape[1], seed), count)
 
@@ -52,15 +52,15 @@ def _shuffled(count: int, seed: int) -> list[int]:
     return random.Random(seed).sample(range(count), count)
 
 
-def _rows(problem: Problem, queries: Sequence[int], count: int) -> list[Row]:
+def _rows(problem: Problem, queries: Sequence[int], count: int) -> list[QueryRow]:
     """`count` of them, or all if fewer; but one of every sequence at least, of each another query where there are some.
 
     A batch of which some sequences are wrong is wrong.
     """
     batch = problem.q.shape[0]
     if batch >= count:
-        return [Row(b, queries[b % len(queries)]) for b in range(batch)]
-    return [Row(b, query) for query in queries[:count] for b in range(batch)][:count]
+        return [QueryRow(b, queries[b % len(queries)]) for b in range(batch)]
+    return [QueryRow(b, query) for query in queries[:count] for b in range(batch)][:count]
 
 
 def compressed(problem: Problem, dtype: torch.dtype, config: NSAConfig) -> Problem:
@@ -81,7 +81,7 @@ class Prefix:
     v_compressed: Tensor | None
 
 
-def prefix(problem: Problem, row: Row, config: NSAConfig) -> Prefix:
+def prefix(problem: Problem, row: QueryRow, config: NSAConfig) -> Prefix:
     """The row, cut out as views, so that gradients reach the problem's tensors."""
     length = problem.k.shape[1] - problem.q.shape[1] + row.query + 1
     blocks = geometry.num_compressed_blocks(length, config)
@@ -155,7 +155,7 @@ def block_scores(x: Prefix, config: NSAConfig) -> Tensor:
     return pad(p, (before, after)).unfold(-1, len(offsets), step)[:, :blocks] @ weights
 
 
-def own_blocks(blocks: Tensor, row: Row) -> Tensor:
+def own_blocks(blocks: Tensor, row: QueryRow) -> Tensor:
     """The row's own of block_indices [B, S, Hkv, n]: [1, 1, Hkv, n]."""
     return blocks[row.batch : row.batch + 1, row.query : row.query + 1]
 
@@ -163,7 +163,7 @@ def own_blocks(blocks: Tensor, row: Row) -> Tensor:
 def nsa_gradients(
     problem: Problem,
     blocks: Tensor,
-    rows: Sequence[Row],
+    rows: Sequence[QueryRow],
     d_rows: Sequence[Tensor],
     config: NSAConfig,
     attend: NSARow,
@@ -180,7 +180,7 @@ def nsa_gradients(
 
 
 def dense_gradients(
-    problem: Problem, rows: Sequence[Row], d_rows: Sequence[Tensor], attend: DenseRow
+    problem: Problem, rows: Sequence[QueryRow], d_rows: Sequence[Tensor], attend: DenseRow
 ) -> dict[str, Tensor]:
     """The same for dense attention, with respect to q, k and v."""
     leaves = problem.map(lambda x: x.detach().requires_grad_())

@@ -1,4 +1,4 @@
-"""Outputs, block sets and gradients beside the oracle's, as `Check`s.
+"""Outputs, block sets and gradients beside the oracle's, as `OracleCheck`s.
 
 `truth` is in float64, `eager` is PyTorch's own in the dtype that is measured: its error times a factor is the budget.
 """
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases.inputs import Problem
-from benchmarks.cases.outcome import Check
+from benchmarks.cases.outcome import OracleCheck
 from benchmarks.correctness import oracle
-from benchmarks.correctness.oracle import Row
+from benchmarks.correctness.oracle import QueryRow
 from nsa import NSAConfig, geometry
 
 FORWARD_FACTOR = 2.0
@@ -26,12 +26,12 @@ LEAST_ERROR = 5 * torch.finfo(torch.float32).eps
 In 1,200 draws of a float32 CPU suite (8 rows, up to 2,048 tokens) no right row was off by more than nine steps."""
 
 
-def check(name: str, error: float, budget: float) -> Check:
-    """A `Check` whose error is None unless it is finite."""
-    return Check(name, error if math.isfinite(error) else None, budget)
+def check(name: str, error: float, budget: float) -> OracleCheck:
+    """A `OracleCheck` whose error is None unless it is finite."""
+    return OracleCheck(name, error if math.isfinite(error) else None, budget)
 
 
-def pooled(groups: Sequence[Sequence[Check]]) -> list[Check]:
+def pooled(groups: Sequence[Sequence[OracleCheck]]) -> list[OracleCheck]:
     """The same checks on several groups of sequences as if on all at once: largest error, largest budget."""
     return [
         check(same[0].name, max(map(_or_infinite, same)), max(one.budget for one in same))
@@ -39,14 +39,14 @@ def pooled(groups: Sequence[Sequence[Check]]) -> list[Check]:
     ]
 
 
-def outputs(o: Tensor, rows: Sequence[Row], truth: Sequence[Tensor], eager: Sequence[Tensor]) -> Check:
+def outputs(o: Tensor, rows: Sequence[QueryRow], truth: Sequence[Tensor], eager: Sequence[Tensor]) -> OracleCheck:
     """The worst row, each relative to its own size: late rows are averages of many values, hence small."""
     found = [o[row.batch, row.query][None, None].detach() for row in rows]
     error, own = (max(map(_relative_error, x, truth)) for x in (found, eager))
     return check("o", error, FORWARD_FACTOR * max(own, LEAST_ERROR))
 
 
-def tensors(found: Mapping[str, Tensor], truth: Mapping[str, Tensor], eager: Mapping[str, Tensor]) -> list[Check]:
+def tensors(found: Mapping[str, Tensor], truth: Mapping[str, Tensor], eager: Mapping[str, Tensor]) -> list[OracleCheck]:
     """Each tensor (a gradient: "dq") as a whole, relative to its size, also where it must be zero."""
     return [
         check(
@@ -58,7 +58,9 @@ def tensors(found: Mapping[str, Tensor], truth: Mapping[str, Tensor], eager: Map
     ]
 
 
-def block_sets(truth: Problem, eager: Problem, blocks: Tensor, rows: Sequence[Row], config: NSAConfig) -> Check:
+def block_sets(
+    truth: Problem, eager: Problem, blocks: Tensor, rows: Sequence[QueryRow], config: NSAConfig
+) -> OracleCheck:
     """Chosen sets by their float64 scores; two blocks may change places where these are nearer than the budget."""
     errors, own_errors = [], []
     for row in rows:
@@ -74,7 +76,7 @@ def block_sets(truth: Problem, eager: Problem, blocks: Tensor, rows: Sequence[Ro
     return check("block_indices", max(errors), 2 * FORWARD_FACTOR * max(own_errors))
 
 
-def _or_infinite(found: Check) -> float:
+def _or_infinite(found: OracleCheck) -> float:
     return math.inf if found.error is None else found.error
 
 

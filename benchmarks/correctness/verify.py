@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases.inputs import Problem
-from benchmarks.cases.outcome import Check, Gate
+from benchmarks.cases.outcome import Correctness, OracleCheck
 from benchmarks.correctness import oracle, tolerance
-from benchmarks.correctness.oracle import Row
+from benchmarks.correctness.oracle import QueryRow
 from nsa import Aux, NSAConfig
 
 NSA_INPUTS = ("q", "k", "v", "gates")
@@ -30,10 +30,10 @@ _SEQUENCES_AT_ONCE = 4  # float64 copies of every sequence of a large decode bat
 
 
 class IncorrectError(Exception):
-    """Not what the oracle says, or not honestly come by; `gate` holds the comparison, where there is one."""
+    """Not what the oracle says, or not honestly come by; `correctness` holds the comparison, where there is one."""
 
-    def __init__(self, reason: str, gate: Gate | None = None) -> None:
-        self.gate = gate
+    def __init__(self, reason: str, correctness: Correctness | None = None) -> None:
+        self.correctness = correctness
         super().__init__(reason)
 
 
@@ -61,7 +61,7 @@ class Answer:
         d_o = None if self.d_o is None else self.d_o[part]
         return Answer(self.o[part], d_o, {name: x[part] for name, x in self.gradients.items()})
 
-    def d_rows(self, picked: Sequence[Row]) -> list[Tensor]:
+    def d_rows(self, picked: Sequence[QueryRow]) -> list[Tensor]:
         """The rows of `d_o`, each [1, 1, Hq, Dv]."""
         assert self.d_o is not None
         return [self.d_o[row.batch, row.query][None, None] for row in picked]
@@ -75,7 +75,7 @@ def check_nsa(
     rows: int,
     backward: bool = False,
     seed: int = 0,
-) -> Gate:
+) -> Correctness:
     """Run it, compare blocks, output and, if asked, gradients. Raises IncorrectError or NonFiniteError."""
     problem, picked = _leaves(problem, backward), oracle.sample_rows(problem, config, rows, seed)
     with torch.set_grad_enabled(backward):
@@ -91,7 +91,7 @@ def check_dense(
     rows: int,
     backward: bool = False,
     seed: int = 0,
-) -> Gate:
+) -> Correctness:
     """The same for a dense baseline: a wrong one would make every ratio wrong."""
     problem, picked = _leaves(problem, backward), oracle.sample_rows(problem, NSAConfig(), rows, seed)
     with torch.set_grad_enabled(backward):
@@ -99,33 +99,35 @@ def check_dense(
     return compare_dense(problem, _answer(problem, DENSE_INPUTS, o, picked, backward), name, picked)
 
 
-def compare_nsa(problem: Problem, config: NSAConfig, answer: Answer, aux: Aux, picked: Sequence[Row]) -> Gate:
+def compare_nsa(
+    problem: Problem, config: NSAConfig, answer: Answer, aux: Aux, picked: Sequence[QueryRow]
+) -> Correctness:
     """Compare an answer with the oracle; `aux` holds the blocks that its forward pass chose. Raises IncorrectError."""
     groups = [
         _nsa_checks(problem.map(itemgetter(part)), config, answer.of(part), aux.block_indices[part], rows)
         for part, rows in _groups(picked)
     ]
-    return require_passed(Gate(len(picked), tuple(tolerance.pooled(groups)), aux.backend))
+    return require_passed(Correctness(len(picked), tuple(tolerance.pooled(groups)), aux.backend))
 
 
-def compare_dense(problem: Problem, answer: Answer, name: str, picked: Sequence[Row]) -> Gate:
+def compare_dense(problem: Problem, answer: Answer, name: str, picked: Sequence[QueryRow]) -> Correctness:
     """The same for a dense baseline of this name."""
     groups = [_dense_checks(problem.map(itemgetter(part)), answer.of(part), rows) for part, rows in _groups(picked)]
-    return require_passed(Gate(len(picked), tuple(tolerance.pooled(groups)), name))
+    return require_passed(Correctness(len(picked), tuple(tolerance.pooled(groups)), name))
 
 
-def _groups(picked: Sequence[Row]) -> Iterator[tuple[slice, list[Row]]]:
+def _groups(picked: Sequence[QueryRow]) -> Iterator[tuple[slice, list[QueryRow]]]:
     """A few sequences at a time, and their rows, counted from the first of these sequences."""
     for begin in range(0, 1 + max(row.batch for row in picked), _SEQUENCES_AT_ONCE):
         end = begin + _SEQUENCES_AT_ONCE
-        rows = [Row(row.batch - begin, row.query) for row in picked if begin <= row.batch < end]
+        rows = [QueryRow(row.batch - begin, row.query) for row in picked if begin <= row.batch < end]
         if rows:
             yield slice(begin, end), rows
 
 
 def _nsa_checks(
-    problem: Problem, config: NSAConfig, answer: Answer, blocks: Tensor, picked: Sequence[Row]
-) -> list[Check]:
+    problem: Problem, config: NSAConfig, answer: Answer, blocks: Tensor, picked: Sequence[QueryRow]
+) -> list[OracleCheck]:
     truth, eager = (oracle.compressed(problem, dtype, config) for dtype in (torch.float64, answer.o.dtype))
     sources = ((truth, oracle.nsa_row), (eager, oracle.pytorch_nsa_row))
     expected = [
@@ -143,7 +145,7 @@ def _nsa_checks(
     return checks
 
 
-def _dense_checks(problem: Problem, answer: Answer, picked: Sequence[Row]) -> list[Check]:
+def _dense_checks(problem: Problem, answer: Answer, picked: Sequence[QueryRow]) -> list[OracleCheck]:
     problem = problem.map(torch.Tensor.detach)
     sources = ((problem.map(torch.Tensor.double), oracle.dense_row), (problem, oracle.pytorch_dense_row))
     expected = [[attend_row(oracle.prefix(x, row, NSAConfig())) for row in picked] for x, attend_row in sources]
@@ -155,17 +157,19 @@ def _dense_checks(problem: Problem, answer: Answer, picked: Sequence[Row]) -> li
     return checks
 
 
-def joined(before: Gate, after: Gate) -> Gate:
+def joined(before: Correctness, after: Correctness) -> Correctness:
     """What was compared before the first sample and, on other inputs, after the last."""
     fresh = tuple(dataclasses.replace(check, name=f"{check.name}, fresh inputs") for check in after.checks)
     rows = before.rows_checked + after.rows_checked
-    return Gate(rows, before.checks + fresh, before.path, after.seed, after.rows_compared)
+    return Correctness(rows, before.checks + fresh, before.path, after.seed, after.rows_compared)
 
 
-def with_comparison(gate: Gate, seed: int, rows_compared: int | None, checks: Sequence[Check] = ()) -> Gate:
-    """The gate with what else was compared, and the seed that drew it. Raises IncorrectError unless all passed."""
+def with_comparison(
+    before: Correctness, seed: int, rows_compared: int | None, checks: Sequence[OracleCheck] = ()
+) -> Correctness:
+    """With what else was compared, and the seed that drew it. Raises IncorrectError unless all passed."""
     return require_passed(
-        dataclasses.replace(gate, checks=(*gate.checks, *checks), seed=seed, rows_compared=rows_compared)
+        dataclasses.replace(before, checks=(*before.checks, *checks), seed=seed, rows_compared=rows_compared)
     )
 
 
@@ -176,25 +180,25 @@ def require_finite(name: str, x: Tensor) -> None:
         raise NonFiniteError(f"{name} holds {bad} values that are not finite, of {x.numel()}")
 
 
-def require_passed(gate: Gate) -> Gate:
-    """The gate itself; raises IncorrectError unless every check passed."""
-    if gate.passed:
-        return gate
+def require_passed(found: Correctness) -> Correctness:
+    """The comparison itself; raises IncorrectError unless every check passed."""
+    if found.passed:
+        return found
     failed = (
         f"{check.name}: error {'not finite' if check.error is None else f'{check.error:.2e}'}"
         f" > budget {check.budget:.2e}"
-        for check in gate.checks
+        for check in found.checks
         if not check.passed
     )
-    drawn_by = "" if gate.seed is None else f", seed {gate.seed}"
-    raise IncorrectError(f"{'; '.join(failed)} ({gate.rows_checked} rows against float64{drawn_by})", gate)
+    drawn_by = "" if found.seed is None else f", seed {found.seed}"
+    raise IncorrectError(f"{'; '.join(failed)} ({found.rows_checked} rows against float64{drawn_by})", found)
 
 
 def _leaves(problem: Problem, backward: bool) -> Problem:
     return problem.map(lambda x: x.detach().requires_grad_(backward))
 
 
-def sparse_gradient(o: Tensor, rows: Sequence[Row]) -> Tensor:
+def sparse_gradient(o: Tensor, rows: Sequence[QueryRow]) -> Tensor:
     """A do like o, zero outside the rows: the gradients that come of it are known from these rows alone.
 
     Late rows are averages of many values, hence small, and so are their gradients: a do that is larger by as much
@@ -209,7 +213,7 @@ def sparse_gradient(o: Tensor, rows: Sequence[Row]) -> Tensor:
     return d_o
 
 
-def _answer(problem: Problem, names: Sequence[str], o: Tensor, picked: Sequence[Row], backward: bool) -> Answer:
+def _answer(problem: Problem, names: Sequence[str], o: Tensor, picked: Sequence[QueryRow], backward: bool) -> Answer:
     if not backward:
         return Answer(o)
     require_finite("o", o)

@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 
 from benchmarks.history import trend
-from benchmarks.history.store import Series
+from benchmarks.history.store import LatencySeries
 from harness import fingerprint, jsonl
 from harness.fingerprint import Fingerprint
 
@@ -34,7 +34,7 @@ class Acceptance:
     previous_ms: float | None = None
     """The level that it replaces; None for a new case."""
     path: str | None = None
-    """What ran, as the gate recorded it; None in a line that was written before this was kept."""
+    """What ran, as the implementation recorded it; None in a line that was written before this was kept."""
     fingerprint: Fingerprint | None = None
     """Of the newest run in that level: under which conditions it holds; None as for `path`."""
 
@@ -93,7 +93,7 @@ class Standing:
 
 def standings(
     machine: str,
-    history: Iterable[Series],
+    history: Iterable[LatencySeries],
     baselines: Mapping[tuple[str, str, str], Acceptance],
     smallest: float = trend.SMALLEST_CHANGE,
 ) -> list[Standing]:
@@ -122,18 +122,18 @@ def standings(
     return found + missing
 
 
-def _differences(accepted: Acceptance, now: Series) -> tuple[str, ...]:
+def _differences(accepted: Acceptance, now: LatencySeries) -> tuple[str, ...]:
     """Between what was accepted and the newest run; none known for a line that does not hold its conditions."""
     if accepted.fingerprint is None:
         return ()
-    ran = now.newest.gate.path if now.newest.gate else None
+    ran = now.newest.correctness.path if now.newest.correctness else None
     path = [f"path {accepted.path} -> {ran}"] if accepted.path != ran else []
     return (*path, *fingerprint.differences(accepted.fingerprint, now.points[-1].fingerprint))
 
 
-def _newest_paths(history: Iterable[Series]) -> list[Series]:
+def _newest_paths(history: Iterable[LatencySeries]) -> list[LatencySeries]:
     """One series per case and device: that of the path (backend) that ran last."""
-    newest: dict[tuple[str, str], Series] = {}
+    newest: dict[tuple[str, str], LatencySeries] = {}
     for one in history:
         name = (one.newest.fingerprint.device, one.newest.key.name)
         if name not in newest or newest[name].points[-1].utc < one.points[-1].utc:
@@ -141,7 +141,7 @@ def _newest_paths(history: Iterable[Series]) -> list[Series]:
     return list(newest.values())
 
 
-def _newest_runs(series: Iterable[Series]) -> dict[tuple[str, str], str]:
+def _newest_runs(series: Iterable[LatencySeries]) -> dict[tuple[str, str], str]:
     """UTC of the newest run by (device, mode)."""
     newest: dict[tuple[str, str], str] = {}
     for one in series:

@@ -76,8 +76,8 @@ def convert(path: Path) -> Conversion:
 
 STEPS_PER_LINE = 25
 """Of a training run that is kept."""
-COUNTS = ("tokens_seen", "non_finite_steps", "fallbacks", "life")
-"""Figures of a heartbeat that only grow."""
+COUNTS = ("tokens_seen", "non_finite_steps", "fallbacks", "attempt", "life")
+"""Figures of a heartbeat that only grow; "life" is the attempt in earlier ones."""
 
 
 def summarize_junit(path: Path) -> dict[str, Any]:

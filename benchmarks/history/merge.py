@@ -151,7 +151,7 @@ def _replayed(found: dict[str, Any]) -> None:
 
 
 def _comparison(found: dict[str, Any]) -> None:
-    schema.build(ComparisonResult, found, "judgement")
+    schema.build(ComparisonResult, found, "result")
 
 
 def _acceptance(found: dict[str, Any]) -> None:
@@ -159,7 +159,7 @@ def _acceptance(found: dict[str, Any]) -> None:
 
 
 def _mutant(found: dict[str, Any]) -> None:
-    schema.build(mutants.Header if "fingerprint" in found else mutants.Line, found, "line")
+    schema.build(mutants.Header if "fingerprint" in found else mutants.MutantResult, found, "line")
 
 
 _KINDS: dict[str, Callable[[dict[str, Any]], None]] = {

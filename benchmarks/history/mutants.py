@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from harness import schema
+from harness import jsonl, schema
 from harness.fingerprint import Fingerprint
-from nsa.io import append_line, atomic_write, read_lines
+from nsa.io import append_line, read_lines
 
 FOLDER = "mutants"
 """Below results/."""
@@ -20,7 +20,7 @@ WANTED = 0.95
 """The share of an area's mutants that must be seen."""
 
 
-class Outcome(str, Enum):
+class MutantOutcome(str, Enum):
     """What became of a mutant."""
 
     KILLED = "KILLED"
@@ -34,7 +34,7 @@ class Outcome(str, Enum):
     """It survived, as its file says; it counts in no rate."""
 
 
-SEEN = (Outcome.KILLED, Outcome.TIMEOUT)
+SEEN = (MutantOutcome.KILLED, MutantOutcome.TIMEOUT)
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Line:
+class MutantResult:
     """One mutant. A file holds hundreds: a field that is as always is not written."""
 
     id: str
     area: str
-    outcome: Outcome
+    outcome: MutantOutcome
     duration_s: float
     killed_by: str | None = None
     """The first test that failed, or the incident that was red; what else is to be said of other outcomes."""
@@ -63,7 +63,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Rate:
+class KillRate:
     """How an area stands."""
 
     area: str
@@ -72,7 +72,7 @@ class Rate:
     seen: int
     drawn: int
     drawn_seen: int
-    outcomes: Mapping[Outcome, int]
+    outcomes: Mapping[MutantOutcome, int]
 
     @property
     def share(self) -> float:
@@ -82,7 +82,7 @@ class Rate:
     @property
     def errors(self) -> int:
         """Of which nothing is known."""
-        return self.outcomes.get(Outcome.ERROR, 0)
+        return self.outcomes.get(MutantOutcome.ERROR, 0)
 
     @property
     def enough(self) -> bool:
@@ -90,14 +90,14 @@ class Rate:
         return self.share >= WANTED and not self.errors
 
 
-def rates(lines: Sequence[Line]) -> list[Rate]:
+def rates(lines: Sequence[MutantResult]) -> list[KillRate]:
     """One for each area, by name."""
     found = []
     for area in sorted({line.area for line in lines}):
-        own = [line for line in lines if line.area == area and line.outcome is not Outcome.EQUIVALENT]
+        own = [line for line in lines if line.area == area and line.outcome is not MutantOutcome.EQUIVALENT]
         drawn = [line for line in own if line.drawn]
         found.append(
-            Rate(
+            KillRate(
                 area,
                 len(own),
                 sum(line.outcome in SEEN for line in own),
@@ -110,30 +110,28 @@ def rates(lines: Sequence[Line]) -> list[Rate]:
 
 
 def create(results: Path, begin: Header) -> Path:
-    """A new file <utc>-<commit>.jsonl with its first line; the moment has milliseconds, so that names differ."""
-    where = begin.fingerprint
-    stem = f"{where.utc.replace('-', '').replace(':', '')}-{(where.commit or 'nocommit')[:10]}"
-    path = results / FOLDER / f"{stem}.jsonl"
-    atomic_write(path, (_json(begin) + "\n").encode())
+    """A new file with its first line."""
+    path = jsonl.create(results / FOLDER, begin.fingerprint)
+    append_line(path, _json(begin))
     return path
 
 
-def append(path: Path, line: Line) -> None:
+def append(path: Path, line: MutantResult) -> None:
     """Add one mutant, on the disk when this returns."""
     append_line(path, _json(line))
 
 
-def read(path: Path) -> tuple[Header, list[Line]]:
+def read(path: Path) -> tuple[Header, list[MutantResult]]:
     """What was run and what came of it. Raises ValueError or TypeError where a line is no such thing.
 
     A mutant that stands there twice counts as the last line says; an incomplete last line is left out.
     """
     first, *rest = [line for _, line in read_lines(path)]
     begin = schema.build(Header, json.loads(first), "begin")
-    found: dict[str, Line] = {}
+    found: dict[str, MutantResult] = {}
     for number, text in enumerate(rest, start=1):
         try:
-            line = schema.build(Line, json.loads(text), "line")
+            line = schema.build(MutantResult, json.loads(text), "line")
         except ValueError:
             if number < len(rest):
                 raise
@@ -153,7 +151,7 @@ def newest(results: Path, tree_sha256: str) -> Path | None:
     return None
 
 
-def _json(value: Header | Line) -> str:
+def _json(value: Header | MutantResult) -> str:
     always = {field.name: field.default for field in dataclasses.fields(value)}
     told = {name: x for name, x in dataclasses.asdict(value).items() if x != always[name]}
     return json.dumps(told, allow_nan=False, separators=(",", ":"))

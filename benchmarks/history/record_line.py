@@ -1,8 +1,8 @@
 """One record as a compact line of JSON: two years of five GPUs are 600,000 of them.
 
-Left out is what the run line says, and what equals a default of `Line`. A default is therefore never changed: a new
-field gets one, and a new usual value is written out. Figures keep seven significant digits, clocks four, errors of
-the gate three.
+Left out is what the run line says, and what equals a default of `RecordLine`. A default is therefore never changed: a
+new field gets one, and a new usual value is written out. Figures keep seven significant digits, clocks four, errors
+against the oracle three.
 
 Lines of versions 1 and 2 stand alone, with their fingerprint, every sample and the clocks beside each. Version 2 added
 fields, all optional: a line of version 1 reads as one that does not know them.
@@ -18,14 +18,14 @@ from typing import Any
 import msgspec  # decodes and checks a line in a fifth of the time that Python's json and a checker of our own need
 
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Check, Gate, Outcome
+from benchmarks.cases.outcome import CaseOutcome, Correctness, OracleCheck
 from benchmarks.history.records import Record, check_figures
 from benchmarks.history.samples import RawSamples, SampleSummary
 from benchmarks.timing.clocks import ClockSummary
 from harness import schema
 from harness.fingerprint import Fingerprint
 
-_DIGITS, _GATE_DIGITS, _CLOCK_DIGITS = 7, 3, 4
+_DIGITS, _ERROR_DIGITS, _CLOCK_DIGITS = 7, 3, 4
 PAPER = "paper"
 _CONFIGS: dict[str, dict[str, Any]] = {
     PAPER: {
@@ -36,7 +36,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 
 
 class _Check(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """The fields of `Check`, in this order."""
+    """The fields of `OracleCheck`, in this order."""
 
     name: str
     """Without what stands behind its first comma."""
@@ -48,8 +48,8 @@ class _Check(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         return self.error is not None and self.error <= self.budget
 
 
-class _Gate(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """The fields of `Gate`, in this order."""
+class _Correctness(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """The fields of `Correctness`, in this order."""
 
     rows_checked: int
     checks: dict[str, list[_Check]]
@@ -90,7 +90,7 @@ class _Clocks(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         ClockSummary.__post_init__(self)  # type: ignore[arg-type]
 
 
-class Line(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class RecordLine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A line as it stands; its values were checked when it was read."""
 
     key: str | dict[str, Any]
@@ -98,11 +98,13 @@ class Line(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     backend_asked: str | None = None
     config: str | dict[str, Any] | None = None
     """One of `_CONFIGS` by name, or in full."""
-    outcome: Outcome = Outcome.PASSED
+    outcome: CaseOutcome = CaseOutcome.PASSED
     reason: str | None = None
     command: str | None = None
     """None where the run line says it."""
-    gate: _Gate | None = None
+    correctness: _Correctness | None = None
+    gate: _Correctness | None = None
+    """The name of `correctness` in earlier lines; None once a line is read."""
     latency_ms: float | None = None
     interval_ms: tuple[float, float] | None = None
     end_to_end_ms: float | None = None
@@ -121,6 +123,10 @@ class Line(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     bytes_moved: float | None = None
 
     def __post_init__(self) -> None:
+        if self.gate is not None:
+            if self.correctness is not None:
+                raise ValueError("a line must not have 'gate' beside 'correctness'")
+            self.correctness, self.gate = self.gate, None
         check_figures(self)
 
 
@@ -131,18 +137,18 @@ _SAME = (
 _FIGURES = (
     "latency_ms", "end_to_end_ms", "tokens_per_s", "peak_mem_mib", "compile_s", "flops", "bytes_moved",
 )  # fmt: skip
-_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Line)}
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(RecordLine)}
 _ENCODER = msgspec.json.Encoder()
-_DECODER = msgspec.json.Decoder(Line)
+_DECODER = msgspec.json.Decoder(RecordLine)
 
 
 def encode(record: Record, *, with_command: bool) -> str:
     """One line, without a line break."""
     named = _named(record.key.name)
-    line = Line(
+    line = RecordLine(
         key=dataclasses.asdict(record.key),
         command=record.command if with_command else None,
-        gate=_gate_line(record.gate),
+        correctness=_correctness_line(record.correctness),
         interval_ms=None if record.interval_ms is None else tuple(map(_rounded, record.interval_ms)),
         samples=_Samples(*map(_rounded, vars(record.samples).values())) if record.samples else None,
         clocks=_Clocks(*(_rounded(x, _CLOCK_DIGITS) for x in vars(record.clocks).values())) if record.clocks else None,
@@ -161,15 +167,15 @@ def _usual(name: str, value: Any) -> Any:
     return _DEFAULTS[name] if value == _DEFAULTS.get(name) else value
 
 
-def _gate_line(gate: Gate | None) -> _Gate | None:
-    if gate is None:
+def _correctness_line(correctness: Correctness | None) -> _Correctness | None:
+    if correctness is None:
         return None
     checks: dict[str, list[_Check]] = {}
-    for check in gate.checks:
+    for check in correctness.checks:
         name, _, of = check.name.partition(", ")
-        short = _Check(name, _rounded(check.error, _GATE_DIGITS), _rounded(check.budget, _GATE_DIGITS))
+        short = _Check(name, _rounded(check.error, _ERROR_DIGITS), _rounded(check.budget, _ERROR_DIGITS))
         checks.setdefault(of, []).append(short)
-    return _Gate(gate.rows_checked, checks, gate.path, gate.seed, gate.rows_compared)
+    return _Correctness(correctness.rows_checked, checks, correctness.path, correctness.seed, correctness.rows_compared)
 
 
 def _rounded(value: Any, digits: int = _DIGITS) -> Any:
@@ -184,7 +190,7 @@ def _plain(config: Any) -> dict[str, Any] | None:
     return None if config is None else dict(config)
 
 
-def decode(text: bytes) -> tuple[Key, Line]:
+def decode(text: bytes) -> tuple[Key, RecordLine]:
     """A line and its key. Raises ValueError naming the field that is wrong by its path in the line ("$.latency_ms")."""
     try:
         line = _DECODER.decode(text)
@@ -193,13 +199,13 @@ def decode(text: bytes) -> tuple[Key, Line]:
     return _key(line), line
 
 
-def record(line: Line, key: Key, fingerprint: Fingerprint, command: str | None) -> Record:
+def record(line: RecordLine, key: Key, fingerprint: Fingerprint, command: str | None) -> Record:
     """The record of a line; `command` is what its run line says for the case."""
     return Record(
         key=key,
         fingerprint=fingerprint,
         command=line.command if line.command is not None else command or "",
-        gate=_gate(line.gate),
+        correctness=_correctness(line.correctness),
         interval_ms=line.interval_ms,
         samples=SampleSummary(*_values(line.samples)) if line.samples else None,
         clocks=ClockSummary(*_values(line.clocks)) if line.clocks else None,
@@ -207,22 +213,22 @@ def record(line: Line, key: Key, fingerprint: Fingerprint, command: str | None) 
     )
 
 
-def _gate(line: _Gate | None) -> Gate | None:
+def _correctness(line: _Correctness | None) -> Correctness | None:
     if line is None:
         return None
     checks = tuple(
-        Check(f"{check.name}, {of}" if of else check.name, check.error, check.budget)
+        OracleCheck(f"{check.name}, {of}" if of else check.name, check.error, check.budget)
         for of, group in line.checks.items()
         for check in group
     )
-    return Gate(line.rows_checked, checks, line.path, line.seed, line.rows_compared)
+    return Correctness(line.rows_checked, checks, line.path, line.seed, line.rows_compared)
 
 
 def _values(struct: msgspec.Struct) -> tuple[Any, ...]:
     return msgspec.structs.astuple(struct)
 
 
-def _key(line: Line) -> Key:
+def _key(line: RecordLine) -> Key:
     if isinstance(line.key, dict):
         return _full_key(_ENCODER.encode(line.key))
     config = line.config if isinstance(line.config, str) else _ENCODER.encode(line.config)

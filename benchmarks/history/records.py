@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Gate, Outcome
+from benchmarks.cases.outcome import CaseOutcome, Correctness
 from benchmarks.history.samples import SampleSummary
 from benchmarks.timing.clocks import ClockSummary
 from harness.fingerprint import Fingerprint
+from harness.peak import MIB
 
 NUMBERS = (
     "latency_ms", "samples", "interval_ms", "end_to_end_ms", "tokens_per_s", "peak_mem_mib", "compile_s",
@@ -23,15 +25,15 @@ _NOT_NEGATIVE = ("peak_mem_mib", "compile_s")  # a call can need nothing beside 
 
 def check_figures(of: Any) -> None:
     """Raises ValueError where the figures of a record, or of its line in a file, do not go with its outcome."""
-    if of.outcome is not Outcome.PASSED:
+    if of.outcome is not CaseOutcome.PASSED:
         if not of.reason:
             raise ValueError(f"{of.outcome.value} needs a reason")
         for name in NUMBERS:
             if getattr(of, name) is not None:
                 raise ValueError(f"{name} must be None with outcome {of.outcome.value}")
         return
-    if of.gate is None or not of.gate.passed:
-        raise ValueError(f"PASSED needs a green gate; got {of.gate}")
+    if of.correctness is None or not of.correctness.passed:
+        raise ValueError(f"PASSED needs correctness checks that passed; got {of.correctness}")
     if of.latency_ms is None and of.peak_mem_mib is None:
         raise ValueError("PASSED needs a number")
     for name in _ABOVE_ZERO:
@@ -53,13 +55,13 @@ class Record:
     """One measurement: one implementation on one case."""
 
     key: Key
-    outcome: Outcome
+    outcome: CaseOutcome
     reason: str | None
     """Why it is not PASSED; None where it is."""
     fingerprint: Fingerprint
     command: str
     """What reproduces it, typed in the repository's root."""
-    gate: Gate | None = None
+    correctness: Correctness | None = None
     """None where the case ended before the oracle was asked."""
     latency_ms: float | None = None
     """Median of the samples: the device's time alone where `queued_ahead`."""
@@ -95,6 +97,8 @@ class Record:
     bytes_moved: float | None = None
     """Bytes that the case must read and write at least; from the case, not counted."""
 
+    OLD_NAMES: ClassVar[Mapping[str, str]] = {"gate": "correctness"}
+
     def __post_init__(self) -> None:
         try:
             check_figures(self)
@@ -104,7 +108,7 @@ class Record:
     @property
     def identity(self) -> str:
         """What was measured, as one word that tells any two apart: the whole key, and the path that ran."""
-        path = self.gate.path if self.gate else None
+        path = self.correctness.path if self.correctness else None
         return f'{self.key.identity[:-1]},"path":{json.dumps(path)}}}'
 
     @property
@@ -123,13 +127,13 @@ class Record:
 
         What a warm cache can hold counts as no traffic of the memory.
         """
-        peak = self.fingerprint.ceilings
+        peak = self.fingerprint.measured_peak
         if peak is None or self.latency_ms is None:
             return None
         shares = []
         if self.tflops is not None:
             shares.append(self.tflops / peak.tflops(self.key.dtype))
         if self.bytes_moved is not None:
-            cached = 0.0 if self.key.cache == "cold" else (peak.cache_mib or 0.0) * 2**20
+            cached = 0.0 if self.key.cache == "cold" else (peak.cache_mib or 0.0) * MIB
             shares.append(max(self.bytes_moved - cached, 0.0) / self.latency_ms / 1e9 / peak.copy_tb_per_s)
         return max(shares, default=None)

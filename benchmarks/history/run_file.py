@@ -17,10 +17,10 @@ from pathlib import Path
 
 from benchmarks.cases.key import Key
 from benchmarks.history import record_line, samples
-from benchmarks.history.record_line import Line
+from benchmarks.history.record_line import RecordLine
 from benchmarks.history.records import Record
 from benchmarks.history.samples import RawSamples
-from harness import schema
+from harness import jsonl, schema
 from harness.fingerprint import Fingerprint
 from nsa.io import append_bytes, append_line, append_lines, read_lines
 
@@ -62,21 +62,10 @@ def case_command(command: str, key: Key) -> str:
 
 
 def create(results: Path, fingerprint: Fingerprint, command: str | None = None) -> Path:
-    """A new file with its run line; -2, -3, ... where another run has the name."""
-    utc = fingerprint.utc.replace("-", "").replace(":", "")
-    commit = (fingerprint.commit or "nocommit")[:10]
-    first = results / "runs" / fingerprint.machine / f"{utc}-{commit}.jsonl"
-    first.parent.mkdir(parents=True, exist_ok=True)
-    path, number = first, 1
-    while True:
-        try:
-            path.touch(exist_ok=False)  # atomic: two processes cannot both make it
-        except FileExistsError:
-            number += 1
-            path = first.with_name(f"{first.stem}-{number}.jsonl")
-        else:
-            append_line(path, _run_line(Run(VERSION, fingerprint, command)))
-            return path
+    """A new file with its run line."""
+    path = jsonl.create(results / "runs" / fingerprint.machine, fingerprint)
+    append_line(path, _run_line(Run(VERSION, fingerprint, command)))
+    return path
 
 
 def append(path: Path, record: Record) -> None:
@@ -151,18 +140,18 @@ def _shared_command(records: Iterable[Record]) -> str | None:
 
 def read(path: Path) -> Iterator[Record | DamagedLine]:
     """Every record of a file in order, and every line that is none, by name."""
-    return (found.record() if isinstance(found, Entry) else found for found in entries(path))
+    return (found.record() if isinstance(found, StoredRecord) else found for found in entries(path))
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StoredRecord:
     """A record in a file, read and checked; most questions need no more of it than this."""
 
     number: int
     """Of its line, counted from 1."""
     key: Key
     fingerprint: Fingerprint
-    figures: Record | Line
+    figures: Record | RecordLine
     """What was measured: the names are a record's."""
     run: Run | None
     """None in a file of an earlier version."""
@@ -175,7 +164,7 @@ class Entry:
         return record_line.record(self.figures, self.key, self.fingerprint, command)
 
 
-def entries(path: Path) -> Iterator[Entry | DamagedLine]:
+def entries(path: Path) -> Iterator[StoredRecord | DamagedLine]:
     """Every record of a file in order, and every line that is none, by name."""
     try:
         lines = list(read_lines(path))
@@ -190,10 +179,10 @@ def entries(path: Path) -> Iterator[Entry | DamagedLine]:
                 run = _run(line)
             elif run is None:
                 old, _ = record_line.decode_old(line)
-                yield Entry(number, old.key, old.fingerprint, old, None)
+                yield StoredRecord(number, old.key, old.fingerprint, old, None)
             else:
                 key, found = record_line.decode(line)
-                yield Entry(number, key, run.fingerprint, found, run)
+                yield StoredRecord(number, key, run.fingerprint, found, run)
         except (ValueError, TypeError, RecursionError) as error:  # JSON and Unicode errors are ValueErrors
             yield DamagedLine(path, number, f"{type(error).__name__}: {error}")
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from benchmarks.cases.key import NSA
-from benchmarks.cases.outcome import FAULTS, Outcome
+from benchmarks.cases.outcome import FAULTS, CaseOutcome
 from benchmarks.history.records import Record
 
 
 @dataclass(frozen=True)
-class Comparison:
+class BaselineComparison:
     """One record of NSA and the baselines of the same case in the same run."""
 
     nsa: Record
@@ -25,12 +25,12 @@ def speed_up(nsa: Record, baseline: Record) -> float | None:
     return baseline.latency_ms / nsa.latency_ms
 
 
-def comparisons(records: Iterable[Record]) -> list[Comparison]:
+def comparisons(records: Iterable[Record]) -> list[BaselineComparison]:
     """The newest run of each case on each machine that has NSA and a baseline, in the order in which cases first ran.
 
     NSA measured alone counts where no run has both, and where it ended otherwise: no newer failure stays hidden.
     """
-    newest: dict[tuple[str, str, str], Comparison] = {}
+    newest: dict[tuple[str, str, str], BaselineComparison] = {}
     dense: dict[tuple[str, str, str], list[Record]] = {}
     for record in sorted(records, key=lambda record: record.fingerprint.utc):
         run = (record.fingerprint.machine, record.key.case, record.fingerprint.utc)
@@ -41,7 +41,7 @@ def comparisons(records: Iterable[Record]) -> list[Comparison]:
         baselines = tuple(dense.get(run, ()))
         earlier = newest.get(case)
         if baselines or not (earlier and earlier.baselines and earlier.nsa.outcome is record.outcome):
-            newest[case] = Comparison(record, baselines)
+            newest[case] = BaselineComparison(record, baselines)
     return list(newest.values())
 
 
@@ -58,4 +58,4 @@ def red_baselines(records: Iterable[Record]) -> list[Record]:
 def nothing_measured(records: Iterable[Record]) -> bool:
     """Whether NSA was asked for and has neither a figure nor a fault: unsupported, say, on every case."""
     of_nsa = [record for record in records if record.key.implementation == NSA]
-    return bool(of_nsa) and not any(record.outcome in (Outcome.PASSED, *FAULTS) for record in of_nsa)
+    return bool(of_nsa) and not any(record.outcome in (CaseOutcome.PASSED, *FAULTS) for record in of_nsa)

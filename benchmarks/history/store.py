@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from benchmarks.cases.key import NSA, Key
 from benchmarks.history import run_file
-from benchmarks.history.record_line import Line
+from benchmarks.history.record_line import RecordLine
 from benchmarks.history.records import Record
 from benchmarks.history.run_file import DamagedLine
 from harness.fingerprint import Fingerprint
@@ -28,7 +28,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Series:
+class LatencySeries:
     """Measurements with the same `Record.identity`: the whole key, and the path that ran."""
 
     newest: Record
@@ -43,7 +43,7 @@ class _Row(NamedTuple):
     fingerprint: Fingerprint
     key: Key
     path: str | None
-    """What ran, as the gate recorded it."""
+    """What ran, as the implementation recorded it."""
     latency_ms: float | None
     interval_ms: tuple[float, float] | None
     tokens_per_s: float | None
@@ -126,7 +126,7 @@ class Store:
             oldest[case] = min(needed, oldest.get(case, needed))
         return oldest
 
-    def history(self, machine: str, implementation: str = NSA) -> list[Series]:
+    def history(self, machine: str, implementation: str = NSA) -> list[LatencySeries]:
         """Every latency that this machine measured, by series, in the order of the cases' names."""
         series: dict[tuple[str, str, str], list[_Row]] = {}
         for row in self._rows:
@@ -137,7 +137,7 @@ class Store:
             for record in self._full({rows[-1].file for rows in series.values()})
             if record.latency_ms
         }
-        return [Series(newest[name], [_point(row) for row in rows]) for name, rows in sorted(series.items())]
+        return [LatencySeries(newest[name], [_point(row) for row in rows]) for name, rows in sorted(series.items())]
 
     def runs(self, machine: str) -> list[Fingerprint]:
         """Every run of this machine that has a record, oldest first."""
@@ -159,8 +159,8 @@ class Store:
         return sorted(found, key=lambda record: record.fingerprint.utc)
 
 
-def _row(key: Key, fingerprint: Fingerprint, figures: Record | Line, file: int) -> _Row:
-    path = figures.gate.path if figures.gate else None
+def _row(key: Key, fingerprint: Fingerprint, figures: Record | RecordLine, file: int) -> _Row:
+    path = figures.correctness.path if figures.correctness else None
     return _Row(fingerprint, key, path, figures.latency_ms, figures.interval_ms, figures.tokens_per_s, file)
 
 

@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from benchmarks.ab import calibration
-from benchmarks.ab.calibration import Calibration, Rate
+from benchmarks.ab.calibration import Calibration, CalibrationRate
 from benchmarks.report import style
 from benchmarks.report.folder import Picture, ReportFolder
-from benchmarks.report.table import NBSP, Cell, Table, number
+from benchmarks.report.table import NBSP, Cell, ReportTable, number, version
 
 _Z = 1.96  # two-sided 95 %
 
@@ -26,8 +26,8 @@ class CalibrationSection:
     machine: str
     device: str
     sentence: str
-    rates: Table
-    rules: Table
+    rates: ReportTable
+    rules: ReportTable
     picture: Picture
     when: str
     commit: str
@@ -64,22 +64,22 @@ def show(folder: ReportFolder, one: Calibration) -> CalibrationSection:
         rules=_rules(one),
         picture=_picture(folder, one),
         when=where.utc,
-        commit=(where.commit or "unknown")[:10] + (" + changes" if where.dirty else ""),
+        commit=version(where.commit, where.dirty),
         command=one.command,
     )
 
 
-def _rules(one: Calibration) -> Table:
+def _rules(one: Calibration) -> ReportTable:
     rows = [
         *((name, str(value)) for name, value in vars(one.rules).items()),
         ("pairs of processes", str(one.pairs)),
         ("cases", str(len(one.cases))),
         ("spread between pairs of identical code", _share(one.noise)),
     ]
-    return Table(("rule or basis", "value"), [[Cell(name), number(value)] for name, value in rows])
+    return ReportTable(("rule or basis", "value"), [[Cell(name), number(value)] for name, value in rows])
 
 
-def _rates(rates: Sequence[Rate]) -> Table:
+def _rates(rates: Sequence[CalibrationRate]) -> ReportTable:
     verdicts = ("SLOWER", "FASTER", "SAME", "UNDECIDED")
     head = ("injected slowdown", "as measured", "comparisons", *verdicts, "called SLOWER", "95 % interval")
     rows = []
@@ -89,7 +89,7 @@ def _rates(rates: Sequence[Rate]) -> Table:
         share = (_share(rate.power), f"{_share(low)} to {_share(high)}")
         cells = (_share(rate.slowdown), _share(rate.injected), *map(str, counts), *share)
         rows.append([number(cell) for cell in cells])
-    return Table(head, rows)
+    return ReportTable(head, rows)
 
 
 def wilson(hits: int, trials: int) -> tuple[float, float]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from benchmarks.history import trend
 from benchmarks.history.accepted import Standing, State
-from benchmarks.history.store import Series
+from benchmarks.history.store import LatencySeries
 from benchmarks.history.trend import Change, Trend
-from benchmarks.report.table import BAD, CODE, GOOD, NAME, PLAIN, Cell, Table, digits, number, percent, when
+from benchmarks.report.table import BAD, CODE, GOOD, NAME, PLAIN, Cell, ReportTable, digits, number, percent, when
 
 STATES = (State.SLOWER, State.MISSING, State.NOT_COMPARABLE, State.NEW, State.FASTER, State.AT_BASELINE)
 """What asks for a decision first."""
@@ -28,11 +28,11 @@ KINDS = {
 class SeriesTrend:
     """A series and what became of it."""
 
-    series: Series
+    series: LatencySeries
     trend: Trend
 
 
-def follow(history: Iterable[Series]) -> list[SeriesTrend]:
+def follow(history: Iterable[LatencySeries]) -> list[SeriesTrend]:
     """Find the changes of every series."""
     return [SeriesTrend(series, trend.of_points(series.points)) for series in history]
 
@@ -49,15 +49,15 @@ def news(followed: Sequence[SeriesTrend], found: Sequence[Standing]) -> str:
     return f"{said} Beside the accepted baselines: {beside}." if beside else f"{said} No baseline is accepted."
 
 
-def table(followed: Sequence[SeriesTrend]) -> Table:
+def table(followed: Sequence[SeriesTrend]) -> ReportTable:
     """A row per change, newest first."""
     head = ("when", "case", "commit", "time, change", "seen again")
     rows = [(one.series, change) for one in followed for change in one.trend.changes]
     newest_first = sorted(rows, key=lambda row: row[0].points[row[1].index].utc, reverse=True)
-    return Table(head, [_row(series, change) for series, change in newest_first])
+    return ReportTable(head, [_row(series, change) for series, change in newest_first])
 
 
-def _row(series: Series, change: Change) -> list[Cell]:
+def _row(series: LatencySeries, change: Change) -> list[Cell]:
     point, kind = series.points[change.index], BAD if change.change > 0 else GOOD
     again = "yes" if change.confirmed else f"not yet: {series.newest.command}"
     return [
@@ -69,7 +69,7 @@ def _row(series: Series, change: Change) -> list[Cell]:
     ]
 
 
-def standings(found: Iterable[Standing]) -> Table:
+def standings(found: Iterable[Standing]) -> ReportTable:
     """A row per case that is not where its accepted baseline is; those without any baseline are no news."""
     head = ("case", "beside its baseline", "now, ms", "accepted, ms", "last run")
     ordered = sorted(found, key=lambda one: (STATES.index(one.state), one.case))
@@ -84,4 +84,4 @@ def standings(found: Iterable[Standing]) -> Table:
         for one in ordered
         if one.state is not State.AT_BASELINE
     ]
-    return Table(head, rows)
+    return ReportTable(head, rows)

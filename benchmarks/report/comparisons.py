@@ -6,16 +6,41 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.ab.result import ComparisonResult, Side, Verdict
+from benchmarks.ab.result import CompareVerdict, ComparisonResult, Side
 from benchmarks.history.accepted import Acceptance
-from benchmarks.report.table import BAD, GOOD, NAME, NBSP, PLAIN, Cell, Table, digits, number, percent, when
+from benchmarks.report.table import (
+    BAD,
+    GOOD,
+    NAME,
+    NBSP,
+    PLAIN,
+    Cell,
+    ReportTable,
+    digits,
+    number,
+    percent,
+    version,
+    when,
+)
 
-GRAVEST_FIRST = (Verdict.FAILED, Verdict.SLOWER, Verdict.UNDECIDED, Verdict.FASTER, Verdict.SAME)
-KINDS = {Verdict.FAILED: BAD, Verdict.SLOWER: BAD, Verdict.FASTER: GOOD, Verdict.SAME: GOOD, Verdict.UNDECIDED: PLAIN}
+GRAVEST_FIRST = (
+    CompareVerdict.FAILED,
+    CompareVerdict.SLOWER,
+    CompareVerdict.UNDECIDED,
+    CompareVerdict.FASTER,
+    CompareVerdict.SAME,
+)
+KINDS = {
+    CompareVerdict.FAILED: BAD,
+    CompareVerdict.SLOWER: BAD,
+    CompareVerdict.FASTER: GOOD,
+    CompareVerdict.SAME: GOOD,
+    CompareVerdict.UNDECIDED: PLAIN,
+}
 
 
 @dataclass(frozen=True)
-class Comparison:
+class CompareRun:
     """All results of one run of `compare`."""
 
     results: Sequence[ComparisonResult]
@@ -34,7 +59,7 @@ class Comparison:
         return f"{_side(self.results[0].base)} → {_side(self.results[0].head)}"
 
     @property
-    def table(self) -> Table:
+    def table(self) -> ReportTable:
         """A row per case, the gravest verdicts first."""
         return cases(self.results)
 
@@ -46,26 +71,26 @@ class Comparison:
         return Cell(", ".join(f"{counts[verdict]}{NBSP}{verdict.value}" for verdict in seen), KINDS[seen[0]])
 
 
-def comparisons(results: Iterable[ComparisonResult]) -> list[Comparison]:
+def comparisons(results: Iterable[ComparisonResult]) -> list[CompareRun]:
     """Newest first. One that was killed has the cases that it finished."""
     together: dict[tuple[str, str, Side, Side], list[ComparisonResult]] = {}
     for result in results:
         run = (result.utc, result.fingerprint.machine, result.base, result.head)
         together.setdefault(run, []).append(result)
     return sorted(
-        (Comparison(found) for found in together.values()), key=lambda comparison: comparison.utc, reverse=True
+        (CompareRun(found) for found in together.values()), key=lambda comparison: comparison.utc, reverse=True
     )
 
 
-def newest(all_comparisons: Sequence[Comparison]) -> list[Comparison]:
+def newest(all_comparisons: Sequence[CompareRun]) -> list[CompareRun]:
     """One of each machine."""
-    first: dict[str, Comparison] = {}
+    first: dict[str, CompareRun] = {}
     for comparison in all_comparisons:
         first.setdefault(comparison.machine, comparison)
     return list(first.values())
 
 
-def cases(results: Iterable[ComparisonResult]) -> Table:
+def cases(results: Iterable[ComparisonResult]) -> ReportTable:
     """A row per case, the gravest verdicts first."""
     head = ("case", "verdict", "time, change", "95 % interval", "could have seen", "base, ms", "head, ms", "why")
     ordered = sorted(results, key=lambda one: (GRAVEST_FIRST.index(one.verdict), one.key.name))
@@ -82,20 +107,20 @@ def cases(results: Iterable[ComparisonResult]) -> Table:
         ]
         for one in ordered
     ]
-    return Table(head, rows)
+    return ReportTable(head, rows)
 
 
-def earlier(all_comparisons: Sequence[Comparison]) -> Table:
+def earlier(all_comparisons: Sequence[CompareRun]) -> ReportTable:
     """A row per comparison that is not the newest of its machine."""
     shown = newest(all_comparisons)
     head = ("when", "machine", "compared", "verdicts")
     rows = [
         [when(one.utc), Cell(one.machine), Cell(one.sides), one.summary] for one in all_comparisons if one not in shown
     ]
-    return Table(head, rows)
+    return ReportTable(head, rows)
 
 
-def speed(all_comparisons: Sequence[Comparison]) -> dict[tuple[str, str], Cell]:
+def speed(all_comparisons: Sequence[CompareRun]) -> dict[tuple[str, str], Cell]:
     """(machine, commit) -> the newest result of exactly that commit against another."""
     found: dict[tuple[str, str], Cell] = {}
     for comparison in all_comparisons:
@@ -105,7 +130,7 @@ def speed(all_comparisons: Sequence[Comparison]) -> dict[tuple[str, str], Cell]:
     return found
 
 
-def accepted(entries: Iterable[Acceptance]) -> Table:
+def accepted(entries: Iterable[Acceptance]) -> ReportTable:
     """Every baseline that a person moved, newest first."""
     head = ("when", "case", "from, ms", "to, ms", "who", "why")
     rows = [
@@ -119,9 +144,9 @@ def accepted(entries: Iterable[Acceptance]) -> Table:
         ]
         for one in sorted(entries, key=lambda entry: entry.utc, reverse=True)
     ]
-    return Table(head, rows)
+    return ReportTable(head, rows)
 
 
 def _side(side: Side) -> str:
-    commit = (side.commit or "no commit")[:10] + (" + changes" if side.dirty else "")
+    commit = version(side.commit, side.dirty)
     return commit if side.ref == side.commit else f"{side.ref} ({commit})"

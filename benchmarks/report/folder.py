@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from benchmarks.report import style
+from nsa.io import atomic_write
 
 MANIFEST = "manifest.json"
 """Names of the files of the last report; nothing else in its folder is touched."""
@@ -95,12 +94,4 @@ class ReportFolder:
 
     def _write(self, name: str, content: bytes) -> None:
         self._written.add(name)
-        descriptor, partial = tempfile.mkstemp(dir=self._folder, prefix=".partial-")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-                os.fchmod(file.fileno(), 0o644)
-            os.replace(partial, self._folder / name)
-        except BaseException:
-            Path(partial).unlink(missing_ok=True)
-            raise
+        atomic_write(self._folder / name, content)

@@ -5,16 +5,14 @@ The incidents are another suite's, so that its files are read here by the fields
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report.table import BAD, CODE, GOOD, NAME, NBSP, Cell, Table, when
-from harness import schema
-from nsa.io import read_lines
+from benchmarks.report.table import BAD, CODE, GOOD, NAME, NBSP, Cell, ReportTable, version, when
+from harness import jsonl, schema
 
 PASSED, SKIPPED = "PASSED", "SKIPPED"
 COLUMNS: Mapping[str, frozenset[str]] = {
@@ -40,7 +38,7 @@ class Where:
 
 
 @dataclass(frozen=True)
-class Aspect:
+class IncidentAspect:
     """One thing that was looked at."""
 
     name: str
@@ -49,7 +47,7 @@ class Aspect:
 
 
 @dataclass(frozen=True)
-class Entry:
+class IncidentReplay:
     """One repro of one incident."""
 
     fingerprint: Where
@@ -63,27 +61,25 @@ class Entry:
     expects: str
     ok: bool
     reason: str | None
-    aspects: tuple[Aspect, ...]
+    aspects: tuple[IncidentAspect, ...]
     command: str
 
 
-def read(results: Path) -> tuple[list[Entry], list[str]]:
+def read(results: Path) -> tuple[list[IncidentReplay], list[str]]:
     """Every entry under results/regression, oldest file first, and every line that is none."""
-    entries: list[Entry] = []
+    entries: list[IncidentReplay] = []
     damaged: list[str] = []
     for path in sorted((results / "regression").glob("*/*.jsonl"), key=lambda path: path.name):
-        for number, line in read_lines(path):
-            try:
-                entries.append(_entry(json.loads(line)))
-            except (ValueError, TypeError, RecursionError) as error:
-                damaged.append(f"{path.relative_to(results)}:{number}: {type(error).__name__}: {error}")
+        found, wrong = jsonl.read_as(path, _entry)
+        entries += found
+        damaged += [f"{path.parent.relative_to(results)}/{one}" for one in wrong]
     return entries, damaged
 
 
-def _entry(data: Any) -> Entry:
-    kept = _only(Entry, data)
+def _entry(data: Any) -> IncidentReplay:
+    kept = _only(IncidentReplay, data)
     kept["fingerprint"] = _only(Where, kept.get("fingerprint"))
-    return schema.build(Entry, kept, "entry")
+    return schema.build(IncidentReplay, kept, "entry")
 
 
 def _only(kind: type, data: Any) -> dict[str, Any]:
@@ -93,18 +89,18 @@ def _only(kind: type, data: Any) -> dict[str, Any]:
     return {name: value for name, value in data.items() if name in kind.__annotations__}
 
 
-def rows(entries: Iterable[Entry], speed: Mapping[tuple[str, str], Cell]) -> Table:
+def rows(entries: Iterable[IncidentReplay], speed: Mapping[tuple[str, str], Cell]) -> ReportTable:
     """The newest run of each commit, machine and device, newest first. `speed`: (machine, commit) -> verdicts."""
     head = ("commit", "machine", "when", "speed", *COLUMNS, OTHER, "detectors", "skipped", "not run")
     entries = list(entries)
     known = {entry.incident for entry in entries if entry.part != SOAK}
-    return Table(head, [_row(run, speed, known) for run in _newest(entries)])
+    return ReportTable(head, [_row(run, speed, known) for run in _newest(entries)])
 
 
-def red(entries: Iterable[Entry]) -> Table:
+def red(entries: Iterable[IncidentReplay]) -> ReportTable:
     """Every repro of these runs that is not as it should be."""
     head = ("commit", "incident", "part", "verdict", "expected", "why", "to see it again")
-    return Table(
+    return ReportTable(
         head,
         [
             [
@@ -118,9 +114,9 @@ def red(entries: Iterable[Entry]) -> Table:
     )  # fmt: skip
 
 
-def _newest(entries: Iterable[Entry]) -> list[list[Entry]]:
+def _newest(entries: Iterable[IncidentReplay]) -> list[list[IncidentReplay]]:
     """The last entry of each repro by commit, machine and device; one with an injected fault only tests the suite."""
-    runs: dict[tuple[str, bool, str, str], dict[tuple[str, str], Entry]] = {}
+    runs: dict[tuple[str, bool, str, str], dict[tuple[str, str], IncidentReplay]] = {}
     for entry in sorted(entries, key=lambda entry: entry.fingerprint.utc):
         if entry.injected is None:
             where = entry.fingerprint
@@ -130,7 +126,7 @@ def _newest(entries: Iterable[Entry]) -> list[list[Entry]]:
     return [list(run.values()) for run in newest_first]
 
 
-def _row(run: Sequence[Entry], speed: Mapping[tuple[str, str], Cell], known: Set[str]) -> list[Cell]:
+def _row(run: Sequence[IncidentReplay], speed: Mapping[tuple[str, str], Cell], known: Set[str]) -> list[Cell]:
     where = max((entry.fingerprint for entry in run), key=lambda where: where.utc)
     product = [entry for entry in run if entry.part != FAULTY and entry.verdict != SKIPPED]
     detectors = [entry for entry in run if entry.part == FAULTY and entry.verdict != SKIPPED]
@@ -147,7 +143,7 @@ def _row(run: Sequence[Entry], speed: Mapping[tuple[str, str], Cell], known: Set
     ]
 
 
-def _not_run(run: Sequence[Entry], known: Set[str]) -> Cell:
+def _not_run(run: Sequence[IncidentReplay], known: Set[str]) -> Cell:
     """Of the incidents that any run knows, those that this one did not replay, or not both ways: it was cut off, or
     asked for a few, and what is green in its row says nothing of them."""
     parts = Counter(entry.incident for entry in run if entry.part != SOAK)
@@ -158,22 +154,22 @@ def _not_run(run: Sequence[Entry], known: Set[str]) -> Cell:
 
 
 def _commit(where: Where) -> Cell:
-    return Cell((where.commit or "unknown")[:10] + (" + changes" if where.dirty else ""), CODE)
+    return Cell(version(where.commit, where.dirty), CODE)
 
 
-def _column(product: Sequence[Entry], column: str) -> Cell:
+def _column(product: Sequence[IncidentReplay], column: str) -> Cell:
     seen = [entry for entry in product if any(column_of(aspect) == column for aspect in entry.aspects)]
     bad = [e.incident for e in seen if any(column_of(a) == column and a.verdict != PASSED for a in e.aspects)]
     return _count(seen, bad, "green")
 
 
-def column_of(aspect: Aspect) -> str:
+def column_of(aspect: IncidentAspect) -> str:
     """By its verdict where it is red, else by what was looked at."""
     sign = aspect.name if aspect.verdict == PASSED else aspect.verdict
     return next((column for column, signs in COLUMNS.items() if sign in signs), OTHER)
 
 
-def _count(seen: Sequence[Entry], bad: Sequence[str], word: str) -> Cell:
+def _count(seen: Sequence[IncidentReplay], bad: Sequence[str], word: str) -> Cell:
     if not seen:
         return Cell("not looked at")
     if bad:

@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 
 from benchmarks.cases.key import NSA, Key
 from benchmarks.history.records import Record
-from benchmarks.history.speedup import Comparison, speed_up
+from benchmarks.history.speedup import BaselineComparison, speed_up
 from benchmarks.report import references, style
 from benchmarks.report.folder import Picture, ReportFolder
-from benchmarks.report.published import Series
+from benchmarks.report.published import PublishedSeries
 from benchmarks.report.references import Points, Reference
 
 TITLES = {
@@ -31,7 +31,7 @@ _REFERENCE_MARKERS = "+x12|_34"
 
 
 @dataclass(frozen=True)
-class Line:
+class LengthCurve:
     """One line over the length."""
 
     label: str
@@ -46,7 +46,7 @@ class Group:
     mode: str
     label: str
     """Shape, dtype and whatever is not usual: "64x4x128 bfloat16 cold graph"."""
-    compared: tuple[Comparison, ...]
+    compared: tuple[BaselineComparison, ...]
     """By length; where batches differ at one length, that with the largest."""
 
     @property
@@ -58,14 +58,14 @@ class Group:
         """NSA and baselines."""
         return [record for comparison in self.compared for record in (comparison.nsa, *comparison.baselines)]
 
-    def lines(self, value: Callable[[Record], float | None]) -> list[Line]:
+    def lines(self, value: Callable[[Record], float | None]) -> list[LengthCurve]:
         """A line per implementation that has a value."""
         points: dict[str, Points] = {}
         for record in self.records():
             y = value(record)
             if y is not None and y > 0:
                 points.setdefault(record.key.implementation, []).append((record.key.num_keys, y))
-        return [Line(name, line, style.of_implementation(name)) for name, line in points.items()]
+        return [LengthCurve(name, line, style.of_implementation(name)) for name, line in points.items()]
 
 
 def label(key: Key) -> str:
@@ -74,9 +74,9 @@ def label(key: Key) -> str:
     return " ".join([key.what, *words])
 
 
-def groups(compared: Sequence[Comparison]) -> list[Group]:
+def groups(compared: Sequence[BaselineComparison]) -> list[Group]:
     """The comparisons of one machine by mode and label."""
-    best: dict[tuple[str, str], dict[int, Comparison]] = {}
+    best: dict[tuple[str, str], dict[int, BaselineComparison]] = {}
     for comparison in compared:
         key = comparison.nsa.key
         at_lengths = best.setdefault((key.mode, label(key)), {})
@@ -89,7 +89,7 @@ def groups(compared: Sequence[Comparison]) -> list[Group]:
     ]
 
 
-def throughput(folder: ReportFolder, machine: str, group: Group, known: Sequence[Series]) -> list[Picture]:
+def throughput(folder: ReportFolder, machine: str, group: Group, known: Sequence[PublishedSeries]) -> list[Picture]:
     """Tokens per second, and below how many times as fast as each baseline NSA is."""
     ours = group.lines(lambda record: record.tokens_per_s)
     if not _drawable(ours):
@@ -118,14 +118,14 @@ def throughput(folder: ReportFolder, machine: str, group: Group, known: Sequence
     return [folder.picture(f"{title}: throughput and speed-up", (machine, group.mode, group.label), height, draw)]
 
 
-def _speed_ups(group: Group) -> list[Line]:
+def _speed_ups(group: Group) -> list[LengthCurve]:
     points: dict[str, Points] = {}
     for comparison in group.compared:
         for other in comparison.baselines:
             faster = speed_up(comparison.nsa, other)
             if faster is not None:
                 points.setdefault(other.key.implementation, []).append((comparison.nsa.key.num_keys, faster))
-    return [Line(name, line, style.of_implementation(name)) for name, line in points.items()]
+    return [LengthCurve(name, line, style.of_implementation(name)) for name, line in points.items()]
 
 
 def memory(folder: ReportFolder, machine: str, group: Group) -> list[Picture]:
@@ -140,9 +140,9 @@ def parts(folder: ReportFolder, machine: str, name: str, of_label: Sequence[Grou
     lines = []
     for number, group in enumerate(group for group in of_label if group.mode.startswith(PART)):
         points = [(c.nsa.key.num_keys, c.nsa.latency_ms) for c in group.compared if c.nsa.latency_ms is not None]
-        lines.append(Line(group.mode.removeprefix(PART), points, style.nth(number + 1)))
+        lines.append(LengthCurve(group.mode.removeprefix(PART), points, style.nth(number + 1)))
     whole = [line for g in of_label if g.mode == "prefill-forward" for line in g.lines(lambda r: r.latency_ms)]
-    lines += [Line("whole forward", line.points, line.style) for line in whole if line.label == NSA]
+    lines += [LengthCurve("whole forward", line.points, line.style) for line in whole if line.label == NSA]
     return _single(folder, f"Parts of the forward pass, {name}", (machine, "parts", name), lines, "ms", of_label)
 
 
@@ -152,14 +152,14 @@ def limits(folder: ReportFolder, machine: str, mode: str, of_mode: Sequence[Grou
     for number, group in enumerate(of_mode):
         shares = [(c.nsa.key.num_keys, c.nsa.share_of_limit) for c in group.compared]
         points = [(x, 100 * share) for x, share in shares if share is not None]
-        lines.append(Line(group.label, points, style.nth(number)))
+        lines.append(LengthCurve(group.label, points, style.nth(number)))
     title = f"{TITLES.get(mode, mode)}: share of the measured limit"
     return _single(folder, title, (machine, "limit", mode), lines, "% of the measured limit", of_mode, from_zero=True)
 
 
 def _single(
-    folder: ReportFolder, title: str, words: tuple[str, ...], lines: Sequence[Line], unit: str, of: Sequence[Group],
-    *, from_zero: bool = False,
+    folder: ReportFolder, title: str, words: tuple[str, ...], lines: Sequence[LengthCurve], unit: str,
+    of: Sequence[Group], *, from_zero: bool = False,
 ) -> list[Picture]:  # fmt: skip
     """One pair of axes; [] where no line has two lengths."""
     if not _drawable(lines):
@@ -187,24 +187,31 @@ def _batches(of: Sequence[Group]) -> dict[int, int]:
     return found if len(found) == len(pairs) else {}
 
 
-def _drawable(lines: Sequence[Line]) -> bool:
+def _drawable(lines: Sequence[LengthCurve]) -> bool:
     return any(len(line.points) > 1 for line in lines)
 
 
-def _dotted(known: Sequence[Reference]) -> list[Line]:
+def _dotted(known: Sequence[Reference]) -> list[LengthCurve]:
     """Published figures as lines below ours."""
     markers = itertools.cycle(_REFERENCE_MARKERS)
-    return [Line(one.label, one.points, {**style.PUBLISHED, "marker": next(markers), "zorder": 1}) for one in known]
+    return [
+        LengthCurve(one.label, one.points, {**style.PUBLISHED, "marker": next(markers), "zorder": 1}) for one in known
+    ]
 
 
-def _lines(axis: Axes, lines: Sequence[Line]) -> None:
+def _lines(axis: Axes, lines: Sequence[LengthCurve]) -> None:
     for line in lines:
         if line.points:
             axis.plot(*zip(*line.points, strict=True), label=style.drawable(line.label), **line.style)
 
 
 def _finish(
-    figure: Figure, axes: Sequence[Axes], lines: Sequence[Line], title: str, legend: float, batches: Mapping[int, int]
+    figure: Figure,
+    axes: Sequence[Axes],
+    lines: Sequence[LengthCurve],
+    title: str,
+    legend: float,
+    batches: Mapping[int, int],
 ) -> None:
     labels = style.over_lengths(axes[-1], [x for line in lines for x, _ in line.points], batches)
     for axis in axes[:-1]:

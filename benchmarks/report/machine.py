@@ -8,41 +8,41 @@ from dataclasses import dataclass
 from benchmarks.cases.key import Key
 from benchmarks.history import accepted
 from benchmarks.history.accepted import Acceptance
-from benchmarks.history.speedup import Comparison
-from benchmarks.history.store import Series, Store
+from benchmarks.history.speedup import BaselineComparison
+from benchmarks.history.store import LatencySeries, Store
 from benchmarks.report import changes, lengths, machine_tables, references, style, trends
 from benchmarks.report.changes import SeriesTrend
 from benchmarks.report.folder import Picture, ReportFolder
 from benchmarks.report.lengths import Group
-from benchmarks.report.published import Series as Published
+from benchmarks.report.published import PublishedSeries
 from benchmarks.report.references import Reference
-from benchmarks.report.table import Cell, Table
-from benchmarks.report.trends import Boundary, Row
+from benchmarks.report.table import Cell, ReportTable
+from benchmarks.report.trends import Boundary, TrendRow
 
 PARTS = "Parts of the forward pass"
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineSection:
     """What the page shows."""
 
     id: str
     device: str
     summary: str
-    headlines: Table
-    figures: Table
+    headlines: ReportTable
+    figures: ReportTable
     lengths: Sequence[Picture]
     trends: Sequence[Picture]
     news: str
-    changes: Table
-    standings: Table
-    boundaries: Table
+    changes: ReportTable
+    standings: ReportTable
+    boundaries: ReportTable
     memory: Sequence[Picture]
     limit_pictures: Sequence[Picture]
-    limits: Table
-    missing: Table
-    doubtful: Table
-    about: Table
+    limits: ReportTable
+    missing: ReportTable
+    doubtful: ReportTable
+    about: ReportTable
 
     @property
     def page(self) -> str:
@@ -54,12 +54,14 @@ class Machine:
 class Context:
     """What is known beside the measurements."""
 
-    published: Sequence[Published]
+    published: Sequence[PublishedSeries]
     baselines: Mapping[tuple[str, str, str], Acceptance]
     """By (machine, device, case)."""
 
 
-def build(folder: ReportFolder, store: Store, name: str, here: Sequence[Comparison], context: Context) -> Machine:
+def build(
+    folder: ReportFolder, store: Store, name: str, here: Sequence[BaselineComparison], context: Context
+) -> MachineSection:
     """Draw the pictures of one machine and fill its tables. `here`: its newest comparisons, at least one."""
     newest = max((comparison.nsa.fingerprint for comparison in here), key=lambda fingerprint: fingerprint.utc)
     groups = lengths.groups(here)
@@ -67,7 +69,7 @@ def build(folder: ReportFolder, store: Store, name: str, here: Sequence[Comparis
     followed = changes.follow(history)
     marked = trends.boundaries(store.runs(name))
     standings = accepted.standings(name, history, context.baselines) if context.baselines else []
-    return Machine(
+    return MachineSection(
         id=name,
         device=newest.device,
         summary=machine_tables.summary(here),
@@ -88,7 +90,9 @@ def build(folder: ReportFolder, store: Store, name: str, here: Sequence[Comparis
     )
 
 
-def _lengths(folder: ReportFolder, name: str, groups: Sequence[Group], known: Sequence[Published]) -> list[Picture]:
+def _lengths(
+    folder: ReportFolder, name: str, groups: Sequence[Group], known: Sequence[PublishedSeries]
+) -> list[Picture]:
     pictures = [
         picture
         for mode in lengths.TITLES
@@ -118,7 +122,7 @@ def _trends(
     folder: ReportFolder,
     name: str,
     followed: Sequence[SeriesTrend],
-    known: Sequence[Published],
+    known: Sequence[PublishedSeries],
     marked: Sequence[Boundary],
 ) -> list[Picture]:
     """A picture per mode and shape; all parts of the forward pass on one."""
@@ -131,7 +135,7 @@ def _trends(
     for (title, label), alike in kinds.items():
         several_paths = len({_path(one.series) for one in alike}) > 1
         rows = [
-            Row(
+            TrendRow(
                 _row_label(one.series, several_paths),
                 one.series,
                 one.trend.changes,
@@ -148,18 +152,18 @@ def _by_size(one: SeriesTrend) -> tuple[str, int, int, str]:
     return key.mode, key.num_keys, key.batch, _path(one.series)
 
 
-def _path(series: Series) -> str:
-    return series.newest.gate.path if series.newest.gate else ""
+def _path(series: LatencySeries) -> str:
+    return series.newest.correctness.path if series.newest.correctness else ""
 
 
-def _row_label(series: Series, with_path: bool) -> str:
+def _row_label(series: LatencySeries, with_path: bool) -> str:
     key = series.newest.key
     batch = "" if key.batch == 1 else f", batch {key.batch}"
     part = f"{key.mode.removeprefix(lengths.PART)}, " if key.mode.startswith(lengths.PART) else ""
     return part + style.in_k(key.num_keys) + batch + (f", {_path(series)}" if with_path else "")
 
 
-def _at_length(known: Sequence[Published], key: Key, name: str) -> list[Reference]:
+def _at_length(known: Sequence[PublishedSeries], key: Key, name: str) -> list[Reference]:
     """The throughput that others measured of exactly this case."""
     lines = references.throughput([one for one in known if not one.expected], key, name, {key.num_keys: key.batch})
     return [
@@ -170,6 +174,6 @@ def _at_length(known: Sequence[Published], key: Key, name: str) -> list[Referenc
     ]
 
 
-def _boundaries(marked: Sequence[Boundary]) -> Table:
+def _boundaries(marked: Sequence[Boundary]) -> ReportTable:
     rows = [[Cell(boundary.utc), Cell("; ".join(boundary.differences))] for boundary in reversed(marked)]
-    return Table(("from the run of", "what changed"), rows)
+    return ReportTable(("from the run of", "what changed"), rows)

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks import console
-from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.history import speedup
 from benchmarks.history.records import Record
-from benchmarks.history.speedup import Comparison, speed_up
+from benchmarks.history.speedup import BaselineComparison, speed_up
 from benchmarks.report import style
 from benchmarks.report.lengths import TITLES, Group
-from benchmarks.report.table import BAD, GOOD, NAME, Cell, Table, digits, number
+from benchmarks.report.table import BAD, GOOD, NAME, Cell, ReportTable, digits, number
 from harness.fingerprint import Fingerprint
 
 
-def figures(here: Sequence[Comparison]) -> Table:
+def figures(here: Sequence[BaselineComparison]) -> ReportTable:
     """A row per case: NSA, then each baseline with the ratio."""
     names = list(dict.fromkeys(other.key.implementation for c in here for other in c.baselines))
     head = ["case", "outcome", "ran", "NSA", "95 % interval, ms", "p99, ms", "end to end, ms", "of the limit"]
@@ -27,8 +27,8 @@ def figures(here: Sequence[Comparison]) -> Table:
         rows.append(
             [
                 Cell(nsa.key.case, NAME),
-                Cell(nsa.outcome.value, GOOD if nsa.outcome is Outcome.PASSED else BAD),
-                Cell(nsa.gate.path if nsa.gate else "nothing"),
+                Cell(nsa.outcome.value, GOOD if nsa.outcome is CaseOutcome.PASSED else BAD),
+                Cell(nsa.correctness.path if nsa.correctness else "nothing"),
                 number(console.figure(nsa) or None),
                 number(None if nsa.interval_ms is None else " to ".join(map(digits, nsa.interval_ms))),
                 number(digits(nsa.samples.p99_ms) if nsa.samples and nsa.samples.p99_ms is not None else None),
@@ -37,7 +37,7 @@ def figures(here: Sequence[Comparison]) -> Table:
                 *(number(_versus(nsa, by_name.get(name))) for name in names),
             ]
         )
-    return Table([*head, *(f"{name} (NSA is × as fast)" for name in names)], rows)
+    return ReportTable([*head, *(f"{name} (NSA is × as fast)" for name in names)], rows)
 
 
 def _versus(nsa: Record, other: Record | None) -> str:
@@ -48,18 +48,18 @@ def _versus(nsa: Record, other: Record | None) -> str:
     return (console.figure(other) or other.outcome.value) + times
 
 
-def summary(here: Sequence[Comparison]) -> str:
+def summary(here: Sequence[BaselineComparison]) -> str:
     """In a sentence, how much passed and what of NSA is wrong."""
     records = [record for c in here for record in (c.nsa, *c.baselines)]
-    passed = sum(record.outcome is Outcome.PASSED for record in records)
+    passed = sum(record.outcome is CaseOutcome.PASSED for record in records)
     wrong = [record.key.case for record in speedup.faults(records)]
     faults = f"NSA is wrong on {', '.join(wrong)}" if wrong else "NSA is wrong on none"
     red = ", ".join(f"{record.key.name} is {record.outcome.value}" for record in speedup.red_baselines(records))
     return f"{passed} of {len(records)} measurements passed; {faults}" + (f"; of the baselines {red}." if red else ".")
 
 
-def limits(here: Sequence[Comparison]) -> Table:
-    """Arithmetic and traffic that each figure amounts to, by the case's own count, beside the measured ceilings."""
+def limits(here: Sequence[BaselineComparison]) -> ReportTable:
+    """Arithmetic and traffic that each figure amounts to, by the case's own count, beside the measured peaks."""
     head = ("case", "who", "TFLOP/s", "TB/s", "share of the limit")
     records = [record for c in here for record in (c.nsa, *c.baselines) if record.share_of_limit is not None]
     rows = [
@@ -72,25 +72,25 @@ def limits(here: Sequence[Comparison]) -> Table:
         ]
         for record in records
     ]
-    return Table(head, rows)
+    return ReportTable(head, rows)
 
 
-def missing(here: Sequence[Comparison]) -> Table:
+def missing(here: Sequence[BaselineComparison]) -> ReportTable:
     """Every measurement without a number."""
     head = ("measurement", "outcome", "reason", "to see it again")
-    records = [record for c in here for record in (c.nsa, *c.baselines) if record.outcome is not Outcome.PASSED]
+    records = [record for c in here for record in (c.nsa, *c.baselines) if record.outcome is not CaseOutcome.PASSED]
     rows = [
         [Cell(r.key.name, NAME), Cell(r.outcome.value, BAD), Cell(r.reason or ""), Cell(r.command, NAME)]
         for r in records
     ]
-    return Table(head, rows)
+    return ReportTable(head, rows)
 
 
-def doubtful(here: Sequence[Comparison]) -> Table:
+def doubtful(here: Sequence[BaselineComparison]) -> ReportTable:
     """Figures that stand with a reservation: a stop condition that was not met, or samples at lowered clocks."""
     head = ("measurement", "reservation")
     records = [record for c in here for record in (c.nsa, *c.baselines)]
-    return Table(head, [[Cell(r.key.name, NAME), Cell(words)] for r in records if (words := _reservation(r))])
+    return ReportTable(head, [[Cell(r.key.name, NAME), Cell(words)] for r in records if (words := _reservation(r))])
 
 
 def _reservation(record: Record) -> str:
@@ -103,9 +103,11 @@ def _reservation(record: Record) -> str:
     return "; ".join(words)
 
 
-def machine(newest: Fingerprint) -> Table:
+def machine(newest: Fingerprint) -> ReportTable:
     """Every part of a fingerprint."""
-    return Table(("what", "value"), [[Cell(name), Cell(text)] for name, text in _spelt(dataclasses.asdict(newest))])
+    return ReportTable(
+        ("what", "value"), [[Cell(name), Cell(text)] for name, text in _spelt(dataclasses.asdict(newest))]
+    )
 
 
 def _spelt(parts: dict[str, object], prefix: str = "") -> list[tuple[str, str]]:
@@ -129,7 +131,7 @@ class Race:
     """How many times as fast NSA is."""
 
 
-def headlines(groups: Sequence[Group]) -> Table:
+def headlines(groups: Sequence[Group]) -> ReportTable:
     """A row per group that has both."""
     head = ("what", "tokens", "NSA", "fastest baseline", "NSA is × as fast", "faster from")
     rows = []
@@ -147,10 +149,10 @@ def headlines(groups: Sequence[Group]) -> Table:
                     number(faster_from(races)),
                 ]
             )
-    return Table(head, rows)
+    return ReportTable(head, rows)
 
 
-def _race(comparison: Comparison) -> Race | None:
+def _race(comparison: BaselineComparison) -> Race | None:
     ratios = [(speed_up(comparison.nsa, other), other) for other in comparison.baselines]
     known = [(ratio, other) for ratio, other in ratios if ratio is not None]
     if not known:

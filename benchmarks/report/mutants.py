@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.history import mutants
-from benchmarks.history.mutants import Header, Line, Outcome
-from benchmarks.report.table import BAD, CODE, GOOD, NAME, NBSP, Cell, Table, number, when
+from benchmarks.history.mutants import Header, MutantOutcome, MutantResult
+from benchmarks.report.table import BAD, CODE, GOOD, NAME, NBSP, Cell, ReportTable, number, version, when
 
 
 @dataclass(frozen=True)
@@ -17,13 +17,13 @@ class Commit:
 
     begin: Header
     """Of the newest of them."""
-    lines: Sequence[Line]
+    lines: Sequence[MutantResult]
     """The newest of each mutant."""
 
 
 def read(results: Path) -> tuple[list[Commit], list[str]]:
     """Newest first, and what is wrong with files that cannot be read."""
-    trees: dict[str, tuple[Header, dict[str, Line]]] = {}
+    trees: dict[str, tuple[Header, dict[str, MutantResult]]] = {}
     damaged = []
     for path in sorted((results / mutants.FOLDER).glob("*.jsonl")):
         try:
@@ -37,10 +37,10 @@ def read(results: Path) -> tuple[list[Commit], list[str]]:
     return sorted(commits, key=lambda commit: commit.begin.fingerprint.utc, reverse=True), damaged
 
 
-def rows(commits: Sequence[Commit]) -> Table:
+def rows(commits: Sequence[Commit]) -> ReportTable:
     """One per commit and area."""
     head = ("commit", "when", "area", "seen", "of the drawn", "timeouts", "errors", "equivalent", "not tried")
-    return Table(head, [row for commit in commits for row in _rows(commit)])
+    return ReportTable(head, [row for commit in commits for row in _rows(commit)])
 
 
 def _rows(commit: Commit) -> list[list[Cell]]:
@@ -60,19 +60,19 @@ def _rows(commit: Commit) -> list[list[Cell]]:
                 *head,
                 Cell(share, GOOD if rate.enough else BAD),
                 number(f"{rate.drawn_seen} of {rate.drawn}".replace(" ", NBSP)),
-                number(str(count.get(Outcome.TIMEOUT, 0))),
+                number(str(count.get(MutantOutcome.TIMEOUT, 0))),
                 Cell(str(rate.errors), BAD if rate.errors else "number"),
-                number(str(count.get(Outcome.EQUIVALENT, 0))),
+                number(str(count.get(MutantOutcome.EQUIVALENT, 0))),
                 Cell(str(missing) if missing else "none", BAD if missing else "plain"),
             ]
         )
     return shown
 
 
-def unseen(commits: Sequence[Commit]) -> Table:
+def unseen(commits: Sequence[Commit]) -> ReportTable:
     """Of the newest commit: every mutant that passed all tests, or of which nothing is known."""
-    wanted = (Outcome.SURVIVED, Outcome.ERROR)
-    return Table(
+    wanted = (MutantOutcome.SURVIVED, MutantOutcome.ERROR)
+    return ReportTable(
         ("commit", "area", "mutant", "outcome", "why"),
         [
             [_commit(commit), Cell(line.area), Cell(line.id, NAME), Cell(line.outcome.value, BAD),
@@ -86,4 +86,4 @@ def unseen(commits: Sequence[Commit]) -> Table:
 
 def _commit(commit: Commit) -> Cell:
     where = commit.begin.fingerprint
-    return Cell((where.commit or "unknown")[:10] + (" + changes" if where.dirty else ""), CODE)
+    return Cell(version(where.commit, where.dirty), CODE)

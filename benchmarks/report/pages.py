@@ -21,7 +21,7 @@ from benchmarks.history import mutants as recorded
 from benchmarks.history.store import Store
 from benchmarks.report import calibration, comparisons, ledger, machine, mutants, published
 from benchmarks.report.folder import ReportFolder
-from benchmarks.report.machine import Machine
+from benchmarks.report.machine import MachineSection
 
 INDEX = "index.html"
 FURTHER_PAGES = {"Calibration": "calibration.html", "Incidents": "ledger.html"}
@@ -81,7 +81,7 @@ def build(results: Path) -> Path:
 class _MachinePages:
     """What came of one machine's records."""
 
-    machine: Machine | None
+    machine: MachineSection | None
     """None without a record of NSA."""
     newest: str
     """UTC of the newest run; "" without one."""

@@ -27,7 +27,7 @@ UNITS = ("ms", "GiB", "tokens/s", RATIO)
 
 
 @dataclass(frozen=True)
-class Source:
+class PublishedSource:
     """Where figures come from."""
 
     id: str
@@ -40,10 +40,10 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Series:
+class PublishedSeries:
     """One published curve."""
 
-    source: Source
+    source: PublishedSource
     mode: str
     """As in a `Key`, or "backward"."""
     of: str
@@ -90,7 +90,7 @@ def path(results: Path) -> Path:
     return results / "baselines" / "published.toml"
 
 
-def read(file: Path) -> list[Series]:
+def read(file: Path) -> list[PublishedSeries]:
     """Every series of the file, in its order. Raises ValueError naming the file, the table and what is wrong."""
     try:
         table = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -103,15 +103,15 @@ def read(file: Path) -> list[Series]:
     return series
 
 
-def _source(name: str, entry: Any) -> Source:
+def _source(name: str, entry: Any) -> PublishedSource:
     where = f"sources.{name}"
-    source = schema.build(Source, {"id": name, **_table(entry, where)}, where)
+    source = schema.build(PublishedSource, {"id": name, **_table(entry, where)}, where)
     if source.machine is not None and source.machine not in machines.known_ids():
         raise ValueError(f"{where}.machine must be one of {', '.join(machines.known_ids())}; got {source.machine!r}")
     return source
 
 
-def _series(number: int, entry: Any, sources: Mapping[str, Source]) -> Series:
+def _series(number: int, entry: Any, sources: Mapping[str, PublishedSource]) -> PublishedSeries:
     where = f"series[{number}]"
     entry = dict(_table(entry, where))
     source = entry.get("source")
@@ -121,7 +121,7 @@ def _series(number: int, entry: Any, sources: Mapping[str, Source]) -> Series:
     if isinstance(values, list):
         entry["values"] = [value if isinstance(value, list) else [value, value] for value in values]
     try:
-        return schema.build(Series, {**entry, "source": vars(sources[source])}, where)
+        return schema.build(PublishedSeries, {**entry, "source": vars(sources[source])}, where)
     except ValueError as error:
         raise ValueError(f"{where} ({source}, {entry.get('of')}): {error}") from error
 

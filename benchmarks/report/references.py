@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.cases.key import Key
-from benchmarks.report.published import RATIO, Series
+from benchmarks.report.published import RATIO, PublishedSeries
 
 Points = list[tuple[int, float]]
 
@@ -23,7 +23,7 @@ class Reference:
     """(tokens, value), ascending; a range is drawn at its middle."""
 
 
-def throughput(known: Sequence[Series], key: Key, machine: str, batches: Mapping[int, int]) -> list[Reference]:
+def throughput(known: Sequence[PublishedSeries], key: Key, machine: str, batches: Mapping[int, int]) -> list[Reference]:
     """Tokens per second that others report of this case on this machine, at whatever lengths.
 
     `batches`: length -> sequences that were measured here; where theirs are others, the point is left out.
@@ -33,25 +33,25 @@ def throughput(known: Sequence[Series], key: Key, machine: str, batches: Mapping
     return [line for line in lines if line.points]
 
 
-def speed_up(known: Sequence[Series], key: Key) -> list[Reference]:
+def speed_up(known: Sequence[PublishedSeries], key: Key) -> list[Reference]:
     """Ratios that others report of this case, on whichever GPU; the label says which."""
     ratios = [one for one in known if one.unit == RATIO and _same_case(one, key)]
     return [Reference(one.of, f"{_label(one)} / {one.against}", _middles(one)) for one in ratios]
 
 
-def _same_case(one: Series, key: Key) -> bool:
+def _same_case(one: PublishedSeries, key: Key) -> bool:
     """What the source does not say is taken to fit."""
-    shape = (key.heads, key.kv_heads, key.head_dim_k, key.head_dim_v)
+    shape = (key.heads, key.num_kv_heads, key.head_dim_k, key.head_dim_v)
     said = ((one.model, key.model), (one.shape, shape), (one.dtype, key.dtype), (one.launch, key.launch))
     known_size = one.model is not None or one.shape is not None
     return one.mode == key.mode and known_size and all(theirs in (None, ours) for theirs, ours in said)
 
 
-def _middles(one: Series) -> Points:
+def _middles(one: PublishedSeries) -> Points:
     return [(tokens, (low + high) / 2) for tokens, (low, high) in zip(one.tokens, one.values, strict=True)]
 
 
-def _throughputs(one: Series, batches: Mapping[int, int]) -> Points:
+def _throughputs(one: PublishedSeries, batches: Mapping[int, int]) -> Points:
     """Tokens per second; nothing of another quantity, or of a time whose batch is unknown."""
     points = []
     for tokens, value in _middles(one):
@@ -65,6 +65,6 @@ def _throughputs(one: Series, batches: Mapping[int, int]) -> Points:
     return points
 
 
-def _label(one: Series) -> str:
+def _label(one: PublishedSeries) -> str:
     how = "computed" if one.expected else "published"
     return f"{how}: {one.of} ({one.source.id}, {one.source.gpu})"

@@ -32,7 +32,7 @@ _TABLE = re.compile(r"(<!-- (prefill|decode) ([\w-]+) ([\w:-]+) -->\n)(.*?)(<!--
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultsRow:
     """One case in one run."""
 
     batch: int
@@ -81,7 +81,7 @@ def content(results: Path, text: str) -> tuple[str, str]:
     return new, _picture(by_machine[first[3]], first[3], first[4])
 
 
-def rows(records: Sequence[Record], mode: str, what: str, launch: str = "eager") -> Iterator[Row]:
+def rows(records: Sequence[Record], mode: str, what: str, launch: str = "eager") -> Iterator[ResultsRow]:
     """By length: every bfloat16 case on cold caches and random inputs that NSA was measured on."""
     measured: dict[tuple[int, int], dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
@@ -96,7 +96,7 @@ def rows(records: Sequence[Record], mode: str, what: str, launch: str = "eager")
         if with_nsa:
             best = max(with_nsa, key=lambda run: (len({one.key.implementation for one in run}), _utc(run)))
             latency_ms = {one.key.implementation: one.latency_ms for one in best if one.latency_ms is not None}
-            yield Row(batch, num_keys, (best[0].fingerprint.commit or "unknown")[:10], latency_ms)
+            yield ResultsRow(batch, num_keys, (best[0].fingerprint.commit or "unknown")[:10], latency_ms)
 
 
 def _utc(run: Sequence[Record]) -> str:

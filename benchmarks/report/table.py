@@ -20,7 +20,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """One table; every row is as long as the head."""
 
     head: Sequence[str]
@@ -35,6 +35,11 @@ def number(text: str | None) -> Cell:
 def when(utc: str) -> Cell:
     """To the minute: 2026-01-02T03:04:05Z -> 2026-01-02 03:04."""
     return Cell(utc[:16].replace("T", " "), BRIEF)
+
+
+def version(commit: str | None, dirty: bool | None) -> str:
+    """A commit, and whether the sources differed from it: "0123456789 + changes"."""
+    return (commit or "unknown")[:10] + (" + changes" if dirty else "")
 
 
 def digits(x: float) -> str:

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.history import trend
-from benchmarks.history.store import Point, Series
+from benchmarks.history.store import LatencySeries, Point
 from benchmarks.history.trend import Change
 from benchmarks.report import style
 from benchmarks.report.folder import Picture, ReportFolder
@@ -33,12 +33,12 @@ _LEAST_REACH = 0.02  # noise alone does not fill a row
 
 
 @dataclass(frozen=True)
-class Row:
+class TrendRow:
     """One case over the runs."""
 
     label: str
     """What tells it from the other rows of its picture: "64k", "b32 8k"."""
-    series: Series
+    series: LatencySeries
     changes: Sequence[Change]
     """Of the latency, as `benchmarks.history.trend` found them."""
     references: Sequence[Reference]
@@ -57,7 +57,7 @@ class Scale:
     """How far the row goes on both sides, as a share of it."""
 
     @classmethod
-    def of(cls, row: Row, bottom: float) -> Scale:
+    def of(cls, row: TrendRow, bottom: float) -> Scale:
         """Of a row whose points and bands fill it."""
         lows, highs = zip(*map(_band, row.series.points), strict=True)
         value = (min(lows) + max(highs)) / 2
@@ -94,7 +94,7 @@ def boundaries(runs: Sequence[Fingerprint]) -> list[Boundary]:
 
 
 def draw(
-    folder: ReportFolder, machine: str, title: str, rows: Sequence[Row], marked: Sequence[Boundary]
+    folder: ReportFolder, machine: str, title: str, rows: Sequence[TrendRow], marked: Sequence[Boundary]
 ) -> list[Picture]:
     """The cases that have two runs or more, `ROWS` on a picture."""
     long = [row for row in rows if len(row.series.points) > 1]
@@ -107,7 +107,7 @@ def draw(
 
 
 def _picture(
-    folder: ReportFolder, machine: str, title: str, rows: Sequence[Row], marked: Sequence[Boundary]
+    folder: ReportFolder, machine: str, title: str, rows: Sequence[TrendRow], marked: Sequence[Boundary]
 ) -> Picture:
     commits = {point.utc: _commit(point) for row in rows for point in row.series.points}
     runs = sorted(commits)
@@ -140,7 +140,7 @@ def _commit(point: Point) -> str:
     return (point.fingerprint.commit or "unknown")[:7] + ("+" if point.fingerprint.dirty else "")
 
 
-def _row(axis: Axes, row: Row, scale: Scale, at: dict[str, int]) -> None:
+def _row(axis: Axes, row: TrendRow, scale: Scale, at: dict[str, int]) -> None:
     x = [at[point.utc] for point in row.series.points]
     lows, highs = zip(*map(_band, row.series.points), strict=True)
     axis.axhline(scale.middle, **style.GRID)

@@ -28,7 +28,7 @@ _END_TO_END_SHARE = 0.25  # of the wall limit
 
 
 @dataclass(frozen=True)
-class Plan:
+class SamplingPlan:
     """How long to measure."""
 
     min_samples: int
@@ -103,7 +103,7 @@ def _rank(count: int) -> int:
 
 
 def measure(
-    call: Callable[[], object], device: str, cache: str, plan: Plan, before: Callable[[], object] | None = None
+    call: Callable[[], object], device: str, cache: str, plan: SamplingPlan, before: Callable[[], object] | None = None
 ) -> Timing:
     """Time one call on "cuda" or "cpu", with the cache "cold" or "warm"; `before` runs ahead of each, not timed.
 
@@ -124,7 +124,7 @@ def measure(
     return Timing(samples, "perf_counter", cache, warmups, stop_reason, missing, statistics.median(samples))
 
 
-def _on_device(call: Callable[[], object], cache: str, plan: Plan, before: Callable[[], object]) -> Timing:
+def _on_device(call: Callable[[], object], cache: str, plan: SamplingPlan, before: Callable[[], object]) -> Timing:
     sampler = device_clock.EventSampler(call, before, cold=cache == "cold")
     warmups = _warm_up(sampler.plain_sample, plan)
     sampler.queue_ahead()
@@ -151,8 +151,8 @@ def _on_device(call: Callable[[], object], cache: str, plan: Plan, before: Calla
     )
 
 
-def _end_to_end_ms(sampler: device_clock.EventSampler, plan: Plan) -> float:
-    share = Plan(plan.min_samples, 0.0, plan.wall_limit_s * _END_TO_END_SHARE)
+def _end_to_end_ms(sampler: device_clock.EventSampler, plan: SamplingPlan) -> float:
+    share = SamplingPlan(plan.min_samples, 0.0, plan.wall_limit_s * _END_TO_END_SHARE)
     samples, _, _ = _samples(sampler.end_to_end_sample, share)
     return statistics.median(samples)
 
@@ -178,7 +178,7 @@ def wall_sampler(call: Callable[[], object], before: Callable[[], object]) -> Ca
     return sample
 
 
-def _warm_up(sample: Callable[[], float], plan: Plan) -> int:
+def _warm_up(sample: Callable[[], float], plan: SamplingPlan) -> int:
     """How many calls were made before the first sample."""
     begin, taken = time.perf_counter(), list[float]()
     while not _is_warm(taken, plan):
@@ -188,14 +188,14 @@ def _warm_up(sample: Callable[[], float], plan: Plan) -> int:
     return len(taken)
 
 
-def _is_warm(taken: Sequence[float], plan: Plan) -> bool:
+def _is_warm(taken: Sequence[float], plan: SamplingPlan) -> bool:
     if len(taken) < plan.warmup_calls:
         return False
     faster = len(taken) > 1 and taken[-1] < _SETTLED * taken[-2]
     return not faster or len(taken) >= _MOST_WARMUPS
 
 
-def _samples(sample: Callable[[], float], plan: Plan) -> tuple[tuple[float, ...], str, str | None]:
+def _samples(sample: Callable[[], float], plan: SamplingPlan) -> tuple[tuple[float, ...], str, str | None]:
     """(samples, why they ended, what was not reached by then)."""
     samples: list[float] = []
     begin = time.perf_counter()
@@ -210,7 +210,7 @@ def _samples(sample: Callable[[], float], plan: Plan) -> tuple[tuple[float, ...]
                 return tuple(samples), "wall_limit", missing
 
 
-def unmet(samples: Sequence[float], plan: Plan) -> str | None:
+def unmet(samples: Sequence[float], plan: SamplingPlan) -> str | None:
     """The first condition of the plan that these samples do not meet, with figures; None where they meet all."""
     if len(samples) < plan.min_samples:
         return f"{len(samples)} of {plan.min_samples} samples"

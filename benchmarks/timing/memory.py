@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-MIB = 2**20
+from harness.peak import MIB
+
 _CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 _RESET_HIGH_WATER = "5"
 

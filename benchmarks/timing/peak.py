@@ -11,17 +11,16 @@ from pathlib import Path
 import torch
 
 from benchmarks.timing import latency
-from benchmarks.timing.latency import Plan
+from benchmarks.timing.latency import SamplingPlan
 from harness.machines import Machine
-from harness.peak import MeasuredPeak
+from harness.peak import MIB, MeasuredPeak
 
-_PLAN = Plan(min_samples=10, min_time_s=0.1, wall_limit_s=1.0)
+_PLAN = SamplingPlan(min_samples=10, min_time_s=0.1, wall_limit_s=1.0)
 _GPU_MATRIX, _CPU_MATRIX = 8192, 1024
 _CACHES_COPIED = 20  # a copy this many times as large as the last cache goes through memory
 _COPY_BYTES = {"cuda": (2**27, 2**30), "cpu": (2**27, 2**28)}
 """The smallest and the largest buffer: a server's last cache can be larger than what a bench may take of memory."""
 _CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-_MIB = 2**20
 
 
 def measure(machine: Machine) -> MeasuredPeak:
@@ -31,7 +30,7 @@ def measure(machine: Machine) -> MeasuredPeak:
         bf16_tflops=_product_tflops(device, torch.bfloat16),
         float32_tflops=_product_tflops(device, torch.float32),
         copy_tb_per_s=_copy_tb_per_s(device, cache_bytes),
-        cache_mib=None if cache_bytes is None else cache_bytes / _MIB,
+        cache_mib=None if cache_bytes is None else cache_bytes / MIB,
         sheet_bf16_tflops=machine.bf16_tflops,
         sheet_memory_tb_per_s=machine.memory_tb_per_s,
     )
@@ -77,4 +76,4 @@ def _cache_bytes(device: str) -> int | None:
 def _bytes(size: str) -> int:
     """ "36608K" -> 37486592."""
     number, unit = size.strip()[:-1], size.strip()[-1]
-    return int(number) * {"K": 2**10, "M": 2**20, "G": 2**30}[unit]
+    return int(number) * {"K": 2**10, "M": MIB, "G": 2**30}[unit]

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Gate
+from benchmarks.cases.outcome import Correctness
 from benchmarks.cases.work import Work
 from benchmarks.correctness import anti_cheat
 from benchmarks.timing import cuda_graphs, latency
-from benchmarks.timing.latency import Plan, Timing
+from benchmarks.timing.latency import SamplingPlan, Timing
 
 _ROOM = 4
 """A copy is made where this many times the inputs are free on the device: it needs outputs and scratch too."""
@@ -30,7 +30,7 @@ class RotatingInputs:
         ]
         self._device, self._cache = device, key.cache
 
-    def time(self, plan: Plan) -> Timing:
+    def time(self, plan: SamplingPlan) -> Timing:
         """Time them in turn; ahead of each call one value of each input changes, and at last back."""
         touch = anti_cheat.Touch(x for work in self._works for x in work.inputs.values())
         try:
@@ -38,7 +38,7 @@ class RotatingInputs:
         finally:
             touch.undo()
 
-    def recheck(self, seed: int) -> Gate | None:
+    def recheck(self, seed: int) -> Correctness | None:
         """The last of them on inputs that no call has seen; None where the work cannot."""
         recheck = self._works[-1].recheck
         return None if recheck is None else recheck(self._calls[-1], seed)

@@ -45,7 +45,7 @@ JIT_NAMES = {
     "selected_kv_major": "selected_kv_major._forward",
     "selected_backward_kv": "selected_kv_major._backward",
 }
-PLAN = latency.Plan(min_samples=20, min_time_s=0.2, wall_limit_s=5.0, end_to_end=False)
+PLAN = latency.SamplingPlan(min_samples=20, min_time_s=0.2, wall_limit_s=5.0, end_to_end=False)
 SAME_BLOCKS = 0.999
 """Of the chosen blocks: a sum in another order may turn a tie in the last bit."""
 

@@ -13,11 +13,11 @@ from benchmarks.baselines import BASELINES, Baseline
 from benchmarks.cases import inputs
 from benchmarks.cases.inputs import Problem
 from benchmarks.cases.key import NSA, Key
-from benchmarks.cases.outcome import Gate
+from benchmarks.cases.outcome import Correctness
 from benchmarks.cases.work import Call, Work
 from benchmarks.correctness import all_rows, anti_cheat, oracle, verify
 from benchmarks.correctness.all_rows import RowComparison
-from benchmarks.correctness.oracle import Row
+from benchmarks.correctness.oracle import QueryRow
 from benchmarks.correctness.verify import Answer
 from benchmarks.workloads import roofline
 from nsa import Aux, NSAConfig, nsa_attention
@@ -38,11 +38,11 @@ class Implementation:
     """The inputs that it has gradients of."""
     config: NSAConfig | None
     """None for dense attention."""
-    check: Callable[[Problem, bool, int], Gate]
+    check: Callable[[Problem, bool, int], Correctness]
     """Runs it, on the inputs that are timed, with the backward pass or without, on rows that the seed draws."""
     chosen: Callable[[Problem], Aux | None]
     """The blocks that it selects, which the timed call does not return; None for dense attention."""
-    compare: Callable[[Problem, Answer, Aux | None, Sequence[Row]], Gate]
+    compare: Callable[[Problem, Answer, Aux | None, Sequence[QueryRow]], Correctness]
     """Compares these rows of what the timed call returned with the oracle."""
     compare_all: Callable[[Problem, Answer, Aux | None, Tensor], RowComparison]
     """Compares these rows [R], all or some of each tile, with the second implementation."""
@@ -114,14 +114,14 @@ def _sparse(
     with_aux: Callable[[Problem], tuple[Tensor, Aux]],
     refusals: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Implementation:
-    def check(p: Problem, backward: bool, seed: int) -> Gate:
+    def check(p: Problem, backward: bool, seed: int) -> Correctness:
         return verify.check_nsa(p, config, with_aux, rows=NSA_ROWS, backward=backward, seed=seed)
 
     def chosen(p: Problem) -> Aux:
         with torch.no_grad():
             return with_aux(p)[1]
 
-    def compare(p: Problem, answer: Answer, aux: Aux | None, picked: Sequence[Row]) -> Gate:
+    def compare(p: Problem, answer: Answer, aux: Aux | None, picked: Sequence[QueryRow]) -> Correctness:
         assert aux is not None
         return verify.compare_nsa(p, config, answer, aux, picked)
 
@@ -135,10 +135,10 @@ def _sparse(
 def _dense(baseline: Baseline) -> Implementation:
     name = baseline.name
 
-    def check(p: Problem, backward: bool, seed: int) -> Gate:
+    def check(p: Problem, backward: bool, seed: int) -> Correctness:
         return verify.check_dense(p, baseline.attend, name, rows=DENSE_ROWS, backward=backward, seed=seed)
 
-    def compare(p: Problem, answer: Answer, _: Aux | None, picked: Sequence[Row]) -> Gate:
+    def compare(p: Problem, answer: Answer, _: Aux | None, picked: Sequence[QueryRow]) -> Correctness:
         return verify.compare_dense(p, answer, name, picked)
 
     def compare_all(p: Problem, answer: Answer, _: Aux | None, rows: Tensor) -> RowComparison:
@@ -155,7 +155,7 @@ def _work(key: Key, implementation: Implementation, problem: Problem) -> Work:
     names = implementation.differentiated if backward else ()
     d_o = _output_gradient(problem) if backward else None
 
-    def recheck(call: Call, seed: int) -> Gate:
+    def recheck(call: Call, seed: int) -> Correctness:
         picked = oracle.random_rows(problem, FRESH_ROWS, seed)
         before = call()
         if d_o is not None:
@@ -163,17 +163,17 @@ def _work(key: Key, implementation: Implementation, problem: Problem) -> Work:
         anti_cheat.poison(before)
         _overwrite(problem.tensors, _problem(key, problem.q.device.type, seed).tensors)
         answer, aux = _answer(call, names, d_o), implementation.chosen(problem)
-        gate = implementation.compare(problem, answer, aux, picked)
+        correctness = implementation.compare(problem, answer, aux, picked)
         queries, sequences = problem.q.shape[1], problem.q.shape[0]
         if len(picked) == queries * sequences:
-            return verify.with_comparison(gate, seed, len(picked))
+            return verify.with_comparison(correctness, seed, len(picked))
         rows = all_rows.rows_to_compare(problem, implementation.config, seed, backward=backward)
         if d_o is not None:
             d_o.copy_(all_rows.output_gradient(answer.o, rows, seed))
             del answer  # as large as the outputs that come now
             answer = _answer(call, names, d_o)
         compared = implementation.compare_all(problem, answer, aux, rows)
-        return verify.with_comparison(gate, seed, compared.rows, compared.checks)
+        return verify.with_comparison(correctness, seed, compared.rows, compared.checks)
 
     minimum = roofline.of(key)
     return Work(

@@ -17,7 +17,7 @@ import nsa
 from benchmarks.cases import inputs
 from benchmarks.cases.inputs import Problem
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Gate
+from benchmarks.cases.outcome import Correctness
 from benchmarks.cases.work import Call, Work
 from benchmarks.correctness import all_rows, anti_cheat, oracle, verify
 from benchmarks.correctness.verify import Answer
@@ -31,21 +31,21 @@ Timed = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
-class Settings:
+class PartSettings:
     """What all parts of one case share."""
 
     config: NSAConfig
     backend: str
 
 
-def _compressed(p: Problem, use: Settings) -> tuple[Tensors, Timed]:
+def _compressed(p: Problem, use: PartSettings) -> tuple[Tensors, Timed]:
     def timed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return nsa.compressed_attention(q, k, v, use.config, backend=use.backend)[0]
 
     return (p.q, *_compressed_pair(p)), timed
 
 
-def _scores(p: Problem, use: Settings) -> tuple[Tensors, Timed]:
+def _scores(p: Problem, use: PartSettings) -> tuple[Tensors, Timed]:
     k, v = _compressed_pair(p)
     _, lse = nsa.compressed_attention(p.q, k, v, use.config, backend=use.backend)
 
@@ -55,21 +55,21 @@ def _scores(p: Problem, use: Settings) -> tuple[Tensors, Timed]:
     return (p.q, k, lse), timed
 
 
-def _selected(p: Problem, use: Settings) -> tuple[Tensors, Timed]:
+def _selected(p: Problem, use: PartSettings) -> tuple[Tensors, Timed]:
     def timed(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> Tensor:
         return nsa.selected_attention(q, k, v, blocks, use.config, backend=use.backend)[0]
 
     return (p.q, p.k, p.v, _blocks(p, use)), timed
 
 
-def _window(p: Problem, use: Settings) -> tuple[Tensors, Timed]:
+def _window(p: Problem, use: PartSettings) -> tuple[Tensors, Timed]:
     def timed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return nsa.window_attention(q, k, v, use.config, backend=use.backend)[0]
 
     return (p.q, p.k, p.v), timed
 
 
-def _gated_sum(p: Problem, use: Settings) -> tuple[Tensors, Timed]:
+def _gated_sum(p: Problem, use: PartSettings) -> tuple[Tensors, Timed]:
     branches = (part(p, use) for part in (_compressed, _selected, _window))
 
     def timed(compressed: Tensor, selected: Tensor, window: Tensor, gates: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def _gated_sum(p: Problem, use: Settings) -> tuple[Tensors, Timed]:
     return (*(branch(*reads) for reads, branch in branches), p.gates), timed
 
 
-def _blocks(p: Problem, use: Settings) -> Tensor:
+def _blocks(p: Problem, use: PartSettings) -> Tensor:
     return nsa.select_blocks(p.q, _compressed_pair(p)[0], use.config, backend=use.backend)
 
 
@@ -92,7 +92,7 @@ def _compressed_pair(p: Problem) -> tuple[Tensor, Tensor]:
 class Part:
     """One part, and the branch that its output belongs to."""
 
-    make: Callable[[Problem, Settings], tuple[Tensors, Timed]]
+    make: Callable[[Problem, PartSettings], tuple[Tensors, Timed]]
     """(what the timed call reads, computed beforehand; the call)."""
     branch: int | None
     """0 compressed, 1 selected, 2 window; None for the sum of all three."""
@@ -111,14 +111,14 @@ def prepare(key: Key, device: str) -> Work:
     """The work of a key whose mode is one of PARTS."""
     assert key.config is not None
     assert key.backend_asked is not None
-    use = Settings(NSAConfig.from_mapping(key.config), key.backend_asked)
+    use = PartSettings(NSAConfig.from_mapping(key.config), key.backend_asked)
     with torch.no_grad():
         problem = _draw(key, use, device)
         reads, timed = PARTS[key.mode].make(problem, use)
         return _work(key, use, problem, reads, timed)
 
 
-def _draw(key: Key, use: Settings, device: str, seed: int = 0) -> Problem:
+def _draw(key: Key, use: PartSettings, device: str, seed: int = 0) -> Problem:
     """Inputs with their compressed keys; the gates of the branches that the part does not compute are 0."""
     problem = inputs.with_compressed(inputs.draw(key, device, seed), use.config)
     branch = PARTS[key.mode].branch
@@ -129,16 +129,16 @@ def _draw(key: Key, use: Settings, device: str, seed: int = 0) -> Problem:
     return dataclasses.replace(problem, gates=one)
 
 
-def _work(key: Key, use: Settings, problem: Problem, reads: Tensors, timed: Timed) -> Work:
+def _work(key: Key, use: PartSettings, problem: Problem, reads: Tensors, timed: Timed) -> Work:
     def call() -> Tensors:
         with torch.no_grad():
             return (timed(*reads),)
 
-    def check(seed: int) -> Gate:
+    def check(seed: int) -> Correctness:
         picked = oracle.sample_rows(problem, use.config, NSA_ROWS, seed)
         return verify.compare_nsa(problem, use.config, *_answer(use, problem, call()[0]), picked)
 
-    def recheck(call: Call, seed: int) -> Gate:
+    def recheck(call: Call, seed: int) -> Correctness:
         anti_cheat.poison(call())
         with torch.no_grad():
             fresh = _draw(key, use, problem.q.device.type, seed)
@@ -147,10 +147,10 @@ def _work(key: Key, use: Settings, problem: Problem, reads: Tensors, timed: Time
         (out,) = anti_cheat.as_read_by_this_stream(call())
         answer, aux = _answer(use, fresh, out)
         picked = oracle.random_rows(fresh, FRESH_ROWS, seed)
-        gate = verify.compare_nsa(fresh, use.config, answer, aux, picked)
+        correctness = verify.compare_nsa(fresh, use.config, answer, aux, picked)
         rows = all_rows.rows_to_compare(fresh, use.config, seed, backward=False)
         compared = all_rows.compare_nsa(fresh, use.config, answer, aux.block_indices, rows)
-        return verify.with_comparison(gate, seed, compared.rows, compared.checks)
+        return verify.with_comparison(correctness, seed, compared.rows, compared.checks)
 
     minimum = roofline.of(key)
     return Work(
@@ -166,7 +166,7 @@ def _work(key: Key, use: Settings, problem: Problem, reads: Tensors, timed: Time
 
 
 @torch.no_grad()
-def _answer(use: Settings, problem: Problem, out: Tensor) -> tuple[Answer, Aux]:
+def _answer(use: PartSettings, problem: Problem, out: Tensor) -> tuple[Answer, Aux]:
     """A part's output as NSA's; of block indices, the blocks and what attention over them gives."""
     are_blocks = not out.is_floating_point()
     blocks = out if are_blocks else _blocks(problem, use)

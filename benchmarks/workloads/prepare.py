@@ -46,7 +46,7 @@ def _of_attention(key: Key) -> float:
     backward = key.mode in ("prefill-forward-backward", "memory")
     queries, keys = (key.batch * tokens for tokens in (key.num_queries, key.num_keys))
     per_query = queries * key.heads * max(key.head_dim_k, key.head_dim_v)
-    inputs = per_query + keys * key.kv_heads * (key.head_dim_k + key.head_dim_v)
+    inputs = per_query + keys * key.num_kv_heads * (key.head_dim_k + key.head_dim_v)
     compared = inputs * min(key.batch, _SEQUENCES_COMPARED) / key.batch
     oracle = size * _HELD[backward] * per_query + 8 * _WIDE_COPIES[backward] * compared
     is_dense = key.implementation != NSA and BASELINES[key.implementation].config is None

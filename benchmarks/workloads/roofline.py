@@ -107,7 +107,7 @@ def _score_flops(key: Key, pairs: Pairs) -> int:
 def _io_elements(key: Key, *, gated: bool, key_rows: int | None = None) -> int:
     """q, gates and o of every query, k and v of `key_rows` tokens (all of them unless given) of each sequence."""
     of_query = key.heads * (key.head_dim_k + key.head_dim_v + 3 * gated)
-    of_key = key.kv_heads * (key.head_dim_k + key.head_dim_v)
+    of_key = key.num_kv_heads * (key.head_dim_k + key.head_dim_v)
     return key.batch * (key.num_queries * of_query + (key.num_keys if key_rows is None else key_rows) * of_key)
 
 
@@ -127,11 +127,11 @@ def _of_part(key: Key) -> MinimumCost:
     )
     queries, size = key.batch * key.num_queries, _bytes_of(key.dtype)
     outputs = queries * key.heads * key.head_dim_v
-    chosen_bytes = 4 * queries * key.kv_heads * config.n_sel  # int32
+    chosen_bytes = 4 * queries * key.num_kv_heads * config.n_sel  # int32
     if key.mode == "part-gated-sum":
         return MinimumCost(6.0 * outputs, size * (4 * outputs + 3 * queries * key.heads))
     if key.mode == "part-scores":
-        read = size * (queries * key.heads + key.batch * blocks * key.kv_heads) * key.head_dim_k
+        read = size * (queries * key.heads + key.batch * blocks * key.num_kv_heads) * key.head_dim_k
         return MinimumCost(float(key.batch * key.heads * _score_flops(key, pairs)), read + chosen_bytes)
     branch = _PART_BRANCH[key.mode]
     rows = blocks if branch == "compressed" else key.num_keys

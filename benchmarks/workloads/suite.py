@@ -29,7 +29,7 @@ DEFAULT_MODES = MODES[:-1]
 
 
 @dataclass(frozen=True)
-class Shape:
+class AttentionShape:
     """Heads at several lengths, one sequence each."""
 
     heads: tuple[int, ...]
@@ -77,11 +77,11 @@ class Suite:
 
     dtype: str
     baselines: tuple[str, ...]
-    prefill: tuple[Shape, ...]
+    prefill: tuple[AttentionShape, ...]
     decode: tuple[DecodeShape, ...]
-    parts: tuple[Shape, ...]
+    parts: tuple[AttentionShape, ...]
     train_step: tuple[Training, ...]
-    memory: tuple[Shape, ...] = ()
+    memory: tuple[AttentionShape, ...] = ()
 
 
 @cache
@@ -146,7 +146,7 @@ def _cases(suite: Suite, quick: bool, cache: str) -> Iterator[tuple[Key, tuple[s
 
 
 def _of_lengths(
-    mode: str, suite: Suite, shapes: Sequence[Shape], quick: bool, cache: str
+    mode: str, suite: Suite, shapes: Sequence[AttentionShape], quick: bool, cache: str
 ) -> Iterator[tuple[Key, tuple[str, ...] | None]]:
     for shape in shapes:
         for tokens in shape.quick if quick else shape.lengths:
@@ -165,7 +165,7 @@ def _of_decode(suite: Suite, quick: bool, cache: str) -> Iterator[tuple[Key, tup
 def _of_training(suite: Suite, quick: bool) -> Iterator[tuple[Key, tuple[str, ...] | None]]:
     for training in suite.train_step:
         model = MODELS[training.model]
-        shape = Shape((model.n_heads, model.num_kv_heads), (model.d_k, model.d_v), (), ())
+        shape = AttentionShape((model.n_heads, model.num_kv_heads), (model.d_k, model.d_v), (), ())
         for batch, tokens in training.quick if quick else training.steps:
             key = _key("train-step", suite, shape, batch, tokens, tokens)
             config = dataclasses.asdict(model.nsa)
@@ -174,7 +174,7 @@ def _of_training(suite: Suite, quick: bool) -> Iterator[tuple[Key, tuple[str, ..
                 yield named, training.baselines
 
 
-def _key(mode: str, suite: Suite, shape: Shape | DecodeShape, batch: int, queries: int, keys: int) -> Key:
-    (heads, kv_heads), (head_dim_k, head_dim_v) = shape.heads, shape.head_dims
+def _key(mode: str, suite: Suite, shape: AttentionShape | DecodeShape, batch: int, queries: int, keys: int) -> Key:
+    (heads, num_kv_heads), (head_dim_k, head_dim_v) = shape.heads, shape.head_dims
     config = dataclasses.asdict(NSAConfig())
-    return Key(mode, NSA, None, suite.dtype, batch, queries, keys, heads, kv_heads, head_dim_k, head_dim_v, config)
+    return Key(mode, NSA, None, suite.dtype, batch, queries, keys, heads, num_kv_heads, head_dim_k, head_dim_v, config)

@@ -13,7 +13,7 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.history import speedup
 from benchmarks.runner import Measurement
 
@@ -52,12 +52,12 @@ def test_case(key: Key, measure: Callable[[Key], Measurement], benchmark: Benchm
     record = measured.record
     if speedup.faults([record]):
         pytest.fail(f"{record.outcome.value}: {record.reason}", pytrace=False)
-    if record.outcome is not Outcome.PASSED or measured.raw is None:
+    if record.outcome is not CaseOutcome.PASSED or measured.raw is None:
         pytest.skip(f"{record.outcome.value}: {record.reason}")
     benchmark.group = key.case
     benchmark.extra_info.update(
         implementation=key.implementation,
-        path=record.gate.path if record.gate else None,
+        path=record.correctness.path if record.correctness else None,
         clock=record.clock,
         tokens_per_s=record.tokens_per_s,
         peak_mem_mib=record.peak_mem_mib,

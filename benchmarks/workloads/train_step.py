@@ -1,7 +1,7 @@
 """One step of `nsa.train`'s trainer on the decoder LM, with NSA and with dense attention.
 
 Timed is what a run repeats: forward, loss in pieces, backward, clipping, AdamW. Weights in float32, compute in the
-key's dtype under autocast; launched as a graph the trainer replays its own, of forward, loss and backward. The gate
+key's dtype under autocast; launched as a graph the trainer replays its own, of forward, loss and backward. The check
 compares logits and gradients of the same weights on a short text with the float64 model, whose attention is
 nsa.reference; the text is short enough for every block to be selected, since a near-tie that falls the other way
 changes a gradient by more than rounding does.
@@ -19,7 +19,7 @@ from torch.nn.attention import sdpa_kernel
 
 from benchmarks.baselines import sdpa
 from benchmarks.cases.key import NSA, Key
-from benchmarks.cases.outcome import Gate
+from benchmarks.cases.outcome import Correctness
 from benchmarks.cases.work import Call, Work
 from benchmarks.correctness import anti_cheat, tolerance
 from benchmarks.correctness.verify import IncorrectError, require_finite, require_passed
@@ -75,8 +75,8 @@ def _model_config(key: Key) -> ModelConfig:
     return dataclasses.replace(config, nsa=NSAConfig.from_mapping(key.config), backend=key.backend_asked)
 
 
-def _check(key: Key, model: DecoderLM, tokens: Tensor, device: str) -> Callable[[int], Gate]:
-    def check(_: int) -> Gate:
+def _check(key: Key, model: DecoderLM, tokens: Tensor, device: str) -> Callable[[int], Correctness]:
+    def check(_: int) -> Correctness:
         oracle = DecoderLM(dataclasses.replace(model.config, backend="reference")).to(device)
         oracle.load_state_dict(model.state_dict())
         with _precision(key.dtype, device):
@@ -89,18 +89,18 @@ def _check(key: Key, model: DecoderLM, tokens: Tensor, device: str) -> Callable[
         for name, x in found.items():
             require_finite(name, x)
         checks = tolerance.tensors(found, truth, eager)
-        return require_passed(Gate(tokens.shape[1], tuple(checks), _path(key, model, tokens)))
+        return require_passed(Correctness(tokens.shape[1], tuple(checks), _path(key, model, tokens)))
 
     return check
 
 
-def _recheck(key: Key, trainer: Trainer, batch: Batch) -> Callable[[Call, int], Gate]:
+def _recheck(key: Key, trainer: Trainer, batch: Batch) -> Callable[[Call, int], Correctness]:
     """The loss that the timed step returns for tokens it has never seen, beside that of the same weights evaluated
     apart; and the step must have moved these weights."""
 
     model, tokens = trainer.lm, batch.tokens
 
-    def recheck(call: Call, seed: int) -> Gate:
+    def recheck(call: Call, seed: int) -> Correctness:
         generator = torch.Generator(tokens.device).manual_seed(seed)
         anti_cheat.poison(call())
         tokens.random_(model.config.vocab_size, generator=generator)
@@ -116,7 +116,7 @@ def _recheck(key: Key, trainer: Trainer, batch: Batch) -> Callable[[Call, int], 
         # one kernel on the same weights and tokens twice: what is rounded in the compute type may fall the other way
         budget = tolerance.FORWARD_FACTOR * torch.finfo(getattr(torch, key.dtype)).eps
         return require_passed(
-            Gate(tokens.numel(), (tolerance.check("loss", error, budget),), _path(key, model, tokens), seed)
+            Correctness(tokens.numel(), (tolerance.check("loss", error, budget),), _path(key, model, tokens), seed)
         )
 
     return recheck

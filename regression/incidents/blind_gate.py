@@ -147,7 +147,9 @@ def _zero_for_unknown(healthy: Record, failed: Record) -> list[str]:
     wrong = []
     if failed.latency_ms is not None or speedup.speed_up(healthy, failed) is not None:
         wrong.append(f"a baseline that failed has latency {failed.latency_ms} and is compared with")
-    if (answer := PairFailure(failed.outcome, healthy.outcome, "no baseline").verdict) is not result.Verdict.UNDECIDED:
+    if (
+        answer := PairFailure(failed.outcome, healthy.outcome, "no baseline").verdict
+    ) is not result.CompareVerdict.UNDECIDED:
         wrong.append(f"compare answers {answer.value} where BASE has no figure")
     with contextlib.suppress(ValueError):
         dataclasses.replace(healthy, latency_ms=0.0)

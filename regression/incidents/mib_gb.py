@@ -14,7 +14,8 @@ from contextlib import contextmanager
 import torch
 
 from benchmarks.timing import memory
-from benchmarks.timing.memory import MIB, PeakMemory
+from benchmarks.timing.memory import PeakMemory
+from harness.peak import MIB
 from regression.contract import Evidence, Incident, ReproVerdict, Step
 from regression.injection import Fault, injected
 

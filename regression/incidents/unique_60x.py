@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Check, Gate, Outcome
+from benchmarks.cases.outcome import CaseOutcome, Correctness, OracleCheck
 from benchmarks.history import speedup
 from benchmarks.history.records import Record
 from harness import fingerprint
@@ -42,7 +42,7 @@ KEY = Key(
     num_queries=128,
     num_keys=128,
     heads=SHOWCASE.n_heads,
-    kv_heads=SHOWCASE.num_kv_heads,
+    num_kv_heads=SHOWCASE.num_kv_heads,
     head_dim_k=SHOWCASE.d_k,
     head_dim_v=SHOWCASE.d_v,
     config=dataclasses.asdict(SHOWCASE.nsa),
@@ -79,10 +79,12 @@ def as_the_bench_does(after: Record, before: Record) -> float | None:
 
 
 def _record(key: Key, tokens_per_s: float, identity: fingerprint.Fingerprint) -> Record:
-    gate = Gate(1, (Check("o", 0.0, 1.0),), key.backend_asked or key.implementation)
+    checked = Correctness(1, (OracleCheck("o", 0.0, 1.0),), key.backend_asked or key.implementation)
     tokens = key.batch * key.num_queries
     latency_ms = tokens / tokens_per_s * 1e3
-    return Record(key, Outcome.PASSED, None, identity, "", gate, latency_ms=latency_ms, tokens_per_s=tokens_per_s)
+    return Record(
+        key, CaseOutcome.PASSED, None, identity, "", checked, latency_ms=latency_ms, tokens_per_s=tokens_per_s
+    )
 
 
 def _measured(

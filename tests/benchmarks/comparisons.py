@@ -6,13 +6,13 @@ import random
 from collections.abc import Callable
 
 from benchmarks.ab.calibration_samples import SLOWDOWNS, CalibrationPair, CaseSamples
-from benchmarks.ab.result import ComparisonResult, Rules, Side, Verdict
+from benchmarks.ab.result import CompareVerdict, ComparisonResult, Rules, Side
 from tests.benchmarks.synthetic import FINGERPRINT, key
 
 Noise = Callable[[random.Random], float]
 
 
-def comparison_result(verdict: Verdict) -> ComparisonResult:
+def comparison_result(verdict: CompareVerdict) -> ComparisonResult:
     """One case of one comparison."""
     base, head = (Side(ref, ref * 10, False, ref * 4) for ref in ("a1b2", "c3d4"))
     return ComparisonResult(

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ab import calibration, result
-from benchmarks.ab.calibration import Calibration, Rate
-from benchmarks.ab.result import ComparisonResult, Rules, Side, Verdict
+from benchmarks.ab.calibration import Calibration, CalibrationRate
+from benchmarks.ab.result import CompareVerdict, ComparisonResult, Rules, Side
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.history import accepted, run_file
 from benchmarks.history.accepted import Acceptance
 from benchmarks.history.records import Record
@@ -24,7 +24,7 @@ from harness.fingerprint import Fingerprint
 from harness.peak import MeasuredPeak
 from tests.benchmarks.synthetic import FINGERPRINT, failed, key, passed
 
-CEILINGS = MeasuredPeak(700.0, 50.0, 4.2, 50.0, 989.0, 4.8)
+PEAK = MeasuredPeak(700.0, 50.0, 4.2, 50.0, 989.0, 4.8)
 SLOWER_FROM = 7
 """The run from which NSA takes 8 % longer."""
 NEW_DRIVER_FROM = 4
@@ -44,13 +44,13 @@ def run_of(number: int, machine: str = "h200", device: str = "NVIDIA H200") -> F
         cuda="12.8",
         triton="3.7.1",
         commit=f"{random.Random(number).getrandbits(160):040x}",
-        ceilings=CEILINGS,
+        measured_peak=PEAK,
     )
 
 
 def keys() -> Iterator[Key]:
     """64/4 heads of 128 in every mode, and the parts of the forward."""
-    shape = {"dtype": "bfloat16", "heads": 64, "kv_heads": 4, "head_dim_k": 128, "head_dim_v": 128, "cache": "cold"}
+    shape = {"dtype": "bfloat16", "heads": 64, "num_kv_heads": 4, "head_dim_k": 128, "head_dim_v": 128, "cache": "cold"}
     for mode in ("prefill-forward", "prefill-forward-backward", "decode"):
         for length in LENGTHS:
             batch = 2**21 // length if mode == "decode" else 1
@@ -64,7 +64,7 @@ def keys() -> Iterator[Key]:
 def measured(the_key: Key, where: Fingerprint, number: int, noise: random.Random) -> Record:
     """One record of run `number`; some do not pass."""
     if the_key.implementation == "flash-attn-4" and the_key.mode == "prefill-forward-backward":
-        refused = failed(the_key, Outcome.UNSUPPORTED, "flash-attn-4 has no backward pass with these heads")
+        refused = failed(the_key, CaseOutcome.UNSUPPORTED, "flash-attn-4 has no backward pass with these heads")
         return dataclasses.replace(refused, fingerprint=where)
     work = (the_key.num_keys / 8192) ** CONTENDERS[the_key.implementation]
     share = {"selected": 0.4, "scores": 0.3, "compressed": 0.2, "window": 0.1}.get(
@@ -107,12 +107,12 @@ def write_verdicts(results: Path, utc: str = "2026-03-01T00:00:00.000Z", **chang
     where = run_of(SLOWER_FROM)
     base = Side("main", run_of(0).commit, False, "a" * 16)
     head = Side("HEAD", where.commit, False, "b" * 16)
-    rows: list[tuple[Verdict, float | None, str | None]] = [
-        (Verdict.SAME, 0.002, None),
-        (Verdict.FASTER, -0.06, None),
-        (Verdict.SLOWER, 0.081, None),
-        (Verdict.UNDECIDED, 0.02, "14 pairs of processes were not enough"),
-        (Verdict.FAILED, None, "INCORRECT: o: error 0.1 > budget 0.002"),
+    rows: list[tuple[CompareVerdict, float | None, str | None]] = [
+        (CompareVerdict.SAME, 0.002, None),
+        (CompareVerdict.FASTER, -0.06, None),
+        (CompareVerdict.SLOWER, 0.081, None),
+        (CompareVerdict.UNDECIDED, 0.02, "14 pairs of processes were not enough"),
+        (CompareVerdict.FAILED, None, "INCORRECT: o: error 0.1 > budget 0.002"),
     ]
     for length, (verdict, change, reason) in zip((2048, *LENGTHS), rows, strict=True):
         one = ComparisonResult(
@@ -128,10 +128,10 @@ def write_verdicts(results: Path, utc: str = "2026-03-01T00:00:00.000Z", **chang
 def write_calibration(results: Path) -> None:
     """240 comparisons of each slowdown."""
     rates = (
-        Rate(0.0, 0.0, 240, 1, 1, 236, 2),
-        Rate(0.01, 0.0098, 240, 61, 0, 120, 59),
-        Rate(0.03, 0.0304, 240, 228, 0, 1, 11),
-        Rate(0.1, 0.0996, 240, 240, 0, 0, 0),
+        CalibrationRate(0.0, 0.0, 240, 1, 1, 236, 2),
+        CalibrationRate(0.01, 0.0098, 240, 61, 0, 120, 59),
+        CalibrationRate(0.03, 0.0304, 240, 228, 0, 1, 11),
+        CalibrationRate(0.1, 0.0996, 240, 240, 0, 0, 0),
     )
     where = run_of(3, "cpu", "A CPU")
     names = tuple(key(length=length).name for length in LENGTHS)
@@ -176,7 +176,7 @@ def write_everything(results: Path) -> None:
     write_runs(results, 12)
     write_runs(results, 2, "cpu", "A CPU")
     write_verdicts(results)
-    write_verdicts(results, "2026-02-01T00:00:00.000Z", verdict=Verdict.SAME, reason=None)
+    write_verdicts(results, "2026-02-01T00:00:00.000Z", verdict=CompareVerdict.SAME, reason=None)
     write_calibration(results)
     write_accepted(results)
     write_incidents(results, 6)

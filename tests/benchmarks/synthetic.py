@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from benchmarks.cases.key import NSA, Key
-from benchmarks.cases.outcome import Check, Gate, Outcome
+from benchmarks.cases.outcome import CaseOutcome, Correctness, OracleCheck
 from benchmarks.history.records import Record
 from benchmarks.history.samples import SampleSummary
 from harness.fingerprint import Fingerprint
@@ -34,7 +34,7 @@ FINGERPRINT = Fingerprint(
     benchmarks_sha256="1" * 16,
 )
 
-GREEN = Gate(8, (Check("o", 1e-7, 2e-7),), "torch")
+GREEN = Correctness(8, (OracleCheck("o", 1e-7, 2e-7),), "torch")
 
 
 def key(mode: str = "prefill-forward", implementation: str = NSA, length: int = 64, **changes: Any) -> Key:
@@ -49,7 +49,7 @@ def key(mode: str = "prefill-forward", implementation: str = NSA, length: int = 
         num_queries=1 if mode == "decode" else length,
         num_keys=length,
         heads=4,
-        kv_heads=2,
+        num_kv_heads=2,
         head_dim_k=16,
         head_dim_v=16,
         config=dataclasses.asdict(CONFIG) if is_nsa else None,
@@ -61,7 +61,7 @@ def passed(the_key: Key, latency_ms: float = 10.0, utc: str = FINGERPRINT.utc, m
     """A green measurement."""
     return Record(
         the_key,
-        Outcome.PASSED,
+        CaseOutcome.PASSED,
         None,
         dataclasses.replace(FINGERPRINT, utc=utc, machine=machine),
         "python -m benchmarks run",
@@ -75,6 +75,6 @@ def passed(the_key: Key, latency_ms: float = 10.0, utc: str = FINGERPRINT.utc, m
     )
 
 
-def failed(the_key: Key, outcome: Outcome, reason: str) -> Record:
+def failed(the_key: Key, outcome: CaseOutcome, reason: str) -> Record:
     """A measurement without a number."""
     return Record(the_key, outcome, reason, FINGERPRINT, "python -m benchmarks run")

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from benchmarks import console
-from benchmarks.cases.outcome import Outcome
-from benchmarks.history.speedup import Comparison
+from benchmarks.cases.outcome import CaseOutcome
+from benchmarks.history.speedup import BaselineComparison
 from tests.benchmarks.synthetic import failed, key, passed
 
 DENSE, NSA = passed(key(implementation="sdpa-flash"), 5.0), passed(key(), 10.0)
@@ -22,12 +22,12 @@ def test_a_line_says_how_far_how_long_and_how_fast() -> None:
 
 
 def test_a_line_without_a_figure_says_why() -> None:
-    record = failed(key(implementation="flex"), Outcome.UNSUPPORTED, "flex: not here")
+    record = failed(key(implementation="flex"), CaseOutcome.UNSUPPORTED, "flex: not here")
     assert console.progress(record, 1, 1, 0.5, []).endswith("UNSUPPORTED  flex: not here")
 
 
 def test_a_log_gets_plain_lines_only(capsys: pytest.CaptureFixture[str]) -> None:
-    with console.Progress([DENSE.key, NSA.key]) as progress:
+    with console.RunProgress([DENSE.key, NSA.key]) as progress:
         progress.finished(DENSE)
         progress.finished(NSA)
     out, err = capsys.readouterr()
@@ -45,7 +45,7 @@ class Terminal(io.StringIO):
 def test_a_terminal_shows_what_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with console.Progress([DENSE.key, NSA.key]) as progress:
+    with console.RunProgress([DENSE.key, NSA.key]) as progress:
         assert DENSE.key.name in terminal.getvalue()
         progress.finished(DENSE)
         assert "1/2 [00:00<00:00, " in terminal.getvalue()
@@ -55,7 +55,7 @@ def test_a_terminal_shows_what_runs(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 def test_the_table_has_one_column_for_every_length_of_name() -> None:
     long = passed(key("prefill-forward-backward", head_dim_k=192, inputs="local"))
-    rows = [Comparison(NSA, (DENSE,)), Comparison(long, ())]
+    rows = [BaselineComparison(NSA, (DENSE,)), BaselineComparison(long, ())]
     _, first, second = console.table(rows).splitlines()
     assert first.endswith("10 ms  sdpa-flash 5 ms (0.50x)")
     assert second.endswith("/local        10 ms")

@@ -19,7 +19,7 @@ from benchmarks import runner, worker
 from benchmarks.__main__ import main
 from benchmarks.ab.worker import Worker
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.cases.work import Work
 from benchmarks.commands import run as bench_run
 from benchmarks.history import run_file
@@ -30,7 +30,7 @@ from benchmarks.runner import Measurement
 from benchmarks.timing import device_clock, latency, memory, peak
 from benchmarks.timing.clocks import Clocks, ClockSummary
 from benchmarks.timing.device_clock import EventSampler
-from benchmarks.timing.latency import Plan
+from benchmarks.timing.latency import SamplingPlan
 from benchmarks.workloads import attention, suite
 from containers import pipeline
 from containers.pipeline import PipelineStep, PipelineStepResult
@@ -104,7 +104,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_of_nsa_ends_a_run_with_1(fault: str, run: Run) -> None:
-    wrong = failed(key(), Outcome(fault), "why")
+    wrong = failed(key(), CaseOutcome(fault), "why")
     code, told = run([passed(DENSE), wrong, passed(key(length=128))])
     assert (code, told["faults"]) == (1, [key().name])
     assert told["outcomes"] == {"PASSED": 2, fault: 1}
@@ -112,13 +112,13 @@ def test_every_fault_of_nsa_ends_a_run_with_1(fault: str, run: Run) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_red_baseline_is_named_on_the_last_line(fault: str, run: Run) -> None:
-    code, told = run([failed(DENSE, Outcome(fault), "why"), passed(key())])
+    code, told = run([failed(DENSE, CaseOutcome(fault), "why"), passed(key())])
     assert (code, told["faults"]) == (0, [])
     assert told["red_baselines"] == {DENSE.name: fault}
 
 
 def test_a_baseline_that_is_absent_or_refuses_is_not_red(run: Run) -> None:
-    outcomes = (Outcome.NOT_PRESENT, Outcome.UNSUPPORTED, Outcome.OUT_OF_MEMORY, Outcome.THROTTLED)
+    outcomes = (CaseOutcome.NOT_PRESENT, CaseOutcome.UNSUPPORTED, CaseOutcome.OUT_OF_MEMORY, CaseOutcome.THROTTLED)
     _, told = run([*(failed(DENSE, outcome, "why") for outcome in outcomes), passed(key())])
     assert told["red_baselines"] == {}
 
@@ -130,19 +130,19 @@ def test_a_red_baseline_is_in_the_summary_of_a_pipeline_and_on_the_page(tmp_path
     )
     assert DENSE.name in text
     assert "INCORRECT" in text
-    write(tmp_path, failed(DENSE, Outcome.INCORRECT, "why"), passed(key()))
+    write(tmp_path, failed(DENSE, CaseOutcome.INCORRECT, "why"), passed(key()))
     said = f"NSA is wrong on none; of the baselines {DENSE.name} is INCORRECT."
     assert said in Cells(build(tmp_path)).text
 
 
 @pytest.mark.parametrize(("arguments", "plan"), [((), runner.FULL), (("--quick",), runner.QUICK)])
 def test_only_a_quick_run_measures_as_quick(
-    arguments: tuple[str, ...], plan: Plan, run: Run, monkeypatch: pytest.MonkeyPatch
+    arguments: tuple[str, ...], plan: SamplingPlan, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[list[Key], Plan]] = []
+    asked: list[tuple[list[Key], SamplingPlan]] = []
     run([passed(key())])  # what else it needs is replaced
 
-    def measure(keys: list[Key], device: str, plan: Plan, *_: object, **__: object) -> list[Measurement]:
+    def measure(keys: list[Key], device: str, plan: SamplingPlan, *_: object, **__: object) -> list[Measurement]:
         asked.append((keys, plan))
         return [Measurement(passed(key()))]
 
@@ -169,7 +169,9 @@ def test_the_command_of_a_record_measures_its_case_again_and_no_other(
     said: dict[str, tuple[Key, str]] = {}
     run([passed(key())])  # what else it needs is replaced
 
-    def measure(keys: list[Key], device: str, plan: Plan, identity: Any, command: Any, **_: Any) -> list[Measurement]:
+    def measure(
+        keys: list[Key], device: str, plan: SamplingPlan, identity: Any, command: Any, **_: Any
+    ) -> list[Measurement]:
         said.update((one.name, (one, command(one))) for one in keys)
         return [Measurement(passed(key()))]
 
@@ -192,7 +194,7 @@ def test_the_command_of_a_record_measures_its_case_again_and_no_other(
 
 @pytest.mark.parametrize("outcome", [*FAULTS, "THROTTLED", "OUT_OF_MEMORY"])
 def test_no_page_shows_passed_or_good_for_what_did_not_pass(outcome: str, tmp_path: Path) -> None:
-    write(tmp_path, failed(key(), Outcome(outcome), "why"))
+    write(tmp_path, failed(key(), CaseOutcome(outcome), "why"))
     found = page(tmp_path)
     assert found.row(key().case, outcome)
     assert found.kinds(outcome) == {"bad"}
@@ -203,7 +205,7 @@ def test_no_page_shows_passed_or_good_for_what_did_not_pass(outcome: str, tmp_pa
 
 
 def test_the_summary_counts_what_passed(tmp_path: Path) -> None:
-    refused = failed(key(implementation="sdpa-cudnn"), Outcome.UNSUPPORTED, "why")
+    refused = failed(key(implementation="sdpa-cudnn"), CaseOutcome.UNSUPPORTED, "why")
     write(tmp_path, passed(DENSE), refused, passed(key()))
     assert page(tmp_path).kinds("PASSED") == {"good"}
     assert "2 of 3 measurements passed; NSA is wrong on none." in Cells(tmp_path / "report" / "index.html").text
@@ -260,7 +262,7 @@ def test_a_ratio_is_never_taken_against_another_shape(tmp_path: Path) -> None:
 
 def test_the_share_of_the_limit_is_of_the_nearer_peak_and_caches_count_for_nothing() -> None:
     limits = MeasuredPeak(100.0, 10.0, 1.0, 50.0)
-    where = dataclasses.replace(FINGERPRINT, ceilings=limits)
+    where = dataclasses.replace(FINGERPRINT, measured_peak=limits)
     made = dataclasses.replace(passed(key(), 1.0), fingerprint=where, flops=2e9, bytes_moved=5e8)
     cached = 50 * 2**20 / 1e9
     assert made.share_of_limit == pytest.approx(0.5 - cached)  # TB/s beside 1; 2 TFLOP/s of 10 are 0.2
@@ -273,7 +275,7 @@ def test_the_share_of_the_limit_is_of_the_nearer_peak_and_caches_count_for_nothi
 
 @pytest.mark.parametrize(("mode", "tokens"), [("prefill-forward", 2 * 64), ("decode", 2)])
 def test_tokens_per_second_are_queries_not_keys(mode: str, tokens: int) -> None:
-    record = runner.measure(key(mode, batch=2), "cpu", Plan(2, 0.0, 1.0), FINGERPRINT, "command").record
+    record = runner.measure(key(mode, batch=2), "cpu", SamplingPlan(2, 0.0, 1.0), FINGERPRINT, "command").record
     assert record.latency_ms is not None
     assert record.tokens_per_s == pytest.approx(tokens / record.latency_ms * 1e3)
 
@@ -339,7 +341,7 @@ def test_every_cold_call_finds_a_flushed_l2_and_no_warm_one_does(cache: str, mon
         found.append(l2.flushed)
         l2.flushed = 0
 
-    timed = latency.measure(call, "cuda", cache, Plan(3, 0.0, 10.0))
+    timed = latency.measure(call, "cuda", cache, SamplingPlan(3, 0.0, 10.0))
     assert (timed.cache, len(timed.samples_ms)) == (cache, 3)
     assert set(found) == {1 if cache == "cold" else 0}
     assert len(found) >= 3 + 2 + 3  # samples, warm-ups, end to end
@@ -357,7 +359,7 @@ def test_the_clocks_are_read_beside_the_samples_of_a_gpu(monkeypatch: pytest.Mon
             return Clocks((1,) * len(looks), (1.0,) * len(looks), (1,) * len(looks))
 
     monkeypatch.setattr(latency.clocks, "monitor", Watch)
-    timed = latency.measure(lambda: None, "cuda", "warm", Plan(4, 0.0, 10.0))
+    timed = latency.measure(lambda: None, "cuda", "warm", SamplingPlan(4, 0.0, 10.0))
     assert timed.clocks is not None
     assert len(timed.clocks.sm_mhz) == len(timed.samples_ms) == 4
     assert timed.queued_ahead, "the samples hold launch latency"
@@ -367,7 +369,7 @@ def test_a_gpu_s_work_that_nobody_waits_for_is_refused_by_the_timer(monkeypatch:
     L2(monkeypatch)
     monkeypatch.setattr(EventSampler, "require_joined", lambda self, ms: (_ for _ in ()).throw(UnjoinedError(ms)))
     with pytest.raises(UnjoinedError, match=r"1\.0"):
-        latency.measure(lambda: None, "cuda", "warm", Plan(3, 0.0, 10.0))
+        latency.measure(lambda: None, "cuda", "warm", SamplingPlan(3, 0.0, 10.0))
 
 
 class UnjoinedError(device_clock.UnjoinedWorkError):
@@ -428,7 +430,7 @@ def test_the_first_call_counts_as_compilation_and_not_as_latency() -> None:
         return (torch.zeros(1),)
 
     work = Work(lambda _: GREEN, call, 1)
-    record = runner.measure(key(), "cpu", Plan(3, 0.0, 5.0), FINGERPRINT, "command", lambda *_: work).record
+    record = runner.measure(key(), "cpu", SamplingPlan(3, 0.0, 5.0), FINGERPRINT, "command", lambda *_: work).record
     assert record.compile_s is not None
     assert record.latency_ms is not None
     assert record.compile_s * 1e3 > 10 * record.latency_ms

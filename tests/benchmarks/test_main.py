@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import runner, worker
 from benchmarks.__main__ import main
-from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.commands.options import chosen
 from benchmarks.history import run_file, samples
 from benchmarks.history.samples import SampleSummary
@@ -54,9 +54,9 @@ def test_a_wrong_result_fails_the_run(
     assert summary["faults"] == ["prefill-forward/8x2x64/b1/s512/float32/nsa"]
 
 
-@pytest.mark.parametrize("refused", [Outcome.UNSUPPORTED, Outcome.NOT_PRESENT, Outcome.OUT_OF_MEMORY])
+@pytest.mark.parametrize("refused", [CaseOutcome.UNSUPPORTED, CaseOutcome.NOT_PRESENT, CaseOutcome.OUT_OF_MEMORY])
 def test_a_run_without_any_figure_of_nsa_is_not_green(
-    refused: Outcome, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    refused: CaseOutcome, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = [failed(key(), refused, "no kernel"), passed(key(implementation="sdpa-flash"))]
     monkeypatch.setattr(worker, "run", lambda *_, **__: map(Measurement, found))

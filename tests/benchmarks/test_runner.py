@@ -17,18 +17,18 @@ import nsa
 from benchmarks import memory_worker, runner
 from benchmarks.baselines import BASELINES
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Gate, Outcome
+from benchmarks.cases.outcome import CaseOutcome, Correctness
 from benchmarks.cases.work import Work
 from benchmarks.history import records
 from benchmarks.history.records import Record
 from benchmarks.timing import memory
-from benchmarks.timing.latency import Plan
+from benchmarks.timing.latency import SamplingPlan
 from benchmarks.workloads import attention
 from nsa import NSAConfig
 from tests.benchmarks.synthetic import FINGERPRINT, GREEN, key
 from tests.harness import workers
 
-PLAN = Plan(min_samples=3, min_time_s=0.0, wall_limit_s=5.0, warmup_calls=1)
+PLAN = SamplingPlan(min_samples=3, min_time_s=0.0, wall_limit_s=5.0, warmup_calls=1)
 
 
 def measure(the_key: Key, prepare: runner.Prepare = runner.prepare) -> Record:
@@ -45,14 +45,14 @@ def test_measures_every_mode(mode: str, implementation: str) -> None:
     the_key = key(mode, implementation, batch=2)
     measured = runner.measure(the_key, "cpu", PLAN, FINGERPRINT, "command")
     record = measured.record
-    assert (record.outcome, record.reason) == (Outcome.PASSED, None)
+    assert (record.outcome, record.reason) == (CaseOutcome.PASSED, None)
     assert measured.raw is not None
     assert record.latency_ms == sorted(measured.raw.samples_ms)[1]
     assert record.samples is not None
     assert record.samples.count == 3
     assert record.tokens_per_s == pytest.approx(2 * the_key.num_queries / record.latency_ms * 1e3)
-    assert record.gate is not None
-    assert record.gate.path == ("torch" if implementation == "nsa" else implementation)
+    assert record.correctness is not None
+    assert record.correctness.path == ("torch" if implementation == "nsa" else implementation)
     assert (record.peak_mem_mib, record.clock) == (None, "perf_counter")
 
 
@@ -61,9 +61,9 @@ def test_measures_a_train_step(implementation: str) -> None:
     config = dataclasses.asdict(NSAConfig(l=16, d=8, l_sel=32, n_sel=8, w=64)) if implementation == "nsa" else None
     sizes = {"heads": 8, "model": "showcase", "config": config}
     record = measure(key("train-step", implementation, length=96, **sizes))
-    assert (record.outcome, record.reason) == (Outcome.PASSED, None)
-    assert record.gate is not None
-    assert [check.name for check in record.gate.checks] == ["logits", "dparameters", "loss, fresh inputs"]
+    assert (record.outcome, record.reason) == (CaseOutcome.PASSED, None)
+    assert record.correctness is not None
+    assert [check.name for check in record.correctness.checks] == ["logits", "dparameters", "loss, fresh inputs"]
 
 
 def scaled_output(factor: float) -> Callable[..., object]:
@@ -79,21 +79,21 @@ def scaled_output(factor: float) -> Callable[..., object]:
 def test_a_wrong_implementation_gets_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "nsa_attention", scaled_output(1.001))
     record = measure(key())
-    assert record.outcome is Outcome.INCORRECT
+    assert record.outcome is CaseOutcome.INCORRECT
     assert record.reason is not None
     assert record.reason.startswith("o: error 1.00e-03 > budget ")
-    assert record.gate is not None
+    assert record.correctness is not None
     assert has_no_number(record)
 
 
 def test_nan_gets_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "nsa_attention", scaled_output(float("nan")))
     record = measure(key())
-    assert record.outcome is Outcome.NONFINITE
+    assert record.outcome is CaseOutcome.NONFINITE
     assert has_no_number(record)
 
 
-def test_what_turns_nan_after_the_gate_gets_no_number() -> None:
+def test_what_turns_nan_after_the_check_gets_no_number() -> None:
     outputs = iter([torch.zeros(1)] * 4 + [torch.full((1,), torch.nan)])  # the first call, 3 samples, and the last look
 
     def prepare(the_key: Key, device: str) -> Work:
@@ -101,8 +101,8 @@ def test_what_turns_nan_after_the_gate_gets_no_number() -> None:
 
     plan = dataclasses.replace(PLAN, warmup_calls=0)
     record = runner.measure(key(), "cpu", plan, FINGERPRINT, "command", prepare).record
-    assert record.outcome is Outcome.NONFINITE
-    assert record.gate == GREEN
+    assert record.outcome is CaseOutcome.NONFINITE
+    assert record.correctness == GREEN
     assert has_no_number(record)
 
 
@@ -111,21 +111,21 @@ class OutOfResources(Exception):  # noqa: N818 - named as in Triton
 
 
 ERRORS = [
-    (torch.OutOfMemoryError("CUDA out of memory."), Outcome.OUT_OF_MEMORY),
-    (MemoryError(), Outcome.OUT_OF_MEMORY),
-    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), Outcome.OUT_OF_MEMORY),
-    (OutOfResources("shared memory"), Outcome.COMPILE_ERROR),
-    (ValueError("backend 'triton' cannot serve this call: no GPU"), Outcome.UNSUPPORTED),
-    (ImportError("cannot import name 'choose' from 'nsa.backends'"), Outcome.CRASHED),
-    (subprocess.TimeoutExpired("child", 3.0), Outcome.STALLED),
-    (RuntimeError("CUDA error: an illegal\nmemory access"), Outcome.CRASHED),
-    (ValueError("k must have shape"), Outcome.CRASHED),
+    (torch.OutOfMemoryError("CUDA out of memory."), CaseOutcome.OUT_OF_MEMORY),
+    (MemoryError(), CaseOutcome.OUT_OF_MEMORY),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), CaseOutcome.OUT_OF_MEMORY),
+    (OutOfResources("shared memory"), CaseOutcome.COMPILE_ERROR),
+    (ValueError("backend 'triton' cannot serve this call: no GPU"), CaseOutcome.UNSUPPORTED),
+    (ImportError("cannot import name 'choose' from 'nsa.backends'"), CaseOutcome.CRASHED),
+    (subprocess.TimeoutExpired("child", 3.0), CaseOutcome.STALLED),
+    (RuntimeError("CUDA error: an illegal\nmemory access"), CaseOutcome.CRASHED),
+    (ValueError("k must have shape"), CaseOutcome.CRASHED),
 ]
 
 
 @pytest.mark.parametrize(("error", "outcome"), ERRORS, ids=lambda value: getattr(value, "name", type(value).__name__))
-def test_errors_become_outcomes(error: Exception, outcome: Outcome) -> None:
-    def check(_: int) -> Gate:
+def test_errors_become_outcomes(error: Exception, outcome: CaseOutcome) -> None:
+    def check(_: int) -> Correctness:
         raise error
 
     record = measure(key(), lambda the_key, device: Work(check, tuple, 1))
@@ -137,19 +137,19 @@ def test_errors_become_outcomes(error: Exception, outcome: Outcome) -> None:
 
 def test_an_absent_baseline_says_why() -> None:
     absent = measure(key(implementation="sdpa-cudnn"))
-    assert (absent.outcome, absent.reason) == (Outcome.NOT_PRESENT, "sdpa-cudnn exists on CUDA devices only")
+    assert (absent.outcome, absent.reason) == (CaseOutcome.NOT_PRESENT, "sdpa-cudnn exists on CUDA devices only")
     refused = measure(key(implementation="sdpa-flash", head_dim_v=8))
-    assert refused.outcome is Outcome.UNSUPPORTED
+    assert refused.outcome is CaseOutcome.UNSUPPORTED
     assert refused.reason is not None
     assert "same last dimension" in refused.reason
 
 
 def test_a_package_that_a_baseline_cannot_import_is_not_present() -> None:
-    def check(_: int) -> Gate:
+    def check(_: int) -> Correctness:
         raise ModuleNotFoundError("No module named 'flash_attn'")
 
     record = measure(key(implementation="flash-attn"), lambda the_key, device: Work(check, tuple, 1))
-    assert (record.outcome, has_no_number(record)) == (Outcome.NOT_PRESENT, True)
+    assert (record.outcome, has_no_number(record)) == (CaseOutcome.NOT_PRESENT, True)
 
 
 def test_a_refusal_of_another_kind_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_a_refusal_of_another_kind_is_a_crash(monkeypatch: pytest.MonkeyPatch) -
         raise RuntimeError("something else")
 
     monkeypatch.setitem(BASELINES, "sdpa-math", dataclasses.replace(BASELINES["sdpa-math"], attend=broken))
-    assert measure(key(implementation="sdpa-math")).outcome is Outcome.CRASHED
+    assert measure(key(implementation="sdpa-math")).outcome is CaseOutcome.CRASHED
 
 
 def test_peak_of_this_process_is_what_the_call_needs() -> None:
@@ -173,14 +173,14 @@ def test_peak_of_this_process_is_what_the_call_needs() -> None:
 
 def test_a_memory_case_runs_in_a_child() -> None:
     record = measure(key("memory", length=256))
-    assert (record.outcome, record.reason) == (Outcome.PASSED, None)
+    assert (record.outcome, record.reason) == (CaseOutcome.PASSED, None)
     assert record.peak_mem_source == "rss_high_water"
     assert record.latency_ms is None
 
 
 def test_a_child_that_fails_says_its_last_words() -> None:
     record = measure(key("memory", heads=3))
-    assert record.outcome is Outcome.CRASHED
+    assert record.outcome is CaseOutcome.CRASHED
     assert record.reason is not None
     assert "heads of k must divide the 3 heads of q" in record.reason
 
@@ -201,20 +201,20 @@ def test_what_is_wrong_in_a_child_is_told_apart(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     in_this_process(monkeypatch, capsys)
-    assert measure(key("memory")).outcome is Outcome.PASSED
+    assert measure(key("memory")).outcome is CaseOutcome.PASSED
     monkeypatch.setattr(attention, "nsa_attention", scaled_output(1.001))
     wrong = measure(key("memory"))
-    assert (wrong.outcome, has_no_number(wrong)) == (Outcome.INCORRECT, True)
+    assert (wrong.outcome, has_no_number(wrong)) == (CaseOutcome.INCORRECT, True)
     assert (wrong.reason or "").startswith("o: error 1.00e-03 > budget ")
-    assert wrong.gate is not None
-    assert not wrong.gate.passed
+    assert wrong.correctness is not None
+    assert not wrong.correctness.passed
     monkeypatch.setattr(attention, "nsa_attention", scaled_output(float("nan")))
-    assert measure(key("memory")).outcome is Outcome.NONFINITE
+    assert measure(key("memory")).outcome is CaseOutcome.NONFINITE
 
 
-@pytest.mark.parametrize(("signal_number", "outcome"), [(9, Outcome.OUT_OF_MEMORY), (11, Outcome.CRASHED)])
+@pytest.mark.parametrize(("signal_number", "outcome"), [(9, CaseOutcome.OUT_OF_MEMORY), (11, CaseOutcome.CRASHED)])
 def test_a_child_that_the_kernel_kills_was_out_of_memory(
-    signal_number: int, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
+    signal_number: int, outcome: CaseOutcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_worker, "_CHILD", workers.__name__)
     monkeypatch.setenv(workers.SIGNAL, str(signal_number))

@@ -13,14 +13,14 @@ import pytest
 
 from benchmarks import runner, worker
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.cases.work import Work
 from benchmarks.history.records import Record
 from benchmarks.runner import Measurement
-from benchmarks.timing.latency import Plan
+from benchmarks.timing.latency import SamplingPlan
 from tests.benchmarks.synthetic import FINGERPRINT, key
 
-PLAN = Plan(min_samples=3, min_time_s=0.0, wall_limit_s=5.0, warmup_calls=1)
+PLAN = SamplingPlan(min_samples=3, min_time_s=0.0, wall_limit_s=5.0, warmup_calls=1)
 SOUND, HANGS, DIES = 64, 65, 66
 """Lengths: what a case of this length does."""
 HUNG = "WORKER_TEST_HUNG"
@@ -81,8 +81,8 @@ def test_a_hung_case_is_stalled_where_it_stood_and_the_next_is_measured(deadline
     assert "no answer within 5 s; it stood in hang_in_a_kernel, tests/benchmarks/test_worker.py:" in records[0].reason
     assert records[0].latency_ms is None
     assert [record.command for record in records] == [f"measure {HANGS}", f"measure {SOUND}"]
-    assert records[1].gate is not None
-    assert records[1].gate.seed == 11, "what was drawn is not what the command says"
+    assert records[1].correctness is not None
+    assert records[1].correctness.seed == 11, "what was drawn is not what the command says"
 
 
 def test_a_case_that_ends_the_process_says_how() -> None:
@@ -119,7 +119,7 @@ def test_a_crash_on_a_gpu_is_given_a_new_process(monkeypatch: pytest.MonkeyPatch
             Fake.made += 1
 
         def measure(self, the_key: Key, command: str, _: float) -> Measurement:
-            return Measurement(Record(the_key, Outcome.CRASHED, "an illegal memory access", FINGERPRINT, command))
+            return Measurement(Record(the_key, CaseOutcome.CRASHED, "an illegal memory access", FINGERPRINT, command))
 
         def close(self) -> None:
             pass

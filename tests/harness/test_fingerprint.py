@@ -17,9 +17,9 @@ from harness.nvml import ClockLimits
 from harness.peak import MeasuredPeak
 from tests.benchmarks.synthetic import FINGERPRINT
 
-ONLY_TOLD = {"image", "utc", "load", "commit", "dirty", "nsa_sha256", "ceilings"}
+ONLY_TOLD = {"image", "utc", "load", "commit", "dirty", "nsa_sha256", "measured_peak"}
 """When, how busy, what is compared, and what was measured itself."""
-OTHER = {"threads": 1, "gpu_clocks": ClockLimits(1980, 3201, 700.0), "ceilings": MeasuredPeak(1.0, 1.0, 1.0, None)}
+OTHER = {"threads": 1, "gpu_clocks": ClockLimits(1980, 3201, 700.0), "measured_peak": MeasuredPeak(1.0, 1.0, 1.0, None)}
 
 
 def changed(**changes: Any) -> Fingerprint:
@@ -50,9 +50,9 @@ def test_every_field_is_a_condition_or_only_told(name: str) -> None:
 
 def test_takes_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_IMAGE", "nsa:cpu")
-    ceilings = MeasuredPeak(2.0, 1.0, 0.02, 32.0)
-    taken = fingerprint.take("cpu", "cpu", ceilings)
-    assert (taken.machine, taken.image, taken.ceilings, taken.gpu_clocks) == ("cpu", "nsa:cpu", ceilings, None)
+    peak = MeasuredPeak(2.0, 1.0, 0.02, 32.0)
+    taken = fingerprint.take("cpu", "cpu", peak)
+    assert (taken.machine, taken.image, taken.measured_peak, taken.gpu_clocks) == ("cpu", "nsa:cpu", peak, None)
     assert schema.build(Fingerprint, json.loads(json.dumps(dataclasses.asdict(taken))), "fingerprint") == taken
 
 

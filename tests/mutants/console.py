@@ -9,7 +9,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from benchmarks.history.mutants import SEEN, Line, Outcome, rates
+from benchmarks.history.mutants import SEEN, MutantOutcome, MutantResult, rates
 from tests.mutants.standing import Area, Planned
 
 
@@ -26,7 +26,7 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._bar.close()
 
-    def finished(self, line: Line) -> None:
+    def finished(self, line: MutantResult) -> None:
         """Print its line."""
         self._done += 1
         self._bar.update()
@@ -37,18 +37,18 @@ class Progress:
         sys.stdout.flush()
 
 
-def table(lines: Sequence[Line]) -> str:
+def table(lines: Sequence[MutantResult]) -> str:
     """One row per area; below it every mutant that nothing saw, or of which nothing is known."""
     shown = [f"{'area':<16} {'seen':>12} {'share':>7} {'drawn':>9} {'timeouts':>8} {'errors':>6} {'equivalent':>10}"]
     for rate in rates(lines):
         count = rate.outcomes
         shown.append(
             f"{rate.area:<16} {f'{rate.seen} of {rate.total}':>12} {rate.share:>7.1%} "
-            f"{f'{rate.drawn_seen} of {rate.drawn}':>9} {count.get(Outcome.TIMEOUT, 0):>8} "
-            f"{rate.errors:>6} {count.get(Outcome.EQUIVALENT, 0):>10}"
+            f"{f'{rate.drawn_seen} of {rate.drawn}':>9} {count.get(MutantOutcome.TIMEOUT, 0):>8} "
+            f"{rate.errors:>6} {count.get(MutantOutcome.EQUIVALENT, 0):>10}"
         )
     for line in lines:
-        if line.outcome not in (*SEEN, Outcome.EQUIVALENT):
+        if line.outcome not in (*SEEN, MutantOutcome.EQUIVALENT):
             shown.append(f"{line.outcome.value}: {line.area}: {line.id}: {line.killed_by or 'every test passed'}")
     return "\n".join(shown)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.history import mutants
-from benchmarks.history.mutants import Line, Outcome
+from benchmarks.history.mutants import MutantOutcome, MutantResult
 from harness.interrupt import INTERRUPTED
 from harness.repository import ROOT
 from tests.mutants import standing, tree, trials
@@ -92,7 +92,7 @@ def planned(name: str, old: str, new: str, suite: Suite = SUMS, equivalent: str 
 
 
 @pytest.fixture(scope="module")
-def found(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Line]]:
+def found(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, MutantResult]]:
     """One run over mutants that end in every way."""
     left = tmp_path_factory.mktemp("left") / "pid"
     with pytest.MonkeyPatch.context() as patch:
@@ -119,17 +119,19 @@ def found(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
 @pytest.mark.parametrize(
     ("name", "outcome", "said"),
     [
-        ("killed", Outcome.KILLED, f"{FILE}::TestSums::test_add"),
-        ("survives", Outcome.SURVIVED, "None"),
-        ("does-not-apply", Outcome.ERROR, "it stands there 0 times"),
-        ("hangs", Outcome.TIMEOUT, "; without it "),
-        ("cannot-be-imported", Outcome.KILLED, "collection of tests.test_product"),
-        ("tests-are-red-without-it", Outcome.ERROR, f"without the mutant: {FILE}::test_red"),
-        ("is-equivalent", Outcome.EQUIVALENT, "nobody calls it"),
-        ("leaves-a-process", Outcome.KILLED, f"{FILE}::test_leaves_a_process"),
+        ("killed", MutantOutcome.KILLED, f"{FILE}::TestSums::test_add"),
+        ("survives", MutantOutcome.SURVIVED, "None"),
+        ("does-not-apply", MutantOutcome.ERROR, "it stands there 0 times"),
+        ("hangs", MutantOutcome.TIMEOUT, "; without it "),
+        ("cannot-be-imported", MutantOutcome.KILLED, "collection of tests.test_product"),
+        ("tests-are-red-without-it", MutantOutcome.ERROR, f"without the mutant: {FILE}::test_red"),
+        ("is-equivalent", MutantOutcome.EQUIVALENT, "nobody calls it"),
+        ("leaves-a-process", MutantOutcome.KILLED, f"{FILE}::test_leaves_a_process"),
     ],
 )
-def test_every_end_has_its_outcome(found: dict[str, Line], name: str, outcome: Outcome, said: str) -> None:
+def test_every_end_has_its_outcome(
+    found: dict[str, MutantResult], name: str, outcome: MutantOutcome, said: str
+) -> None:
     assert found[name].outcome is outcome
     assert said in str(found[name].killed_by)
 
@@ -140,17 +142,17 @@ def test_a_timeout_on_a_slow_machine_is_no_kill(project: Path, monkeypatch: pyte
     monkeypatch.setattr(trials, "SLOWER", 1.5)
     monkeypatch.setattr(trials, "PLAINLY_SLOWER", 1e9)
     (line,) = trials.run(project, tree.sources(project), [planned("hangs", "n += 1", "n += 0")], jobs=1)
-    assert line.outcome is Outcome.ERROR
+    assert line.outcome is MutantOutcome.ERROR
     assert "but then without it: no end" in str(line.killed_by)
 
 
 def test_an_equivalent_that_is_seen_is_an_error(project: Path) -> None:
     (line,) = trials.run(project, tree.sources(project), [planned("x", "a + b", "a - b", equivalent="so said")], jobs=1)
-    assert line.outcome is Outcome.ERROR
+    assert line.outcome is MutantOutcome.ERROR
     assert "called equivalent, and was seen" in str(line.killed_by)
 
 
-def test_the_working_tree_is_left_alone(project: Path, found: dict[str, Line]) -> None:
+def test_the_working_tree_is_left_alone(project: Path, found: dict[str, MutantResult]) -> None:
     assert found
     assert (project / "product.py").read_text() == PRODUCT
     assert tree.sources(project) == ["product.py", FILE]
@@ -193,7 +195,10 @@ def test_exit_code_and_records_and_a_rerun(
         assert (code, part["seen"], part["red"]) == (0, {"sums": 0.0}, []), "a part of an area is not judged"
         begin, lines = mutants.read(Path(str(again["records"])))
         assert begin.planned == {"sums": 2}
-        assert {line.id: line.outcome for line in lines} == {"killed": Outcome.KILLED, "survives": Outcome.SURVIVED}
+        assert {line.id: line.outcome for line in lines} == {
+            "killed": MutantOutcome.KILLED,
+            "survives": MutantOutcome.SURVIVED,
+        }
         monkeypatch.setattr(trials, "run", lambda *_: iter(()))
         (project / "product.py").write_text(PRODUCT + "\n")
         _, changed, _ = run(project, capsys, "--resume", "--out", str(tmp_path))

@@ -9,7 +9,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
 
-from benchmarks.history.mutants import Line, Outcome
+from benchmarks.history.mutants import MutantOutcome, MutantResult
 from tests.mutants import suites
 from tests.mutants.standing import Planned, Suite
 from tests.mutants.suites import SuiteRun
@@ -34,7 +34,7 @@ class Trials:
         self._healthy: dict[Suite, Future[SuiteRun]] = {}
         self._pool, self.stop = ThreadPoolExecutor(jobs), Event()
 
-    def submit(self, planned: Planned) -> Future[Line]:
+    def submit(self, planned: Planned) -> Future[MutantResult]:
         """Try it once its suite has passed without it."""
         suite = planned.suite
         if suite not in self._healthy:  # before every mutant that waits for it, so that none waits in vain
@@ -53,37 +53,41 @@ class Trials:
         finally:
             self._copies.put(copy)
 
-    def _line(self, planned: Planned, healthy: Future[SuiteRun]) -> Line:
+    def _line(self, planned: Planned, healthy: Future[SuiteRun]) -> MutantResult:
         mutant = planned.mutant
         outcome, said, duration_s = self._tried(planned, healthy.result())
         if mutant.equivalent is not None:
-            if outcome is Outcome.SURVIVED:
-                outcome, said = Outcome.EQUIVALENT, mutant.equivalent
-            elif outcome is not Outcome.ERROR:
-                outcome, said = Outcome.ERROR, f"it is called equivalent, and was seen: {said}"
-        return Line(mutant.id, planned.area, outcome, round(duration_s, 1), said, planned.drawn)
+            if outcome is MutantOutcome.SURVIVED:
+                outcome, said = MutantOutcome.EQUIVALENT, mutant.equivalent
+            elif outcome is not MutantOutcome.ERROR:
+                outcome, said = MutantOutcome.ERROR, f"it is called equivalent, and was seen: {said}"
+        return MutantResult(mutant.id, planned.area, outcome, round(duration_s, 1), said, planned.drawn)
 
-    def _tried(self, planned: Planned, healthy: SuiteRun) -> tuple[Outcome, str | None, float]:
+    def _tried(self, planned: Planned, healthy: SuiteRun) -> tuple[MutantOutcome, str | None, float]:
         if why := _why_unhealthy(healthy):
-            return Outcome.ERROR, f"without the mutant: {why}", healthy.duration_s
+            return MutantOutcome.ERROR, f"without the mutant: {why}", healthy.duration_s
         limit_s = max(LEAST_LIMIT_S, SLOWER * healthy.duration_s)
         copy = self._copies.get()
         try:
             with copy.mutated(planned.mutant):
                 found = suites.run(copy, planned.suite, limit_s, self.stop)
         except ValueError as error:
-            return Outcome.ERROR, str(error), 0.0
+            return MutantOutcome.ERROR, str(error), 0.0
         finally:
             self._copies.put(copy)
         if found.timed_out:
             again = self._without(planned.suite, limit_s / PLAINLY_SLOWER)
             if why := _why_unhealthy(again):
-                return Outcome.ERROR, f"no end within {limit_s:.0f} s, but then without it: {why}", found.duration_s
+                return (
+                    MutantOutcome.ERROR,
+                    f"no end within {limit_s:.0f} s, but then without it: {why}",
+                    found.duration_s,
+                )
             said = f"no end within {limit_s:.0f} s; without it {again.duration_s:.1f} s"
-            return Outcome.TIMEOUT, said, found.duration_s
+            return MutantOutcome.TIMEOUT, said, found.duration_s
         if found.red is not None:
-            return Outcome.KILLED, found.red, found.duration_s
-        return Outcome.SURVIVED, "no test was collected" if found.nothing_ran else None, found.duration_s
+            return MutantOutcome.KILLED, found.red, found.duration_s
+        return MutantOutcome.SURVIVED, "no test was collected" if found.nothing_ran else None, found.duration_s
 
 
 def _why_unhealthy(run: SuiteRun) -> str | None:
@@ -92,7 +96,7 @@ def _why_unhealthy(run: SuiteRun) -> str | None:
     return "no test was collected" if run.nothing_ran else run.red
 
 
-def run(root: Path, names: Sequence[str], planned: Sequence[Planned], jobs: int) -> Iterator[Line]:
+def run(root: Path, names: Sequence[str], planned: Sequence[Planned], jobs: int) -> Iterator[MutantResult]:
     """Lines as they come, `jobs` copies at a time. On any exit nothing that it started is left."""
     with tempfile.TemporaryDirectory(prefix="nsa-mutants-", ignore_cleanup_errors=True) as folder:
         trials = Trials(root, names, Path(folder), max(1, min(jobs, len(planned))))

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.ab import bisect, checkout
 from benchmarks.ab.checkout import Sources
-from benchmarks.ab.result import ComparisonResult, Verdict
+from benchmarks.ab.result import CompareVerdict, ComparisonResult
 from benchmarks.commands import compare
 from tests.benchmarks.comparisons import comparison_result
 from tests.benchmarks.repository import Repository
@@ -23,9 +23,9 @@ CASE = "decode/8x2x64/b4/s16384/float32/nsa"
 def test_finds_each_commit_in_few_questions(slow: int) -> None:
     asked = []
 
-    def ask(commit: str) -> Verdict:
+    def ask(commit: str) -> CompareVerdict:
         asked.append(commit)
-        return Verdict.SLOWER if COMMITS.index(commit) >= slow else Verdict.SAME
+        return CompareVerdict.SLOWER if COMMITS.index(commit) >= slow else CompareVerdict.SAME
 
     assert bisect.first_slow(COMMITS, ask).commits == (COMMITS[slow],)
     assert len(asked) <= 4
@@ -33,11 +33,15 @@ def test_finds_each_commit_in_few_questions(slow: int) -> None:
 
 
 def test_passes_over_commits_that_give_no_answer() -> None:
-    silent = {"c7": Verdict.UNDECIDED, "c8": Verdict.FAILED}
-    found = bisect.first_slow(COMMITS, lambda c: silent.get(c, Verdict.SLOWER if int(c[1:]) >= 9 else Verdict.SAME))
+    silent = {"c7": CompareVerdict.UNDECIDED, "c8": CompareVerdict.FAILED}
+    found = bisect.first_slow(
+        COMMITS, lambda c: silent.get(c, CompareVerdict.SLOWER if int(c[1:]) >= 9 else CompareVerdict.SAME)
+    )
     assert found.commits == ("c7", "c8", "c9")  # c6 is good, c9 slow, and nobody knows about those between
-    assert found.verdicts["c6"] is Verdict.SAME
-    found = bisect.first_slow(COMMITS, lambda c: silent.get(c, Verdict.SLOWER if int(c[1:]) >= 4 else Verdict.SAME))
+    assert found.verdicts["c6"] is CompareVerdict.SAME
+    found = bisect.first_slow(
+        COMMITS, lambda c: silent.get(c, CompareVerdict.SLOWER if int(c[1:]) >= 4 else CompareVerdict.SAME)
+    )
     assert found.commits == ("c4",)
 
 
@@ -62,7 +66,7 @@ def asked_sources(monkeypatch: pytest.MonkeyPatch, base_is_fast: str) -> list[tu
         texts = [(side.folder / "nsa" / "__init__.py").read_text() for side in (base, head)]
         asked.append((texts[0], texts[1]))
         assert texts[0] == base_is_fast
-        return [comparison_result(Verdict.SLOWER if "slow" in texts[1] else Verdict.SAME)], False
+        return [comparison_result(CompareVerdict.SLOWER if "slow" in texts[1] else CompareVerdict.SAME)], False
 
     monkeypatch.setattr(compare, "measure", judge)
     return asked

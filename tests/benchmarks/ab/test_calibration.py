@@ -16,12 +16,12 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.ab import calibration, calibration_samples, result, trial
-from benchmarks.ab.calibration import Calibration, Rate
+from benchmarks.ab.calibration import Calibration, CalibrationRate
 from benchmarks.ab.injection import StagedSlowdown
-from benchmarks.ab.result import Rules, Verdict
+from benchmarks.ab.result import CompareVerdict, Rules
 from benchmarks.ab.sequential import PairFailure
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.commands import calibrate as command
 from benchmarks.commands import compare
 from harness import fingerprint, jsonl, repository, schema
@@ -42,7 +42,7 @@ def noisy(r: random.Random) -> float:
     return abs(r.gauss(0.0, 0.5))
 
 
-def rates_of(noise: comparisons.Noise, groups: int = 10) -> tuple[Rules, dict[float, Rate]]:
+def rates_of(noise: comparisons.Noise, groups: int = 10) -> tuple[Rules, dict[float, CalibrationRate]]:
     pairs = comparisons.calibration_pairs(groups * SIZE, CASES, noise)
     rules, rates = calibration.calibrate(calibration.split(pairs, SIZE), RULES)
     return rules, {rate.slowdown: rate for rate in rates}
@@ -214,7 +214,7 @@ def test_pairs_of_other_sources_are_left_alone(tmp_path: Path) -> None:
 def test_a_case_that_fails_ends_the_calibration_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failed = PairFailure(Outcome.PASSED, Outcome.INCORRECT, "HEAD INCORRECT: o")
+    failed = PairFailure(CaseOutcome.PASSED, CaseOutcome.INCORRECT, "HEAD INCORRECT: o")
     monkeypatch.setattr(trial, "run", lambda base, head, device, keys, *_, **__: [failed] * len(keys))
     assert main([*ARGUMENTS, "--out", str(tmp_path)]) == 1
     assert "prefill-forward/8x2x64/b1/s384/float32/nsa: HEAD INCORRECT: o" in capsys.readouterr().err
@@ -224,7 +224,7 @@ def test_compare_takes_its_thresholds_from_the_machines_calibration(tmp_path: Pa
     cpu = recognise(None)
     assert compare.rules_for(tmp_path, cpu, 22) == RULES
     here = dataclasses.replace(FINGERPRINT, device=fingerprint.device_name(cpu))
-    found = Calibration(here, Rules(0.02, 0.1), (Rate(0.0, 0.0, 200, 1, 1, 190, 8),), ("a",), 100, 0.01, "x")
+    found = Calibration(here, Rules(0.02, 0.1), (CalibrationRate(0.0, 0.0, 200, 1, 1, 190, 8),), ("a",), 100, 0.01, "x")
     path = calibration.save(tmp_path, found)
     assert calibration.load(tmp_path, "cpu") == found
     wanted = dataclasses.replace(RULES.up_to(14), smallest_change=0.02, equal_within=0.1)
@@ -244,7 +244,7 @@ def test_files_with_earlier_names_are_read(tmp_path: Path) -> None:
     (pair,) = comparisons.calibration_pairs(1, 2, quiet)
     _with_earlier_names(calibration_samples.path(tmp_path, "cpu"), pair, {"cases": "taken"})
     assert calibration_samples.read(tmp_path, "cpu", "identity") == [pair]
-    found = comparisons.comparison_result(Verdict.SAME)
+    found = comparisons.comparison_result(CompareVerdict.SAME)
     _with_earlier_names(
         result.path(tmp_path, found.utc, found.base, found.head),
         found,
@@ -272,7 +272,7 @@ def _with_earlier_names(path: Path, value: Any, names: Mapping[str, str]) -> Non
 def test_a_calibration_that_cannot_be_written_leaves_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = Calibration(FINGERPRINT, RULES, (Rate(0.0, 0.0, 200, 0, 0, 200, 0),), ("a",), 100, 0.01, "x")
+    old = Calibration(FINGERPRINT, RULES, (CalibrationRate(0.0, 0.0, 200, 0, 0, 200, 0),), ("a",), 100, 0.01, "x")
     path = calibration.save(tmp_path, old)
 
     def full(*_: object) -> None:
@@ -286,5 +286,5 @@ def test_a_calibration_that_cannot_be_written_leaves_the_old_one(
 
 
 def test_rates() -> None:
-    rate = Rate(0.03, 0.031, 200, slower=180, faster=2, same=0, undecided=18)
+    rate = CalibrationRate(0.03, 0.031, 200, slower=180, faster=2, same=0, undecided=18)
     assert (rate.power, rate.alarms) == (0.9, 0.91)

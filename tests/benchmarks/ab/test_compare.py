@@ -14,10 +14,10 @@ from benchmarks.__main__ import main
 from benchmarks.ab import calibration, checkout, result, trial
 from benchmarks.ab.calibration import Calibration
 from benchmarks.ab.checkout import Sources
-from benchmarks.ab.result import Rules, Verdict
+from benchmarks.ab.result import CompareVerdict, Rules
 from benchmarks.ab.sequential import PairFailure
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.outcome import CaseOutcome
 from harness import fingerprint, machines, repository
 from tests.benchmarks.repository import Repository
 from tests.benchmarks.synthetic import FINGERPRINT
@@ -77,7 +77,7 @@ def test_twice_the_work_is_slower(real: Repository, tmp_path: Path, capsys: pyte
     assert summary(capsys)["bad"] == [CASE]
     ((found,), damaged) = result.read(tmp_path / "results")
     assert damaged == []
-    assert (found.verdict, found.key.name, found.reason) == (Verdict.SLOWER, CASE, None)
+    assert (found.verdict, found.key.name, found.reason) == (CompareVerdict.SLOWER, CASE, None)
     assert found.change is not None
     assert 0.4 < found.change < 3.0
     assert (found.base.ref, found.head.ref, found.head.dirty) == ("HEAD", "working tree", True)
@@ -97,9 +97,9 @@ def nsa_attention(*arguments, **options):
     assert run(tmp_path, "HEAD") == 1
     ((found,), _) = result.read(tmp_path / "results")
     assert (found.verdict, found.head_outcome, found.base_outcome) == (
-        Verdict.FAILED,
-        Outcome.INCORRECT,
-        Outcome.PASSED,
+        CompareVerdict.FAILED,
+        CaseOutcome.INCORRECT,
+        CaseOutcome.PASSED,
     )
     assert found.reason is not None
     assert found.reason.startswith("HEAD INCORRECT: o: error 1.")
@@ -227,9 +227,9 @@ def test_an_interrupted_comparison_keeps_what_it_decided(
     assert run(tmp_path, "HEAD~1", "HEAD", cases=f"{OTHER},{CASE}") == 130
     found, _ = result.read(tmp_path / "results")
     by_case = {one.key.name: one for one in found}
-    assert by_case[OTHER].verdict is Verdict.SAME
+    assert by_case[OTHER].verdict is CompareVerdict.SAME
     assert (by_case[CASE].verdict, by_case[CASE].reason) == (
-        Verdict.UNDECIDED,
+        CompareVerdict.UNDECIDED,
         "interrupted after 6 pairs of processes",
     )
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from benchmarks.ab import sequential, signed_rank
-from benchmarks.ab.result import Rules, Verdict
+from benchmarks.ab.result import CompareVerdict, Rules
 from benchmarks.ab.sequential import PairFailure, PairTiming
-from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.outcome import CaseOutcome
 
 RULES = Rules()
 Noise = Callable[[random.Random], float]
@@ -87,7 +87,11 @@ def test_false_discoveries_are_bounded_step_by_step() -> None:
 def test_what_seems_changed_is_measured_again_and_what_is_the_same_is_not() -> None:
     script = Script(slow=[0.1], fast=[-0.1], same=[0.001, -0.001])
     answers = script.play()
-    assert [answer.verdict for answer in answers.values()] == [Verdict.SLOWER, Verdict.FASTER, Verdict.SAME]
+    assert [answer.verdict for answer in answers.values()] == [
+        CompareVerdict.SLOWER,
+        CompareVerdict.FASTER,
+        CompareVerdict.SAME,
+    ]
     assert script.asked == [["slow", "fast", "same"]] * 6 + [["slow", "fast"]] * 8
     assert answers["slow"].p_value == 2**-13
 
@@ -97,7 +101,11 @@ def test_a_machine_that_tells_little_apart_measures_again_before_it_says_same() 
     rules = dataclasses.replace(RULES, equal_within=0.1)
     script = Script(slow=[0.05] * 5 + [-0.04, 0.05], noisy=[0.04, -0.05] * 11, same=[0.01, -0.01] * 11)
     found = {case: (answer.verdict, len(answer.pairs)) for case, answer in script.play(rules).items()}
-    assert found == {"slow": (Verdict.SLOWER, 14), "noisy": (Verdict.SAME, 22), "same": (Verdict.SAME, 6)}
+    assert found == {
+        "slow": (CompareVerdict.SLOWER, 14),
+        "noisy": (CompareVerdict.SAME, 22),
+        "same": (CompareVerdict.SAME, 6),
+    }
 
 
 def test_a_machine_that_tells_much_apart_says_same_of_nothing_wider() -> None:
@@ -108,20 +116,20 @@ def test_a_machine_that_tells_much_apart_says_same_of_nothing_wider() -> None:
 def test_a_change_that_is_not_seen_again_is_none() -> None:
     luck = Script(luck=[0.1] * 6 + [0.001, 0.002, 0.003, -0.001] * 4).play()["luck"]
     assert luck.p_value < RULES.largest_p
-    assert luck.verdict is not Verdict.SLOWER
+    assert luck.verdict is not CompareVerdict.SLOWER
 
 
 def test_one_case_alone_needs_strong_evidence_too() -> None:
     ratios = [0.05, 0.06, 0.07, 0.08, 0.09, 0.1, 0.11, 0.12, 0.13, 0.14, 0.15, -0.055, -0.065, -0.12]
     answer = Script(slow=ratios).play(RULES.up_to(14))["slow"]
     assert RULES.largest_p < answer.p_value < RULES.false_discovery_rates[1]
-    assert answer.verdict is Verdict.UNDECIDED
+    assert answer.verdict is CompareVerdict.UNDECIDED
 
 
 def test_a_wild_pair_hides_no_change() -> None:
     for wild in (-1.0, 1.0):
         answer = Script(slow=[0.1] * 7 + [wild] + [0.1]).play()["slow"]
-        assert answer.verdict is Verdict.SLOWER
+        assert answer.verdict is CompareVerdict.SLOWER
         effect = answer.effect(RULES)
         assert effect is not None
         assert effect.change == pytest.approx(0.105, abs=1e-3)
@@ -132,19 +140,19 @@ def test_a_lone_change_among_many_cases_needs_more_evidence_than_one_among_few()
     few = Script(slow=ratios, same=[0.0]).play(RULES.up_to(14))["slow"]
     many = Script(slow=ratios, **{f"same{i}": [0.0] for i in range(60)}).play(RULES.up_to(14))["slow"]
     assert few.p_value == many.p_value
-    assert (few.verdict, many.verdict) == (Verdict.SLOWER, Verdict.UNDECIDED)
+    assert (few.verdict, many.verdict) == (CompareVerdict.SLOWER, CompareVerdict.UNDECIDED)
 
 
 def test_changes_lend_each_other_evidence() -> None:
     ratios = [0.05, 0.06, 0.07, 0.08, 0.09, 0.1, 0.11, 0.12, 0.13, 0.14, 0.15, -0.01, -0.02, -0.04]
     others = {f"slow{i}": [0.1] for i in range(60)}
-    assert Script(slow=ratios, **others).play(RULES.up_to(14))["slow"].verdict is Verdict.SLOWER
+    assert Script(slow=ratios, **others).play(RULES.up_to(14))["slow"].verdict is CompareVerdict.SLOWER
 
 
 def test_noise_asks_for_more_pairs_up_to_the_limit_and_then_says_so() -> None:
     script = Script(noisy=[0.1, -0.1] * 11)
     answer = script.play()["noisy"]
-    assert answer.verdict is Verdict.UNDECIDED
+    assert answer.verdict is CompareVerdict.UNDECIDED
     assert len(script.asked) == RULES.interim_analyses[-1] == 22
     assert answer.reason == "22 pairs of processes leave it between -9.5% and +10.5% (p = 1)"
     effect = answer.effect(RULES)
@@ -154,28 +162,28 @@ def test_noise_asks_for_more_pairs_up_to_the_limit_and_then_says_so() -> None:
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_same_needs_both_ends_of_the_interval(sign: int) -> None:
-    assert Script(lopsided=[sign * 0.1, sign * -0.001] * 11).play()["lopsided"].verdict is Verdict.UNDECIDED
+    assert Script(lopsided=[sign * 0.1, sign * -0.001] * 11).play()["lopsided"].verdict is CompareVerdict.UNDECIDED
 
 
 def test_more_pairs_can_decide() -> None:
     answer = Script(late=[0.2, -0.2] + [0.001] * 12).play()["late"]
-    assert (answer.verdict, len(answer.pairs)) == (Verdict.SAME, 14)
+    assert (answer.verdict, len(answer.pairs)) == (CompareVerdict.SAME, 14)
 
 
 def test_a_change_below_the_smallest_is_none() -> None:
-    assert Script(tiny=[0.004]).play()["tiny"].verdict is Verdict.SAME
+    assert Script(tiny=[0.004]).play()["tiny"].verdict is CompareVerdict.SAME
 
 
 def test_what_head_cannot_do_fails_and_is_not_measured_again() -> None:
-    wrong = PairFailure(Outcome.PASSED, Outcome.INCORRECT, "HEAD INCORRECT: o: error 1e-3")
-    both = PairFailure(Outcome.CRASHED, Outcome.CRASHED, "no")
-    lost = PairFailure(Outcome.PASSED, Outcome.UNSUPPORTED, "HEAD UNSUPPORTED: heads")
-    new = PairFailure(Outcome.CRASHED, Outcome.PASSED, "BASE CRASHED: no such argument")
+    wrong = PairFailure(CaseOutcome.PASSED, CaseOutcome.INCORRECT, "HEAD INCORRECT: o: error 1e-3")
+    both = PairFailure(CaseOutcome.CRASHED, CaseOutcome.CRASHED, "no")
+    lost = PairFailure(CaseOutcome.PASSED, CaseOutcome.UNSUPPORTED, "HEAD UNSUPPORTED: heads")
+    new = PairFailure(CaseOutcome.CRASHED, CaseOutcome.PASSED, "BASE CRASHED: no such argument")
     script = Script(wrong=wrong, both=both, lost=lost, new=new, same=[0.0])
     answers = script.play()
-    assert [answers[case].verdict for case in ("wrong", "both", "lost")] == [Verdict.FAILED] * 3
-    assert (answers["new"].verdict, answers["new"].reason) == (Verdict.UNDECIDED, new.reason)
-    assert answers["same"].verdict is Verdict.SAME
+    assert [answers[case].verdict for case in ("wrong", "both", "lost")] == [CompareVerdict.FAILED] * 3
+    assert (answers["new"].verdict, answers["new"].reason) == (CompareVerdict.UNDECIDED, new.reason)
+    assert answers["same"].verdict is CompareVerdict.SAME
     assert script.asked[1:] == [["same"]] * 5
 
 
@@ -183,11 +191,13 @@ def test_what_breaks_after_the_first_analysis_fails() -> None:
     class Breaks(Script):
         def _next(self, case: str) -> PairTiming | PairFailure:
             return (
-                timed(0.1) if len(self.asked) <= 6 else PairFailure(Outcome.PASSED, Outcome.CRASHED, "HEAD CRASHED: x")
+                timed(0.1)
+                if len(self.asked) <= 6
+                else PairFailure(CaseOutcome.PASSED, CaseOutcome.CRASHED, "HEAD CRASHED: x")
             )
 
     answer = Breaks(slow=[0.1]).play()["slow"]
-    assert (answer.verdict, answer.reason) == (Verdict.FAILED, "HEAD CRASHED: x")
+    assert (answer.verdict, answer.reason) == (CompareVerdict.FAILED, "HEAD CRASHED: x")
 
 
 @pytest.mark.parametrize(
@@ -240,12 +250,12 @@ def simulated(noise: Noise, slowdown: float, seed: int) -> list[sequential.CaseR
 @pytest.mark.parametrize("noise", [gauss, heavy_tails, bursts, two_modes])
 def test_identical_code_raises_no_more_false_alarms_than_promised(noise: Noise) -> None:
     verdicts = Counter(answer.verdict for seed in range(150) for answer in simulated(noise, 0.0, seed))
-    alarms = verdicts[Verdict.SLOWER] + verdicts[Verdict.FASTER]
+    alarms = verdicts[CompareVerdict.SLOWER] + verdicts[CompareVerdict.FASTER]
     assert alarms / verdicts.total() <= 0.0035  # 5 % of the tests, twenty cases each
 
 
 @pytest.mark.parametrize(("noise", "slowdown"), [(gauss, 0.03), (heavy_tails, 0.05), (bursts, 0.05), (two_modes, 0.1)])
 def test_a_slowdown_is_found(noise: Noise, slowdown: float) -> None:
     found = Counter(simulated(noise, slowdown, seed)[0].verdict for seed in range(60))
-    assert found[Verdict.SLOWER] >= 0.9 * 60
-    assert found[Verdict.FASTER] == found[Verdict.SAME] == 0
+    assert found[CompareVerdict.SLOWER] >= 0.9 * 60
+    assert found[CompareVerdict.FASTER] == found[CompareVerdict.SAME] == 0

@@ -20,10 +20,10 @@ import pytest
 
 from benchmarks.ab import signed_rank, trial, worker
 from benchmarks.ab.checkout import Sources
-from benchmarks.ab.child import Child, ChildError
+from benchmarks.ab.child import WorkerError, WorkerProcess
 from benchmarks.ab.result import Rules, Side
 from benchmarks.ab.sequential import PairFailure
-from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.outcome import CaseOutcome
 from harness import isolate, repository
 from tests.benchmarks.synthetic import key
 
@@ -40,24 +40,24 @@ def sources(folder: Path, worker_source: str) -> Sources:
     return Sources(Side("x", None, None, "0"), folder / "side0", benches)
 
 
-def child(folder: Path, worker_source: str) -> Child:
-    return Child(sources(folder, worker_source))
+def child(folder: Path, worker_source: str) -> WorkerProcess:
+    return WorkerProcess(sources(folder, worker_source))
 
 
 @pytest.mark.parametrize(
     ("worker_source", "outcome", "reason"),
     [
-        ("import time; time.sleep(60)", Outcome.STALLED, "no answer within 1 s"),
-        ("raise RuntimeError('boom')", Outcome.CRASHED, "the child ended with code 1: RuntimeError: boom"),
-        ("import os; os.abort()", Outcome.CRASHED, "the child ended with code -6: no word"),
+        ("import time; time.sleep(60)", CaseOutcome.STALLED, "no answer within 1 s"),
+        ("raise RuntimeError('boom')", CaseOutcome.CRASHED, "the child ended with code 1: RuntimeError: boom"),
+        ("import os; os.abort()", CaseOutcome.CRASHED, "the child ended with code -6: no word"),
     ],
     ids=["stalls", "raises", "aborts"],
 )
-def test_a_lost_child_has_an_outcome(tmp_path: Path, worker_source: str, outcome: Outcome, reason: str) -> None:
+def test_a_lost_child_has_an_outcome(tmp_path: Path, worker_source: str, outcome: CaseOutcome, reason: str) -> None:
     lost = child(tmp_path, worker_source)
     try:
-        with pytest.raises(ChildError, match=reason) as caught:
-            lost.answer(1.0 if outcome is Outcome.STALLED else 30.0)
+        with pytest.raises(WorkerError, match=reason) as caught:
+            lost.answer(1.0 if outcome is CaseOutcome.STALLED else 30.0)
         assert caught.value.outcome is outcome
     finally:
         lost.close()
@@ -66,7 +66,7 @@ def test_a_lost_child_has_an_outcome(tmp_path: Path, worker_source: str, outcome
 def test_a_child_that_measures_another_nsa_is_refused(tmp_path: Path) -> None:
     lost = child(tmp_path, 'input(); print(\'{"nsa": "/elsewhere/nsa/__init__.py"}\', flush=True); input()')
     try:
-        with pytest.raises(ChildError, match=r"the child imported /elsewhere/nsa/__init__\.py, which is not of"):
+        with pytest.raises(WorkerError, match=r"the child imported /elsewhere/nsa/__init__\.py, which is not of"):
             lost.begin(None)
     finally:
         lost.close()
@@ -76,8 +76,8 @@ def test_children_end_with_their_parent(tmp_path: Path) -> None:
     """Killed without a word, the parent leaves no process behind, however busy, and no file."""
     sources(tmp_path, "import os, sys, time\nprint(os.getpid(), os.getppid(), flush=True)\ntime.sleep(600)\n")
     program = (
-        "import os, pathlib, sys; from benchmarks.ab.child import Child; from benchmarks.ab.checkout import Sources;"
-        " folder = pathlib.Path(sys.argv[1]); child = Child(Sources(None, folder / 'side0', folder / 'benches'));"
+        "import os, pathlib, sys; from benchmarks.ab import checkout, child; folder = pathlib.Path(sys.argv[1]);"
+        " child = child.WorkerProcess(checkout.Sources(None, folder / 'side0', folder / 'benches'));"
         " print(child._child.stdout.readline().decode().strip(), flush=True); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run(
@@ -143,7 +143,7 @@ for line in sys.stdin:
     ]
     lost = played[2]
     assert isinstance(lost, PairFailure)
-    assert (lost.base, lost.head) == (Outcome.PASSED, Outcome.CRASHED)
+    assert (lost.base, lost.head) == (CaseOutcome.PASSED, CaseOutcome.CRASHED)
     assert lost.reason == "HEAD CRASHED: the child ended with code -6: no word"
 
 
@@ -157,12 +157,12 @@ def test_an_interrupt_ends_the_children_of_every_lane(
     """
     side = sources(tmp_path, "import time; time.sleep(600)")
     monkeypatch.setattr(trial, "_cores", lambda: [None, None])
-    started: list[Child] = []
-    lost: list[Outcome] = []
+    started: list[WorkerProcess] = []
+    lost: list[CaseOutcome] = []
     all_there, noticed = threading.Event(), threading.Event()
-    make, answer, start = Child.__init__, Child.answer, threading.Thread.start
+    make, answer, start = WorkerProcess.__init__, WorkerProcess.answer, threading.Thread.start
 
-    def note(child: Child, sources: Sources) -> None:
+    def note(child: WorkerProcess, sources: Sources) -> None:
         make(child, sources)
         started.append(child)
         if len(started) == 4:
@@ -170,10 +170,10 @@ def test_an_interrupt_ends_the_children_of_every_lane(
             if not as_a_lane_starts:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    def hear(child: Child, deadline_s: float) -> dict[str, object]:
+    def hear(child: WorkerProcess, deadline_s: float) -> dict[str, object]:
         try:
             return answer(child, deadline_s)
-        except ChildError as error:
+        except WorkerError as error:
             lost.append(error.outcome)
             raise
         finally:
@@ -191,8 +191,8 @@ def test_an_interrupt_ends_the_children_of_every_lane(
             raise KeyboardInterrupt  # the pool does not know this thread, and will not wait for it
 
     threads: list[threading.Thread] = []
-    monkeypatch.setattr(Child, "__init__", note)
-    monkeypatch.setattr(Child, "answer", hear)
+    monkeypatch.setattr(WorkerProcess, "__init__", note)
+    monkeypatch.setattr(WorkerProcess, "answer", hear)
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
         trial.run(side, side, "cpu", [key(length=1), key(length=2)], Rules(), 0)
@@ -201,7 +201,7 @@ def test_an_interrupt_ends_the_children_of_every_lane(
     for thread in threads:
         thread.join()
     assert codes == [-9] * 4
-    assert Outcome.STALLED not in lost
+    assert CaseOutcome.STALLED not in lost
 
 
 def test_lanes_are_different_cores() -> None:
@@ -272,7 +272,7 @@ def test_the_first_of_several_calls_does_not_count(calls: int, counted_ms: float
 @pytest.mark.parametrize("step", ["prepare", "finish"])
 def test_a_case_that_fails_before_or_after_the_samples_has_no_time(step: str) -> None:
     found = pair_of([], head={step: "NONFINITE"}).run(key(), Rules(), 0)
-    assert found == PairFailure(Outcome.PASSED, Outcome.NONFINITE, "HEAD NONFINITE: why")
+    assert found == PairFailure(CaseOutcome.PASSED, CaseOutcome.NONFINITE, "HEAD NONFINITE: why")
 
 
 def test_an_outlier_in_four_samples_does_not_count() -> None:

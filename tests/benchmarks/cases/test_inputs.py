@@ -41,7 +41,7 @@ def test_another_kind_is_refused() -> None:
 @pytest.mark.parametrize("kind", inputs.KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_q_k_and_v_have_unit_variance(kind: str, dtype: str) -> None:
-    p = inputs.draw(key(length=2048, inputs=kind, dtype=dtype, heads=16, kv_heads=8, head_dim_k=32), "cpu")
+    p = inputs.draw(key(length=2048, inputs=kind, dtype=dtype, heads=16, num_kv_heads=8, head_dim_k=32), "cpu")
     for x in (p.q, p.k, p.v):
         assert x.dtype == getattr(torch, dtype)
         assert x.float().mean().item() == pytest.approx(0, abs=0.05)
@@ -67,14 +67,19 @@ def _overlap(mine: Tensor, theirs: Tensor, counted: Tensor) -> float:
 @given(
     seed=st.integers(0, 2**31 - 1),
     length=st.sampled_from([768, 1024, 1536]),
-    kv_heads=st.sampled_from([1, 2]),
+    num_kv_heads=st.sampled_from([1, 2]),
     group=st.sampled_from([1, 4, 8]),
     head_dim=st.sampled_from([16, 64]),
 )
 def test_neighbours_choose_alike_where_inputs_are_local(
-    seed: int, length: int, kv_heads: int, group: int, head_dim: int
+    seed: int, length: int, num_kv_heads: int, group: int, head_dim: int
 ) -> None:
-    sizes = {"heads": kv_heads * group, "kv_heads": kv_heads, "head_dim_k": head_dim, "head_dim_v": head_dim}
+    sizes = {
+        "heads": num_kv_heads * group,
+        "num_kv_heads": num_kv_heads,
+        "head_dim_k": head_dim,
+        "head_dim_v": head_dim,
+    }
     random, local = (
         shared_by_neighbours(key(length=length, inputs=kind, **sizes), seed) for kind in ("random", "local")
     )

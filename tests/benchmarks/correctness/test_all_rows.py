@@ -19,19 +19,19 @@ from benchmarks.baselines import BASELINES
 from benchmarks.cases import inputs
 from benchmarks.cases.inputs import Problem
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Gate, Outcome
+from benchmarks.cases.outcome import CaseOutcome, Correctness
 from benchmarks.commands import run as bench_run
 from benchmarks.correctness import all_rows, masked_attention
 from benchmarks.correctness.verify import Answer
 from benchmarks.history import run_file
 from benchmarks.history.records import Record
 from benchmarks.timing import peak
-from benchmarks.timing.latency import Plan
+from benchmarks.timing.latency import SamplingPlan
 from benchmarks.workloads import attention
 from nsa import nsa_attention
 from tests.benchmarks.synthetic import CONFIG, FINGERPRINT, key
 
-PLAN = Plan(min_samples=2, min_time_s=0.0, wall_limit_s=5.0, warmup_calls=1)
+PLAN = SamplingPlan(min_samples=2, min_time_s=0.0, wall_limit_s=5.0, warmup_calls=1)
 SEES_NO_57 = 5
 """With this seed the rows that meet the oracle are others."""
 CASE = "prefill-forward/8x2x64/b1/s512/float32"
@@ -84,7 +84,7 @@ def test_one_wrong_part_of_512_rows_ends_a_run_with_1(
     assert main(["run", "--quick", "--gpu", "cpu", "--cases", f"{CASE}/nsa", "--out", str(tmp_path)]) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["faults"] == [f"{CASE}/nsa"]
     ((record,), _) = run_file.read_all(tmp_path)
-    assert record.outcome is Outcome.INCORRECT
+    assert record.outcome is CaseOutcome.INCORRECT
 
 
 def test_a_wrong_row_of_a_baseline_is_incorrect(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_a_wrong_row_of_a_baseline_is_incorrect(monkeypatch: pytest.MonkeyPatch)
     wrong = dataclasses.replace(right, attend=lambda p: doubled(41)(right.attend(p)))
     monkeypatch.setitem(BASELINES, "sdpa-math", wrong)
     record = measured(key(implementation="sdpa-math", length=96))  # the oracle sees it first where it draws this row
-    assert (record.outcome, (record.reason or "")[:1]) == (Outcome.INCORRECT, "o")
+    assert (record.outcome, (record.reason or "")[:1]) == (CaseOutcome.INCORRECT, "o")
 
 
 def test_a_wrong_row_of_a_part_is_incorrect(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_a_wrong_row_of_a_part_is_incorrect(monkeypatch: pytest.MonkeyPatch) -> 
         return (o if options["backend"] == "reference" else doubled(41)(o)), lse
 
     monkeypatch.setattr(nsa, "window_attention", attend)
-    assert measured(key("part-window", length=96)).outcome is Outcome.INCORRECT
+    assert measured(key("part-window", length=96)).outcome is CaseOutcome.INCORRECT
 
 
 def measured(the_key: Key, **options: Any) -> Record:
@@ -134,7 +134,7 @@ def test_a_wrong_row_of_a_gradient_is_incorrect(name: str, monkeypatch: pytest.M
 
     monkeypatch.setattr(attention, "nsa_attention", attend)
     record = measured(key("prefill-forward-backward", length=96, dtype="bfloat16"), seed=SEES_NO_57)
-    assert (record.outcome, f"d{name}, all rows: error" in (record.reason or "")) == (Outcome.INCORRECT, True)
+    assert (record.outcome, f"d{name}, all rows: error" in (record.reason or "")) == (CaseOutcome.INCORRECT, True)
 
 
 @pytest.mark.parametrize("name", ["dk", "dv"])
@@ -172,24 +172,24 @@ def test_a_row_that_hardly_moves_the_whole_gradient_is_seen(name: str) -> None:
 )
 def test_what_is_right_passes_and_says_what_was_compared(mode: str, dtype: str) -> None:
     record = measured(key(mode, length=96, batch=2, dtype=dtype), seed=7)
-    assert (record.outcome, record.reason) == (Outcome.PASSED, None)
-    assert record.gate is not None
-    assert (record.gate.seed, record.gate.rows_compared) == (7, 192)
-    assert "o, all rows, fresh inputs" in [check.name for check in record.gate.checks]
+    assert (record.outcome, record.reason) == (CaseOutcome.PASSED, None)
+    assert record.correctness is not None
+    assert (record.correctness.seed, record.correctness.rows_compared) == (7, 192)
+    assert "o, all rows, fresh inputs" in [check.name for check in record.correctness.checks]
 
 
 def test_a_decode_step_is_seen_whole_by_the_oracle() -> None:
-    gate = measured(key("decode", length=96, batch=9)).gate
-    assert gate is not None
-    assert (gate.rows_compared, gate.rows_checked) == (9, 18)
+    correctness = measured(key("decode", length=96, batch=9)).correctness
+    assert correctness is not None
+    assert (correctness.rows_compared, correctness.rows_checked) == (9, 18)
 
 
 def test_the_rows_are_new_in_each_run_and_the_seed_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """One wrong row in the first check, on the inputs that are timed, where a few rows are drawn: not every seed sees
     it, and the one that did is in the record."""
-    gates = [measured(key(length=96)).gate for _ in range(2)]
-    assert None not in gates
-    seeds = {gate.seed for gate in gates if gate}
+    found = [measured(key(length=96)).correctness for _ in range(2)]
+    assert None not in found
+    seeds = {correctness.seed for correctness in found if correctness}
     assert len(seeds) == 2
     assert None not in seeds
     rows = {tuple(oracle_rows(seed)) for seed in range(1, 9)}
@@ -200,9 +200,9 @@ def oracle_rows(seed: int) -> list[int]:
     """The query rows that NSA's first check asks the oracle about."""
     asked: list[int] = []
 
-    def notice(problem: Problem, config: object, answer: object, aux: object, picked: list[Any]) -> Gate:
+    def notice(problem: Problem, config: object, answer: object, aux: object, picked: list[Any]) -> Correctness:
         asked.extend(row.query for row in picked)
-        return Gate(1, (), "torch")
+        return Correctness(1, (), "torch")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention.verify, "compare_nsa", notice)
@@ -218,9 +218,9 @@ def test_the_command_of_a_record_draws_the_same_rows(tmp_path: Path) -> None:
     assert words[:3] == ["python", "-m", "benchmarks"]
     assert main([*words[3:], "--out", str(tmp_path)]) == 0
     again = run_file.read_all(tmp_path)[0][1]
-    assert first.gate is not None
-    assert first.gate.seed is not None
-    assert again.gate == first.gate
+    assert first.correctness is not None
+    assert first.correctness.seed is not None
+    assert again.correctness == first.correctness
     assert again.command == first.command
 
 

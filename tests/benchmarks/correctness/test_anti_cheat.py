@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from benchmarks import runner
-from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.correctness import anti_cheat
 from benchmarks.history import records
 from benchmarks.history.records import Record
-from benchmarks.timing.latency import Plan
+from benchmarks.timing.latency import SamplingPlan
 from benchmarks.workloads import attention
 from nsa import nsa_attention
 from tests.benchmarks.synthetic import FINGERPRINT, key
 
-PLAN = Plan(min_samples=5, min_time_s=0.0, wall_limit_s=5.0, warmup_calls=1)
+PLAN = SamplingPlan(min_samples=5, min_time_s=0.0, wall_limit_s=5.0, warmup_calls=1)
 MODES = ["prefill-forward", "decode"]
 
 Attend = Callable[..., Any]
@@ -33,7 +33,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, attend: Attend, mode: str = "prefi
     return runner.measure(key(mode, **changes), device, PLAN, FINGERPRINT, "command").record
 
 
-def caught(record: Record, outcome: Outcome, said: str) -> None:
+def caught(record: Record, outcome: CaseOutcome, said: str) -> None:
     assert (record.outcome, said in (record.reason or "")) == (outcome, True), record.reason
     assert all(getattr(record, name) is None for name in records.NUMBERS)
 
@@ -41,9 +41,9 @@ def caught(record: Record, outcome: Outcome, said: str) -> None:
 @pytest.mark.parametrize("mode", [*MODES, "prefill-forward-backward"])
 def test_an_honest_implementation_is_let_through(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     record = measured(monkeypatch, nsa_attention, mode)
-    assert (record.outcome, record.reason) == (Outcome.PASSED, None)
-    assert record.gate is not None
-    fresh = [check.name for check in record.gate.checks if check.name.endswith(", fresh inputs")]
+    assert (record.outcome, record.reason) == (CaseOutcome.PASSED, None)
+    assert record.correctness is not None
+    fresh = [check.name for check in record.correctness.checks if check.name.endswith(", fresh inputs")]
     assert fresh[:2] == ["block_indices, fresh inputs", "o, fresh inputs"]
     assert ("dq, fresh inputs" in fresh) == (mode == "prefill-forward-backward")
 
@@ -69,9 +69,9 @@ class Remembering:
 @pytest.mark.parametrize("mode", MODES)
 def test_output_remembered_by_address(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     copies = measured(monkeypatch, Remembering(Tensor.data_ptr, torch.clone), mode)
-    caught(copies, Outcome.INCORRECT, "o: error")
+    caught(copies, CaseOutcome.INCORRECT, "o: error")
     itself = measured(monkeypatch, Remembering(Tensor.data_ptr, lambda o: o), mode)
-    caught(itself, Outcome.NONFINITE, "values that are not finite")
+    caught(itself, CaseOutcome.NONFINITE, "values that are not finite")
 
 
 def test_output_remembered_by_version_or_content_gains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_output_remembered_by_version_or_content_gains_nothing(monkeypatch: pyte
     idle = Remembering(words[0], torch.clone)
     measured(monkeypatch, idle)
     assert idle.computed < 4  # without the guard it would have gained
-    assert measured(monkeypatch, by_content).outcome is Outcome.PASSED
+    assert measured(monkeypatch, by_content).outcome is CaseOutcome.PASSED
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -100,7 +100,7 @@ def test_inputs_changed_in_place(
         change(k)
         return nsa_attention(q, k, *arguments, **options)
 
-    caught(measured(monkeypatch, attend, mode), Outcome.INCORRECT, "the call changed its inputs: k")
+    caught(measured(monkeypatch, attend, mode), CaseOutcome.INCORRECT, "the call changed its inputs: k")
 
 
 class Lazy(torch.Tensor):
@@ -127,7 +127,7 @@ def test_output_computed_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> Non
 
     caught(
         measured(monkeypatch, attend),
-        Outcome.INCORRECT,
+        CaseOutcome.INCORRECT,
         "output 0 is a tests.benchmarks.correctness.test_anti_cheat.Lazy, not a",
     )
 
@@ -145,7 +145,7 @@ def test_rows_that_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
         kept[0][:, :-1] = o[:, :-1]
         return kept[0]
 
-    caught(measured(monkeypatch, attend), Outcome.NONFINITE, "o holds 64 values that are not finite")
+    caught(measured(monkeypatch, attend), CaseOutcome.NONFINITE, "o holds 64 values that are not finite")
 
 
 @pytest.mark.parametrize("mode", [*MODES, "prefill-forward-backward"])
@@ -154,7 +154,7 @@ def test_another_path_in_the_timing_than_in_the_check(mode: str, monkeypatch: py
         found = nsa_attention(*arguments, return_aux=return_aux, **options)
         return found if return_aux else found * 1.001
 
-    caught(measured(monkeypatch, attend, mode), Outcome.INCORRECT, "o: error")
+    caught(measured(monkeypatch, attend, mode), CaseOutcome.INCORRECT, "o: error")
 
 
 @pytest.mark.parametrize("wrong", [1, 15])
@@ -165,7 +165,7 @@ def test_a_batch_of_which_one_sequence_is_not_computed(wrong: int, monkeypatch: 
             found[wrong] = 123.0
         return found
 
-    caught(measured(monkeypatch, attend, "decode", batch=16), Outcome.INCORRECT, "o: error")
+    caught(measured(monkeypatch, attend, "decode", batch=16), CaseOutcome.INCORRECT, "o: error")
 
 
 def test_gradients_that_the_check_did_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_gradients_that_the_check_did_not_see(monkeypatch: pytest.MonkeyPatch) -
             q = q.detach() * 1.0 + (q - q.detach()) * 1.001
         return nsa_attention(q, *arguments, return_aux=return_aux, **options)
 
-    caught(measured(monkeypatch, attend, "prefill-forward-backward"), Outcome.INCORRECT, "dq: error")
+    caught(measured(monkeypatch, attend, "prefill-forward-backward"), CaseOutcome.INCORRECT, "dq: error")
 
 
 def test_a_train_step_that_does_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_a_train_step_that_does_not_train(monkeypatch: pytest.MonkeyPatch) -> No
     the_key = key("train-step", length=96, heads=8, model="showcase", config=config)
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, closure=None: None)
     record = runner.measure(the_key, "cpu", PLAN, FINGERPRINT, "command").record
-    caught(record, Outcome.INCORRECT, "the step left every weight as it was")
+    caught(record, CaseOutcome.INCORRECT, "the step left every weight as it was")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int64])
@@ -237,8 +237,8 @@ def on_a_stream_of_its_own(join: bool) -> Attend:
 def test_work_on_a_stream_that_nobody_waits_for(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"length": 2048, "cache": cache}
     record = measured(monkeypatch, on_a_stream_of_its_own(join=False), **sizes)
-    caught(record, Outcome.INCORRECT, "work on another stream is not waited for")
-    assert measured(monkeypatch, on_a_stream_of_its_own(join=True), **sizes).outcome is Outcome.PASSED
+    caught(record, CaseOutcome.INCORRECT, "work on another stream is not waited for")
+    assert measured(monkeypatch, on_a_stream_of_its_own(join=True), **sizes).outcome is CaseOutcome.PASSED
 
 
 @pytest.mark.gpu
@@ -247,11 +247,11 @@ def test_work_on_a_stream_that_nobody_waits_for(cache: str, monkeypatch: pytest.
 def test_a_graph_is_checked_as_it_is_replayed(mode: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"launch": "graph", "cache": cache, "backend_asked": "auto", "dtype": "bfloat16"}
     honest = measured(monkeypatch, nsa_attention, mode, **changes)
-    assert (honest.outcome, honest.reason, honest.clock) == (Outcome.PASSED, None, "cuda_graph")
+    assert (honest.outcome, honest.reason, honest.clock) == (CaseOutcome.PASSED, None, "cuda_graph")
     empty = measured(monkeypatch, Remembering(Tensor.data_ptr, lambda o: o), mode, **changes)
-    caught(empty, Outcome.INCORRECT, "gave the device nothing to do when its CUDA graph was made")
+    caught(empty, CaseOutcome.INCORRECT, "gave the device nothing to do when its CUDA graph was made")
     stale = measured(monkeypatch, Remembering(Tensor.data_ptr, torch.clone), mode, **changes)  # captures the copy only
-    caught(stale, Outcome.INCORRECT, "o: error")
+    caught(stale, CaseOutcome.INCORRECT, "o: error")
 
 
 def test_the_inputs_of_the_recheck_are_new_and_the_same_every_time() -> None:

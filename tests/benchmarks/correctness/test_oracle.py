@@ -8,12 +8,12 @@ import torch
 from benchmarks.cases import inputs
 from benchmarks.cases.inputs import Problem
 from benchmarks.correctness import oracle
-from benchmarks.correctness.oracle import Row
+from benchmarks.correctness.oracle import QueryRow
 from nsa import compress, nsa_attention, select_blocks
 from nsa.geometry import is_forced
 from tests.benchmarks.synthetic import CONFIG, key
 
-ROWS = [Row(b, t) for b in (0, 1) for t in (0, 3, 4, 7, 8, 31, 32, 45)]
+ROWS = [QueryRow(b, t) for b in (0, 1) for t in (0, 3, 4, 7, 8, 31, 32, 45)]
 
 
 @pytest.fixture

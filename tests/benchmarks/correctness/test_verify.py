@@ -1,4 +1,4 @@
-"""The gate lets a right implementation through and stops every wrong one, by what is wrong with it."""
+"""The comparison lets a right implementation through and stops every wrong one, by what is wrong with it."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def scaled_gradient(o: Tensor, aux: Aux) -> tuple[Tensor, Aux]:
 def test_stops_what_is_wrong(fault: Fault, named: str) -> None:
     with pytest.raises(IncorrectError, match=named) as caught:
         verify.check_nsa(problem(), CONFIG, with_fault(fault), rows=24, backward=True)
-    assert not caught.value.gate.passed
+    assert not caught.value.correctness.passed
 
 
 def nan_output(o: Tensor, aux: Aux) -> tuple[Tensor, Aux]:

@@ -39,6 +39,9 @@ def old_line(version: int, length: int = 64) -> str:
     """The record as version 1 or 2 wrote it."""
     whole: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(record(length))))
     del whole["samples"]
+    whole["gate"] = whole.pop("correctness")
+    whole["key"]["kv_heads"] = whole["key"].pop("num_kv_heads")
+    whole["fingerprint"]["ceilings"] = whole["fingerprint"].pop("measured_peak")
     whole |= {"samples_ms": SAMPLES_MS, "clocks": CLOCKS, "schema_version": version}
     if version == 1:
         whole = {name: value for name, value in whole.items() if name not in ADDED_BY_2}

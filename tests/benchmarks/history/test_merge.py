@@ -63,8 +63,8 @@ def test_a_longer_version_of_a_file_adds_its_lines(tmp_path: Path) -> None:
     ("broken", "why"),
     [
         (lambda line: line[: len(line) // 2], "truncated"),
-        (lambda line: line.replace('"gate":[8', '"gate":["8"'), "$.gate[0]"),
-        (lambda line: line.replace('"gate"', '"outcome":"FINE","gate"'), "FINE"),
+        (lambda line: line.replace('"correctness":[8', '"correctness":["8"'), "$.correctness[0]"),
+        (lambda line: line.replace('"correctness"', '"outcome":"FINE","correctness"'), "FINE"),
     ],
     ids=["torn", "of another type", "no outcome"],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.history import merge, mutants
-from benchmarks.history.mutants import Header, Line, Outcome
+from benchmarks.history.mutants import Header, MutantOutcome, MutantResult
 from benchmarks.report import mutants as pages
 from benchmarks.report.pages import build
 from benchmarks.report.table import BAD, GOOD
@@ -18,12 +18,14 @@ from tests.benchmarks.synthetic import FINGERPRINT
 BEGIN = Header(FINGERPRINT, "t" * 16, {"train": 20, "attention": 1})
 
 
-def line(number: int, outcome: Outcome = Outcome.KILLED, *, drawn: bool = False, area: str = "train") -> Line:
-    said = "tests/test_a.py::test_a" if outcome is Outcome.KILLED else None
-    return Line(f"mutant-{number}", area, outcome, 1.5, said, drawn)
+def line(
+    number: int, outcome: MutantOutcome = MutantOutcome.KILLED, *, drawn: bool = False, area: str = "train"
+) -> MutantResult:
+    said = "tests/test_a.py::test_a" if outcome is MutantOutcome.KILLED else None
+    return MutantResult(f"mutant-{number}", area, outcome, 1.5, said, drawn)
 
 
-def write(results: Path, *lines: Line, begin: Header = BEGIN) -> Path:
+def write(results: Path, *lines: MutantResult, begin: Header = BEGIN) -> Path:
     path = mutants.create(results, begin)
     for one in lines:
         mutants.append(path, one)
@@ -36,7 +38,7 @@ def cells(results: Path) -> list[dict[str, str]]:
 
 
 def test_round_trip_of_a_file_whose_last_line_is_incomplete(tmp_path: Path) -> None:
-    path = write(tmp_path, line(1, Outcome.ERROR), line(2), line(1))
+    path = write(tmp_path, line(1, MutantOutcome.ERROR), line(2), line(1))
     with path.open("a") as file:
         file.write('{"id":"mut')
     assert mutants.read(path) == (BEGIN, [line(1), line(2)])
@@ -48,8 +50,8 @@ def test_round_trip_of_a_file_whose_last_line_is_incomplete(tmp_path: Path) -> N
     ("survivors", "errors", "enough"), [(0, 0, True), (1, 0, True), (2, 0, False), (0, 1, False)]
 )  # of 20: 95 % are 19
 def test_ninety_five_in_a_hundred_are_enough_and_an_error_never_is(survivors: int, errors: int, enough: bool) -> None:
-    outcomes = [Outcome.SURVIVED] * survivors + [Outcome.ERROR] * errors
-    outcomes += [Outcome.TIMEOUT] + [Outcome.KILLED] * (19 - len(outcomes))
+    outcomes = [MutantOutcome.SURVIVED] * survivors + [MutantOutcome.ERROR] * errors
+    outcomes += [MutantOutcome.TIMEOUT] + [MutantOutcome.KILLED] * (19 - len(outcomes))
     (rate,) = mutants.rates([line(i, outcome) for i, outcome in enumerate(outcomes)])
     assert rate.share == pytest.approx(1 - (survivors + errors) / 20)
     assert rate.enough is enough
@@ -62,7 +64,13 @@ def test_the_ledger_says_where_nothing_was_tried(tmp_path: Path) -> None:
 
 def test_the_ledger_shows_each_area_and_what_nothing_saw(tmp_path: Path) -> None:
     shown = [line(i) for i in range(17)]
-    write(tmp_path, *shown, line(18, Outcome.SURVIVED, drawn=True), line(19, drawn=True), line(20, Outcome.EQUIVALENT))
+    write(
+        tmp_path,
+        *shown,
+        line(18, MutantOutcome.SURVIVED, drawn=True),
+        line(19, drawn=True),
+        line(20, MutantOutcome.EQUIVALENT),
+    )
     attention, train = cells(tmp_path)
     assert (attention["area"], attention["seen"], attention["not tried"]) == ("attention", "–", "1")
     assert (train["seen"], train["of the drawn"], train["not tried"]) == ("94.7% (18 of 19)", "1 of 2", "1")
@@ -77,7 +85,7 @@ def test_the_ledger_shows_each_area_and_what_nothing_saw(tmp_path: Path) -> None
 
 
 def test_shards_of_a_night_are_one_row_per_area_and_later_lines_count(tmp_path: Path) -> None:
-    for second, lines in enumerate([[line(1, Outcome.SURVIVED), line(2)], [line(1), line(3, area="attention")]]):
+    for second, lines in enumerate([[line(1, MutantOutcome.SURVIVED), line(2)], [line(1), line(3, area="attention")]]):
         later = dataclasses.replace(FINGERPRINT, utc=f"2026-11-23T00:00:0{second}.000Z")
         write(tmp_path, *lines, begin=dataclasses.replace(BEGIN, fingerprint=later))
     assert [(row["area"], row["seen"]) for row in cells(tmp_path)] == [

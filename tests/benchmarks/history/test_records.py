@@ -1,4 +1,4 @@
-"""A record without a green gate holds no number, and no number is an impossible one."""
+"""A record without correctness checks that passed holds no number, and no number is an impossible one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Check, Gate, Outcome
+from benchmarks.cases.outcome import CaseOutcome, Correctness, OracleCheck
 from benchmarks.history.records import Record
 from benchmarks.history.samples import RawSamples, SampleSummary
 from harness import fingerprint
@@ -22,42 +22,42 @@ def test_a_run_is_told_apart_within_its_second() -> None:
     assert re.fullmatch(r".*:\d\d\.\d{3}Z", fingerprint.take("cpu", "cpu").utc)
 
 
-@pytest.mark.parametrize("outcome", [outcome for outcome in Outcome if outcome is not Outcome.PASSED])
+@pytest.mark.parametrize("outcome", [outcome for outcome in CaseOutcome if outcome is not CaseOutcome.PASSED])
 @pytest.mark.parametrize(
     "number",
     [{"latency_ms": 1.0}, {"samples": SampleSummary.of((1.0,))}, {"tokens_per_s": 1.0}, {"peak_mem_mib": 0.0}],
     ids=str,
 )
-def test_no_number_unless_passed(outcome: Outcome, number: dict[str, Any]) -> None:
+def test_no_number_unless_passed(outcome: CaseOutcome, number: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be None with outcome"):
         Record(key(), outcome, "a reason", FINGERPRINT, "command", GREEN, **number)
 
 
 @pytest.mark.parametrize("error", [3e-7, None], ids=["beyond the budget", "not finite"])
-def test_passed_needs_a_green_gate(error: float | None) -> None:
-    red = Gate(8, (Check("o", 1e-7, 2e-7), Check("dq", error, 2e-7)), "torch")
-    for gate in (None, red):
-        with pytest.raises(ValueError, match="needs a green gate"):
-            Record(key(), Outcome.PASSED, None, FINGERPRINT, "command", gate, latency_ms=1.0)
+def test_passed_needs_checks_that_passed(error: float | None) -> None:
+    red = Correctness(8, (OracleCheck("o", 1e-7, 2e-7), OracleCheck("dq", error, 2e-7)), "torch")
+    for correctness in (None, red):
+        with pytest.raises(ValueError, match="needs correctness checks that passed"):
+            Record(key(), CaseOutcome.PASSED, None, FINGERPRINT, "command", correctness, latency_ms=1.0)
 
 
 @pytest.mark.parametrize("latency_ms", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_number_is_a_number(latency_ms: float) -> None:
     with pytest.raises(ValueError, match="latency_ms must be finite and above 0"):
-        Record(key(), Outcome.PASSED, None, FINGERPRINT, "command", GREEN, latency_ms=latency_ms)
+        Record(key(), CaseOutcome.PASSED, None, FINGERPRINT, "command", GREEN, latency_ms=latency_ms)
 
 
 def test_passed_needs_a_number_and_failure_a_reason() -> None:
     with pytest.raises(ValueError, match="PASSED needs a number"):
-        Record(key(), Outcome.PASSED, None, FINGERPRINT, "command", GREEN)
+        Record(key(), CaseOutcome.PASSED, None, FINGERPRINT, "command", GREEN)
     with pytest.raises(ValueError, match="CRASHED needs a reason"):
-        Record(key(), Outcome.CRASHED, None, FINGERPRINT, "command")
+        Record(key(), CaseOutcome.CRASHED, None, FINGERPRINT, "command")
 
 
 @pytest.mark.parametrize("number", [{"peak_mem_mib": float("nan")}, {"peak_mem_mib": -1.0}], ids=str)
 def test_no_impossible_number_is_recorded(number: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be finite and at least 0"):
-        Record(key(), Outcome.PASSED, None, FINGERPRINT, "command", GREEN, latency_ms=1.0, **number)
+        Record(key(), CaseOutcome.PASSED, None, FINGERPRINT, "command", GREEN, latency_ms=1.0, **number)
 
 
 def test_name_holds_what_tells_cases_apart() -> None:
@@ -86,10 +86,10 @@ def test_identity_is_the_key_and_the_path_that_ran() -> None:
     assert json.loads(record.identity).keys() == {"path", *(field.name for field in dataclasses.fields(Key))}
     assert json.loads(record.identity)["path"] == "torch"
     others = [
-        dataclasses.replace(record, gate=dataclasses.replace(GREEN, path="triton")),
+        dataclasses.replace(record, correctness=dataclasses.replace(GREEN, path="triton")),
         passed(key(launch="graph")),
         passed(dataclasses.replace(key(), config={"l": 32})),
-        failed(key(), Outcome.CRASHED, "before the oracle was asked"),
+        failed(key(), CaseOutcome.CRASHED, "before the oracle was asked"),
     ]
     assert len({record.identity, *(other.identity for other in others)}) == 5
 
@@ -98,7 +98,7 @@ def test_what_was_reached_comes_from_the_case_s_own_count() -> None:
     limits = MeasuredPeak(bf16_tflops=400.0, float32_tflops=40.0, copy_tb_per_s=2.0, cache_mib=1e9 / 2**20)
     record = dataclasses.replace(
         passed(key(cache="cold"), latency_ms=2.0),
-        fingerprint=dataclasses.replace(FINGERPRINT, ceilings=limits),
+        fingerprint=dataclasses.replace(FINGERPRINT, measured_peak=limits),
         flops=4e10,
         bytes_moved=3e9,
     )
@@ -109,14 +109,14 @@ def test_what_was_reached_comes_from_the_case_s_own_count() -> None:
     assert half.share_of_limit == pytest.approx(0.05)
     unknown = passed(key())
     assert (unknown.tflops, unknown.tb_per_s, unknown.share_of_limit) == (None, None, None)
-    no_ceilings = dataclasses.replace(record, fingerprint=FINGERPRINT)
-    assert no_ceilings.share_of_limit is None
+    no_peak = dataclasses.replace(record, fingerprint=FINGERPRINT)
+    assert no_peak.share_of_limit is None
 
 
 @pytest.mark.parametrize("interval_ms", [(1.0,), (2.0, 3.0), (0.5, 0.9)])
 def test_an_interval_holds_the_latency(interval_ms: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="interval_ms must be two bounds around latency_ms"):
-        Record(key(), Outcome.PASSED, None, FINGERPRINT, "command", GREEN, latency_ms=1.0, interval_ms=interval_ms)  # type: ignore[arg-type]
+        Record(key(), CaseOutcome.PASSED, None, FINGERPRINT, "command", GREEN, latency_ms=1.0, interval_ms=interval_ms)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("samples", "p99_ms"), [(99, None), (100, 99.0), (101, 100.0), (1000, 990.0)])

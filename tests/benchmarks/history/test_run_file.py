@@ -16,24 +16,28 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Check, Gate, Outcome
+from benchmarks.cases.outcome import CaseOutcome, Correctness, OracleCheck
 from benchmarks.history import run_file, samples
 from benchmarks.history.records import Record
 from benchmarks.history.run_file import DamagedLine
 from benchmarks.history.samples import RawSamples, SampleSummary
 from benchmarks.timing.clocks import Clocks, ClockSummary
 from harness import schema
+from harness.peak import MeasuredPeak
+from harness.repository import ROOT
 from nsa.io import DiskFullError, read_lines
 from tests.benchmarks.synthetic import FINGERPRINT, GREEN, failed, key, passed
 
 COMMAND = "python -m benchmarks run --cases"
 EVERYTHING = Record(
     key=key(cache="cold", launch="graph", config={"l": 32}),
-    outcome=Outcome.PASSED,
+    outcome=CaseOutcome.PASSED,
     reason=None,
     fingerprint=FINGERPRINT,
     command="python -m benchmarks run --cases 'a b'",
-    gate=Gate(8, (Check("o", 1.5e-7, 2e-7), Check("dq, all rows", 0.0, 2e-7)), "torch", 7, 512),
+    correctness=Correctness(
+        8, (OracleCheck("o", 1.5e-7, 2e-7), OracleCheck("dq, all rows", 0.0, 2e-7)), "torch", 7, 512
+    ),
     latency_ms=1.25,
     interval_ms=(1.0, 1.5),
     end_to_end_ms=1.5,
@@ -53,9 +57,9 @@ EVERYTHING = Record(
 )
 RECORDS = {
     "passed": passed(key()),
-    "failed": failed(key(implementation="sdpa-flash"), Outcome.UNSUPPORTED, "no <kernel> & no 'luck'"),
+    "failed": failed(key(implementation="sdpa-flash"), CaseOutcome.UNSUPPORTED, "no <kernel> & no 'luck'"),
     "not finite": Record(
-        key(), Outcome.NONFINITE, "NaN", FINGERPRINT, "c", Gate(8, (Check("o", None, 2e-7),), "torch")
+        key(), CaseOutcome.NONFINITE, "NaN", FINGERPRINT, "c", Correctness(8, (OracleCheck("o", None, 2e-7),), "torch")
     ),
     "a model": passed(key("train-step", model="125m")),
     "a name with a path": passed(key(implementation="../$x")),
@@ -110,8 +114,8 @@ def test_a_record_of_a_quick_run_takes_six_hundred_bytes(tmp_path: Path) -> None
         EVERYTHING,
         key=key(dtype="bfloat16", cache="cold", config=None),
         command=run_file.case_command(COMMAND, key(dtype="bfloat16", cache="cold", config=None)),
-        gate=Gate(
-            16, tuple(Check(f"d{i}, fresh inputs", 0.0023450123, 0.0071230456) for i in range(6)), "triton", 7, 9
+        correctness=Correctness(
+            16, tuple(OracleCheck(f"d{i}, fresh inputs", 0.0023450123, 0.0071230456) for i in range(6)), "triton", 7, 9
         ),
         peak_mem_source="cuda_allocator",
         clock="cuda_event",
@@ -204,10 +208,10 @@ EDITS = [
     ("reason", "\ud800", "truncated"),
     ("command", None, ""),
     ("colour", "red", "unknown field `colour`"),
-    ("gate", [8, {"": [["o", 1e-7, 2e-7]]}, 5, None, None], "Expected `str`, got `int` - at `$.gate[2]`"),
-    ("gate", [8, {"": [None]}, "torch", None, None], "at `$.gate[1][...][0]`"),
-    ("gate", [8, {"": [["o", 3e-7, 2e-7]]}, "torch", None, None], "PASSED needs a green gate"),
-    ("gate", [8, {}, "torch", None, None, "red"], "of at most length 5"),
+    ("correctness", [8, {"": [["o", 1e-7, 2e-7]]}, 5, None, None], "Expected `str`, got `int` - at `$.correctness[2]`"),
+    ("correctness", [8, {"": [None]}, "torch", None, None], "at `$.correctness[1][...][0]`"),
+    ("correctness", [8, {"": [["o", 3e-7, 2e-7]]}, "torch", None, None], "PASSED needs correctness checks that passed"),
+    ("correctness", [8, {}, "torch", None, None, "red"], "of at most length 5"),
     ("backend_asked", {}, "$.backend_asked"),
     ("key", "decode/4x2x16/b1/s0/float32/nsa", "key must be a case's name"),
     ("key", 3, "$.key"),
@@ -259,11 +263,33 @@ def test_an_edited_run_line_is_named(tmp_path: Path, field: str, value: Any, why
     assert why in damaged[0].why
 
 
+@pytest.mark.parametrize("shape", [{}, {"mode": "train-step", "model": "125m"}], ids=["key by name", "key in full"])
+def test_lines_with_earlier_names_are_read(tmp_path: Path, shape: dict[str, Any]) -> None:
+    where = dataclasses.replace(FINGERPRINT, measured_peak=MeasuredPeak(2.0, 1.0, 0.02, 32.0))
+    record = dataclasses.replace(passed(key(**shape)), fingerprint=where)
+    path = written(tmp_path, record)
+    text = path.read_text()
+    for name, earlier in (("measured_peak", "ceilings"), ("correctness", "gate"), ("num_kv_heads", "kv_heads")):
+        assert (f'"{name}":' in text) is (name != "num_kv_heads" or "model" in shape)
+        text = text.replace(f'"{name}":', f'"{earlier}":')
+    path.write_text(text)
+    assert run_file.read_all(tmp_path) == ([record], [])
+    path.write_text(text.replace('"gate":', '"correctness":[8,{},"torch"],"gate":'))
+    assert "must not have 'gate' beside 'correctness'" in run_file.read_all(tmp_path)[1][0].why
+
+
+def test_committed_runs_are_read() -> None:
+    """Some of them have the earlier names."""
+    found, damaged = run_file.read_all(ROOT / "results")
+    assert damaged == []
+    assert all(record.correctness for record in found if record.outcome is CaseOutcome.PASSED)
+
+
 def test_the_first_field_that_is_missing_is_named() -> None:
     data = dataclasses.asdict(GREEN)
     del data["rows_checked"], data["path"], data["checks"]
-    with pytest.raises(ValueError, match=r"gate must have 'rows_checked'"):
-        schema.build(Gate, data, "gate")
+    with pytest.raises(ValueError, match=r"correctness must have 'rows_checked'"):
+        schema.build(Correctness, data, "correctness")
 
 
 def test_a_field_that_cannot_be_read_is_no_fault_of_the_file() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks import console
-from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.history import speedup
 from tests.benchmarks.synthetic import failed, key, passed
 
@@ -15,9 +15,12 @@ def test_speed_up_is_the_baselines_time_over_ours() -> None:
 
 
 def test_no_ratio_without_two_figures() -> None:
-    refused = failed(key(implementation="sdpa-flash"), Outcome.UNSUPPORTED, "no")
+    refused = failed(key(implementation="sdpa-flash"), CaseOutcome.UNSUPPORTED, "no")
     assert speedup.speed_up(passed(key()), refused) is None
-    assert speedup.speed_up(failed(key(), Outcome.INCORRECT, "wrong"), passed(key(implementation="sdpa-flash"))) is None
+    assert (
+        speedup.speed_up(failed(key(), CaseOutcome.INCORRECT, "wrong"), passed(key(implementation="sdpa-flash")))
+        is None
+    )
 
 
 def test_the_newest_run_counts_and_runs_do_not_mix() -> None:
@@ -46,17 +49,17 @@ def test_measuring_nsa_again_keeps_the_run_that_has_the_baseline() -> None:
 
 def test_a_newer_failure_of_nsa_alone_is_not_hidden() -> None:
     early = [passed(key(implementation="sdpa-flash"), 30.0, EARLY), passed(key(), 10.0, EARLY)]
-    wrong = failed(key(), Outcome.INCORRECT, "wrong")
+    wrong = failed(key(), CaseOutcome.INCORRECT, "wrong")
     (found,) = speedup.comparisons([*early, wrong])
     assert (found.nsa, found.baselines) == (wrong, ())
 
 
 def test_only_our_own_faults_fail_a_run() -> None:
-    wrong = failed(key(), Outcome.INCORRECT, "wrong")
+    wrong = failed(key(), CaseOutcome.INCORRECT, "wrong")
     others = [
         passed(key(length=128)),
-        failed(key(length=256), Outcome.OUT_OF_MEMORY, "too large"),
-        failed(key(implementation="sdpa-flash"), Outcome.CRASHED, "theirs"),
+        failed(key(length=256), CaseOutcome.OUT_OF_MEMORY, "too large"),
+        failed(key(implementation="sdpa-flash"), CaseOutcome.CRASHED, "theirs"),
     ]
     assert speedup.faults([wrong, *others]) == [wrong]
 
@@ -64,7 +67,7 @@ def test_only_our_own_faults_fail_a_run() -> None:
 def test_lines_name_the_baseline_and_hide_no_failure() -> None:
     dense, refused = (
         passed(key(implementation="sdpa-flash"), 25.0),
-        failed(key(implementation="sdpa-cudnn"), Outcome.NOT_PRESENT, "no GPU"),
+        failed(key(implementation="sdpa-cudnn"), CaseOutcome.NOT_PRESENT, "no GPU"),
     )
     line = console.progress(passed(key(), 10.0), 3, 20, 12.0, [dense, refused])
     assert line.startswith("[ 3/20   12 s,   68 s left] prefill-forward/4x2x16/b1/s64/float32/nsa")

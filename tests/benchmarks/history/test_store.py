@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.history import run_file, speedup
 from benchmarks.history.records import Record
 from benchmarks.history.store import Store
@@ -21,7 +21,7 @@ def test_nothing_yet(tmp_path: Path) -> None:
 
 
 def test_gives_back_what_was_written_oldest_run_first(tmp_path: Path) -> None:
-    new, old = run(2, passed(key()), failed(key(length=128), Outcome.CRASHED, "µ \n '")), run(1, passed(key()))
+    new, old = run(2, passed(key()), failed(key(length=128), CaseOutcome.CRASHED, "µ \n '")), run(1, passed(key()))
     write(tmp_path, *new)
     write(tmp_path, *old)
     assert everything(tmp_path) == [*old, *new]
@@ -59,13 +59,13 @@ def test_half_a_surrogate_pair_is_a_damaged_line(tmp_path: Path) -> None:
     assert [line.line for line in damaged(tmp_path)] == [1, 2]
 
 
-def compared(found: list[Record]) -> list[speedup.Comparison]:
+def compared(found: list[Record]) -> list[speedup.BaselineComparison]:
     return sorted(speedup.comparisons(found), key=lambda comparison: comparison.nsa.key.name)
 
 
 def test_current_answers_as_everything_would(tmp_path: Path) -> None:
     dense, nsa = passed(key(implementation="sdpa-flash")), passed(key())
-    crashed = failed(key(), Outcome.CRASHED, "boom")
+    crashed = failed(key(), CaseOutcome.CRASHED, "boom")
     alone = passed(key("decode"))
     runs = [
         run(1, dense, nsa, alone), run(2, dense, nsa), run(3, nsa, alone), run(4, crashed), run(5, dense),
@@ -82,7 +82,7 @@ def test_history_keeps_what_differs_apart(tmp_path: Path) -> None:
     other_config = {**(key().config or {}), "w": 16}
     interval = dataclasses.replace(passed(key(), 10.0), interval_ms=(9.0, 11.0))
     other = passed(key(config=other_config), 5.0)
-    write(tmp_path, *run(2, interval, other, failed(key("decode"), Outcome.CRASHED, "boom")))
+    write(tmp_path, *run(2, interval, other, failed(key("decode"), CaseOutcome.CRASHED, "boom")))
     write(tmp_path, *run(1, passed(key(), 9.0)))
     opened = Store(tmp_path)
     series = opened.history("cpu")

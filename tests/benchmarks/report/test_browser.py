@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.history import run_file
 from benchmarks.report.pages import build
 from tests.benchmarks import full_results
@@ -104,8 +104,8 @@ def test_it_prints(pages: list[Path], tmp_path: Path) -> None:
 
 def test_a_hostile_record_changes_nothing(tmp_path: Path) -> None:
     results = tmp_path / "results"
-    hostile = failed(key(implementation=HOSTILE, model=HOSTILE), Outcome.CRASHED, HOSTILE)
-    nsa = failed(key(model=HOSTILE), Outcome.INCORRECT, HOSTILE)
+    hostile = failed(key(implementation=HOSTILE, model=HOSTILE), CaseOutcome.CRASHED, HOSTILE)
+    nsa = failed(key(model=HOSTILE), CaseOutcome.INCORRECT, HOSTILE)
     path = run_file.create(results, nsa.fingerprint)
     for record in (hostile, nsa):
         run_file.append(path, record)

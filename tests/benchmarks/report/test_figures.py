@@ -11,12 +11,12 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from benchmarks.history import speedup
-from benchmarks.history.store import Series, Store
+from benchmarks.history.store import LatencySeries, Store
 from benchmarks.history.trend import Change
 from benchmarks.report import lengths, style, trends
 from benchmarks.report.folder import ReportFolder
 from benchmarks.report.references import Reference
-from benchmarks.report.trends import Boundary, Row, Scale
+from benchmarks.report.trends import Boundary, Scale, TrendRow
 from tests.benchmarks import full_results
 from tests.benchmarks.synthetic import key, passed
 
@@ -91,14 +91,14 @@ def words(figure: Figure) -> str:
 
 
 @pytest.fixture
-def history(tmp_path: Path) -> list[Series]:
+def history(tmp_path: Path) -> list[LatencySeries]:
     full_results.write_runs(tmp_path, 12)
     opened = Store(tmp_path)
     return [one for one in opened.history("h200") if one.newest.key.mode == "decode"]
 
 
 def test_a_trend_shows_band_change_boundary_and_reference(
-    history: list[Series], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    history: list[LatencySeries], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures = drawn(monkeypatch)
     level = history[0].points[-1].tokens_per_s or 0.0
@@ -106,7 +106,7 @@ def test_a_trend_shows_band_change_boundary_and_reference(
     far = Reference("a", "published: a (y)", [(8192, level * 9)])
     changes = [Change(full_results.SLOWER_FROM, 0.08, True), Change(11, -0.02, False)]
     marked = [Boundary(history[0].points[full_results.NEW_DRIVER_FROM].utc, ("driver 555 -> 560",))]
-    row = Row("8k", history[0], changes, [near, far])
+    row = TrendRow("8k", history[0], changes, [near, far])
     (picture,) = trends.draw(ReportFolder(tmp_path), "h200", "Decode", [row], marked)
     (axis,) = figures[0].axes
     assert len(axis.collections) == 1, "the band"
@@ -120,9 +120,9 @@ def test_a_trend_shows_band_change_boundary_and_reference(
     assert (tmp_path / picture.svg).is_file()
 
 
-def test_a_row_has_a_scale_of_its_own_that_no_reference_flattens(history: list[Series]) -> None:
+def test_a_row_has_a_scale_of_its_own_that_no_reference_flattens(history: list[LatencySeries]) -> None:
     far = Reference("a", "published: a (y)", [(8192, 1e9)])
-    for row in (Row("8k", history[0], [], []), Row("8k", history[0], [], [far])):
+    for row in (TrendRow("8k", history[0], [], []), TrendRow("8k", history[0], [], [far])):
         scale = Scale.of(row, bottom=-3)
         heights = scale.all(point.tokens_per_s or 0.0 for point in row.series.points)
         assert -2.83 < min(heights) < -2.7
@@ -131,15 +131,15 @@ def test_a_row_has_a_scale_of_its_own_that_no_reference_flattens(history: list[S
     assert str(Scale(0, 2.02e6, 0.08)) == "2.02M/s ±8\u00a0%"
 
 
-def test_many_cases_take_several_pictures(history: list[Series], tmp_path: Path) -> None:
-    rows = [Row(str(number), one, [], []) for number, one in enumerate(history * 3)]
+def test_many_cases_take_several_pictures(history: list[LatencySeries], tmp_path: Path) -> None:
+    rows = [TrendRow(str(number), one, [], []) for number, one in enumerate(history * 3)]
     pictures = trends.draw(ReportFolder(tmp_path), "h200", "Decode", rows, [])
     assert [picture.title.partition(":")[0] for picture in pictures] == ["Decode (1 of 2)", "Decode (2 of 2)"]
 
 
-def test_one_run_is_no_trend(history: list[Series], tmp_path: Path) -> None:
-    alone = Series(history[0].newest, history[0].points[:1])
-    assert trends.draw(ReportFolder(tmp_path), "h200", "Decode", [Row("8k", alone, [], [])], []) == []
+def test_one_run_is_no_trend(history: list[LatencySeries], tmp_path: Path) -> None:
+    alone = LatencySeries(history[0].newest, history[0].points[:1])
+    assert trends.draw(ReportFolder(tmp_path), "h200", "Decode", [TrendRow("8k", alone, [], [])], []) == []
 
 
 def test_runs_are_parted_where_they_are_not_comparable(tmp_path: Path) -> None:

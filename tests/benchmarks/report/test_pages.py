@@ -10,7 +10,7 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
-from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.history import run_file
 from benchmarks.history.records import Record
 from benchmarks.report import folder
@@ -126,7 +126,7 @@ def test_one_length_is_a_row_and_no_picture(tmp_path: Path) -> None:
 
 def test_says_what_was_not_measured_and_why(tmp_path: Path) -> None:
     reason = f"o: error 1 > budget 0 {HOSTILE}"
-    write(tmp_path, failed(key(), Outcome.INCORRECT, reason))
+    write(tmp_path, failed(key(), CaseOutcome.INCORRECT, reason))
     page = machine_page(tmp_path)
     assert "<script" not in page.read_text(encoding="utf-8")
     text = Page(page).text

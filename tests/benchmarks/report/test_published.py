@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.report import published
-from benchmarks.report.published import Series
+from benchmarks.report.published import PublishedSeries
 from harness.repository import ROOT
 
 GOOD = """
@@ -28,13 +28,13 @@ values = [2, [3.5, 4.0]]
 """
 
 
-def read(folder: Path, text: str) -> list[Series]:
+def read(folder: Path, text: str) -> list[PublishedSeries]:
     file = folder / "published.toml"
     file.write_text(text)
     return published.read(file)
 
 
-def find(**wanted: object) -> list[Series]:
+def find(**wanted: object) -> list[PublishedSeries]:
     everything = published.read(published.path(ROOT / "results"))
     return [series for series in everything if all(getattr(series, name) == value for name, value in wanted.items())]
 

@@ -15,7 +15,7 @@ from harness.repository import ROOT
 from tests.benchmarks.synthetic import FINGERPRINT, key, passed
 
 TEXT = "before\n<!-- prefill h200 64x4x128 -->\nold\n<!-- end -->\nafter\n"
-SIZES = {"heads": 64, "kv_heads": 4, "head_dim_k": 128, "head_dim_v": 128, "dtype": "bfloat16", "cache": "cold"}
+SIZES = {"heads": 64, "num_kv_heads": 4, "head_dim_k": 128, "head_dim_v": 128, "dtype": "bfloat16", "cache": "cold"}
 
 
 def records(results: Path, utc: str, latency_ms: dict[str, float]) -> None:

@@ -10,15 +10,15 @@ import pytest
 
 import regression.ledger
 from benchmarks.ab import result
-from benchmarks.ab.result import Side, Verdict
+from benchmarks.ab.result import CompareVerdict, Side
 from benchmarks.history import accepted, speedup
 from benchmarks.history.store import Store
 from benchmarks.report import calibration, changes, comparisons, ledger, lengths, machine_tables, references
 from benchmarks.report.calibration import wilson
 from benchmarks.report.folder import ReportFolder
 from benchmarks.report.machine_tables import Race, faster_from
-from benchmarks.report.published import Series, Source
-from benchmarks.report.table import NBSP, Cell, Table, percent
+from benchmarks.report.published import PublishedSeries, PublishedSource
+from benchmarks.report.table import NBSP, Cell, ReportTable, percent
 from regression.contract import Bound, Evidence, ReproVerdict, aspects
 from regression.ledger import LedgerEntry
 from regression.runner import Pace
@@ -26,16 +26,16 @@ from tests.benchmarks import full_results
 from tests.benchmarks.synthetic import key, passed
 
 
-def texts(table: Table) -> list[list[str]]:
+def texts(table: ReportTable) -> list[list[str]]:
     assert all(len(row) == len(table.head) for row in table.rows)
     return [[cell.text.replace(NBSP, " ") for cell in row] for row in table.rows]
 
 
-def column(table: Table, name: str) -> list[str]:
+def column(table: ReportTable, name: str) -> list[str]:
     return [row[list(table.head).index(name)] for row in texts(table)]
 
 
-def comparisons_of(results: Path) -> list[comparisons.Comparison]:
+def comparisons_of(results: Path) -> list[comparisons.CompareRun]:
     found, damaged = result.read(results)
     assert damaged == []
     return comparisons.comparisons(found)
@@ -54,14 +54,14 @@ def test_the_newest_comparison_of_each_machine_is_shown_the_others_in_a_line(tmp
     elsewhere = full_results.run_of(1, "cpu", "A CPU")
     full_results.write_verdicts(tmp_path, "2026-01-01T00:00:00Z", fingerprint=elsewhere)
     full_results.write_verdicts(tmp_path, "2026-02-01T00:00:00Z")
-    full_results.write_verdicts(tmp_path, "2026-03-01T00:00:00Z", verdict=Verdict.SAME, reason=None)
+    full_results.write_verdicts(tmp_path, "2026-03-01T00:00:00Z", verdict=CompareVerdict.SAME, reason=None)
     found = comparisons_of(tmp_path)
     assert [(one.machine, one.utc[5:7]) for one in comparisons.newest(found)] == [("h200", "03"), ("cpu", "01")]
     assert column(comparisons.earlier(found), "when") == ["2026-02-01 00:00"]
 
 
 def test_speed_is_of_exactly_that_commit(tmp_path: Path) -> None:
-    full_results.write_verdicts(tmp_path, "2026-03-01T00:00:00Z", verdict=Verdict.SAME, reason=None)
+    full_results.write_verdicts(tmp_path, "2026-03-01T00:00:00Z", verdict=CompareVerdict.SAME, reason=None)
     full_results.write_verdicts(tmp_path, "2026-04-01T00:00:00Z", head=Side("working tree", "c" * 40, True, "d" * 16))
     speed = comparisons.speed(comparisons_of(tmp_path))
     commit = full_results.run_of(full_results.SLOWER_FROM).commit
@@ -109,7 +109,7 @@ def test_a_run_that_was_cut_off_says_what_it_did_not_replay(tmp_path: Path) -> N
     ],
 )
 def test_an_aspect_stands_in_its_column(aspect: str, judgement: str, wanted: str) -> None:
-    assert ledger.column_of(ledger.Aspect(aspect, judgement, "")) == wanted
+    assert ledger.column_of(ledger.IncidentAspect(aspect, judgement, "")) == wanted
 
 
 def test_a_detector_that_does_not_fire_is_red(tmp_path: Path) -> None:
@@ -171,13 +171,13 @@ def test_faster_from_means_at_every_longer_length(ratios: tuple[float, ...], wan
     assert faster_from(races) == wanted
 
 
-SURVEY = Source("survey", "A survey", "NVIDIA H200", "h200")
+SURVEY = PublishedSource("survey", "A survey", "NVIDIA H200", "h200")
 SHAPE = (4, 2, 16, 16)
 
 
-def series(**changes: object) -> Series:
+def series(**changes: object) -> PublishedSeries:
     values = ((1.0, 3.0), (8.0, 8.0))
-    one = Series(SURVEY, "prefill-forward", "flash-attn-4", "ms", (64, 128), values, shape=SHAPE, batch=1)
+    one = PublishedSeries(SURVEY, "prefill-forward", "flash-attn-4", "ms", (64, 128), values, shape=SHAPE, batch=1)
     return dataclasses.replace(one, **changes)  # type: ignore[arg-type]
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from benchmarks import runner
-from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.cases.work import Work
 from benchmarks.history.samples import RawSamples
 from benchmarks.timing import clocks, latency
 from benchmarks.timing.clocks import ClockMonitor, Clocks
-from benchmarks.timing.latency import Plan, Timing
+from benchmarks.timing.latency import SamplingPlan, Timing
 from harness import nvml
 from tests.benchmarks.synthetic import FINGERPRINT, GREEN, failed, key
 
@@ -109,9 +109,9 @@ def test_a_void_measurement_has_an_outcome_its_clocks_and_no_number(monkeypatch:
 
     monkeypatch.setattr(latency, "measure", measure)
     work = Work(lambda _: GREEN, lambda: (torch.zeros(1),), 1)
-    measured = runner.measure(key(), "cpu", Plan(3, 0.0, 1.0), FINGERPRINT, "command", lambda *_: work)
+    measured = runner.measure(key(), "cpu", SamplingPlan(3, 0.0, 1.0), FINGERPRINT, "command", lambda *_: work)
     record = measured.record
-    assert record.outcome is Outcome.THROTTLED
+    assert record.outcome is CaseOutcome.THROTTLED
     assert record.reason == "3 of 3 samples throttled: thermal; SM clock 1200 to 1200 MHz, up to 88 degrees C"
     assert record.clocks == hot.summary
     assert record.clocks.throttled == {"thermal": 3}
@@ -126,7 +126,7 @@ def test_clocks_are_as_many_as_samples() -> None:
         RawSamples("a case", (1.0, 1.0), three)
     with pytest.raises(ValueError, match=r"clocks\.throttle_reasons must be one for each of the 1 throttled"):
         dataclasses.replace(three, throttled_samples=(0,))
-    assert failed(key(), Outcome.UNSUPPORTED, "why").clocks is None
+    assert failed(key(), CaseOutcome.UNSUPPORTED, "why").clocks is None
 
 
 def test_there_is_no_watch_where_the_device_hides_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +167,7 @@ def test_reads_a_real_gpu() -> None:
     if nvml.device() is None:
         pytest.skip("NVML is not there")
     x = torch.randn(4096, 4096, device="cuda")
-    timed = latency.measure(lambda: x @ x, "cuda", "warm", Plan(20, 0.2, 5.0))
+    timed = latency.measure(lambda: x @ x, "cuda", "warm", SamplingPlan(20, 0.2, 5.0))
     assert timed.clocks is not None
     assert len(timed.clocks.sm_mhz) == len(timed.samples_ms)
     assert all(mhz > 100 for mhz in timed.clocks.sm_mhz)

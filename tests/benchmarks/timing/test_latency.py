@@ -13,12 +13,12 @@ import torch
 
 from benchmarks.timing import latency
 from benchmarks.timing.device_clock import EventSampler, UnjoinedWorkError
-from benchmarks.timing.latency import Plan, median_interval
+from benchmarks.timing.latency import SamplingPlan, median_interval
 
 
 def test_ends_with_enough_samples() -> None:
     calls = []
-    timed = latency.measure(lambda: calls.append(1), "cpu", "warm", Plan(5, 0.0, 10.0, warmup_calls=3))
+    timed = latency.measure(lambda: calls.append(1), "cpu", "warm", SamplingPlan(5, 0.0, 10.0, warmup_calls=3))
     assert len(calls) == 5 + timed.warmup_calls
     assert timed.warmup_calls >= 3
     assert (len(timed.samples_ms), timed.stop_reason, timed.unmet) == (5, "enough_samples", None)
@@ -26,20 +26,20 @@ def test_ends_with_enough_samples() -> None:
 
 
 def test_ends_at_the_wall_limit_with_one_sample_at_least() -> None:
-    timed = latency.measure(lambda: time.sleep(0.02), "cpu", "warm", Plan(1000, 0.0, 0.01))
+    timed = latency.measure(lambda: time.sleep(0.02), "cpu", "warm", SamplingPlan(1000, 0.0, 0.01))
     assert (timed.stop_reason, timed.unmet) == ("wall_limit", "1 of 1000 samples")
     assert len(timed.samples_ms) == 1
     assert timed.warmup_calls == 1
 
 
 def test_samples_cover_the_time_asked_for() -> None:
-    timed = latency.measure(lambda: time.sleep(0.002), "cpu", "warm", Plan(1, 0.02, 10.0))
+    timed = latency.measure(lambda: time.sleep(0.002), "cpu", "warm", SamplingPlan(1, 0.02, 10.0))
     assert sum(timed.samples_ms) >= 20
     assert all(sample >= 2 for sample in timed.samples_ms)
 
 
 def test_what_is_made_ready_ahead_of_a_call_is_not_timed() -> None:
-    timed = latency.measure(lambda: None, "cpu", "warm", Plan(3, 0.0, 10.0), before=lambda: time.sleep(0.01))
+    timed = latency.measure(lambda: None, "cpu", "warm", SamplingPlan(3, 0.0, 10.0), before=lambda: time.sleep(0.01))
     assert timed.latency_ms < 5
 
 
@@ -53,10 +53,10 @@ def test_warms_up_until_calls_no_longer_get_faster(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(latency, "time", SimpleNamespace(perf_counter=lambda: now_s))
     seconds = iter([0.04, 0.02, 0.01])
-    timed = latency.measure(call, "cpu", "warm", Plan(3, 0.0, 10.0, warmup_calls=1))
+    timed = latency.measure(call, "cpu", "warm", SamplingPlan(3, 0.0, 10.0, warmup_calls=1))
     assert timed.warmup_calls == 1  # nothing to compare one call with
     seconds = iter([0.08, 0.04, 0.02, 0.01])
-    timed = latency.measure(call, "cpu", "warm", Plan(3, 0.0, 10.0, warmup_calls=2))
+    timed = latency.measure(call, "cpu", "warm", SamplingPlan(3, 0.0, 10.0, warmup_calls=2))
     assert timed.warmup_calls >= 4
     assert max(timed.samples_ms) < 40
 
@@ -68,35 +68,43 @@ def test_latency_is_the_median() -> None:
 @pytest.mark.parametrize("cache", ["cold", "tepid"])
 def test_refuses_a_cache_state_it_cannot_make(cache: str) -> None:
     with pytest.raises(ValueError, match=f"cache must be .*; got '{cache}'"):
-        latency.measure(lambda: None, "cpu", cache, Plan(1, 0.0, 1.0))
+        latency.measure(lambda: None, "cpu", cache, SamplingPlan(1, 0.0, 1.0))
 
 
 @pytest.mark.parametrize(
     ("samples", "plan", "missing"),
     [
-        ([1.0] * 5, Plan(6, 0.0, 1.0), "5 of 6 samples"),
-        ([1.0] * 6, Plan(6, 0.5, 1.0), "samples cover 0.006 of 0.5 s"),
-        ([1.0] * 6, Plan(6, 0.0, 1.0, precision=0.01), None),
-        ([1.0] * 5, Plan(5, 0.0, 1.0, precision=0.01), "5 samples, too few to say how well the median is known"),
-        ([0.9, 1.0, 1.0, 1.0, 1.0, 1.1], Plan(6, 0.0, 1.0, precision=0.01), "median known to 10.00%, wanted 1.00%"),
-        ([1.0] * 6, Plan(6, 0.0, 1.0), None),
+        ([1.0] * 5, SamplingPlan(6, 0.0, 1.0), "5 of 6 samples"),
+        ([1.0] * 6, SamplingPlan(6, 0.5, 1.0), "samples cover 0.006 of 0.5 s"),
+        ([1.0] * 6, SamplingPlan(6, 0.0, 1.0, precision=0.01), None),
+        (
+            [1.0] * 5,
+            SamplingPlan(5, 0.0, 1.0, precision=0.01),
+            "5 samples, too few to say how well the median is known",
+        ),
+        (
+            [0.9, 1.0, 1.0, 1.0, 1.0, 1.1],
+            SamplingPlan(6, 0.0, 1.0, precision=0.01),
+            "median known to 10.00%, wanted 1.00%",
+        ),
+        ([1.0] * 6, SamplingPlan(6, 0.0, 1.0), None),
     ],
 )
-def test_says_which_condition_is_not_met(samples: list[float], plan: Plan, missing: str | None) -> None:
+def test_says_which_condition_is_not_met(samples: list[float], plan: SamplingPlan, missing: str | None) -> None:
     assert latency.unmet(samples, plan) == missing
 
 
 def test_goes_on_until_the_median_is_known_well_enough() -> None:
     noise = random.Random(0)
     call = lambda: time.sleep(0.001 * noise.uniform(1, 1.5))  # noqa: E731
-    precise = latency.measure(call, "cpu", "warm", Plan(6, 0.0, 20.0, precision=0.05))
+    precise = latency.measure(call, "cpu", "warm", SamplingPlan(6, 0.0, 20.0, precision=0.05))
     assert precise.stop_reason == "precise_enough"
     assert precise.interval_ms is not None
     low, high = precise.interval_ms
     assert (high - low) / 2 <= 0.05 * precise.latency_ms
     assert low <= precise.latency_ms <= high
     assert len(precise.samples_ms) > 6
-    hurried = latency.measure(call, "cpu", "warm", Plan(6, 0.0, 0.02, precision=1e-6))
+    hurried = latency.measure(call, "cpu", "warm", SamplingPlan(6, 0.0, 0.02, precision=1e-6))
     assert hurried.stop_reason == "wall_limit"
     assert hurried.unmet is not None
 
@@ -140,7 +148,7 @@ def small_kernels(count: int, x: torch.Tensor) -> None:
 @pytest.mark.gpu
 def test_launch_latency_stays_outside_and_is_a_figure_of_its_own() -> None:
     x = torch.zeros(64, device="cuda")
-    timed = latency.measure(lambda: small_kernels(100, x), "cuda", "warm", Plan(20, 0.0, 5.0))
+    timed = latency.measure(lambda: small_kernels(100, x), "cuda", "warm", SamplingPlan(20, 0.0, 5.0))
     assert timed.queued_ahead
     assert timed.end_to_end_ms is not None
     assert timed.latency_ms < 0.7 * timed.end_to_end_ms
@@ -152,7 +160,7 @@ def test_launch_latency_stays_outside_and_is_a_figure_of_its_own() -> None:
 @pytest.mark.gpu
 def test_a_call_that_waits_for_the_device_is_said_to() -> None:
     x = torch.zeros(64, device="cuda")
-    timed = latency.measure(lambda: float(x.sum()), "cuda", "warm", Plan(5, 0.0, 5.0))
+    timed = latency.measure(lambda: float(x.sum()), "cuda", "warm", SamplingPlan(5, 0.0, 5.0))
     assert timed.queued_ahead is False
 
 
@@ -161,7 +169,8 @@ def test_cold_is_slower_than_warm_for_what_fits_in_l2() -> None:
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     x = torch.ones(l2_bytes // 3 // 4, device="cuda")  # float32: a third of L2
     cold, warm = (
-        latency.measure(lambda: x.sum(), "cuda", cache, Plan(50, 0.0, 5.0)).latency_ms for cache in ("cold", "warm")
+        latency.measure(lambda: x.sum(), "cuda", cache, SamplingPlan(50, 0.0, 5.0)).latency_ms
+        for cache in ("cold", "warm")
     )
     assert cold > 1.05 * warm
 
@@ -175,11 +184,11 @@ def test_work_on_a_stream_that_nobody_waits_for_is_refused() -> None:
             x @ x
 
     with pytest.raises(UnjoinedWorkError, match="another stream"):
-        latency.measure(elsewhere, "cuda", "warm", Plan(5, 0.0, 5.0))
+        latency.measure(elsewhere, "cuda", "warm", SamplingPlan(5, 0.0, 5.0))
 
     def joined() -> None:
         side.wait_stream(torch.cuda.current_stream())
         elsewhere()
         torch.cuda.current_stream().wait_stream(side)
 
-    assert latency.measure(joined, "cuda", "warm", Plan(5, 0.0, 5.0)).latency_ms > 0.1
+    assert latency.measure(joined, "cuda", "warm", SamplingPlan(5, 0.0, 5.0)).latency_ms > 0.1

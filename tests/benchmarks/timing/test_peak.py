@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from benchmarks import runner
-from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.cases.work import Work
 from benchmarks.history.records import Record
 from benchmarks.timing import peak
-from benchmarks.timing.latency import Plan
+from benchmarks.timing.latency import SamplingPlan
 from harness import machines
 from harness.peak import MeasuredPeak
 from tests.benchmarks.synthetic import FINGERPRINT, GREEN, key
@@ -50,14 +50,14 @@ def test_the_reason_holds_the_figures() -> None:
 
 
 def measure(work: Work, limits: MeasuredPeak) -> Record:
-    identity = dataclasses.replace(FINGERPRINT, ceilings=limits)
-    return runner.measure(key(), "cpu", Plan(3, 0.0, 1.0), identity, "command", lambda *_: work).record
+    identity = dataclasses.replace(FINGERPRINT, measured_peak=limits)
+    return runner.measure(key(), "cpu", SamplingPlan(3, 0.0, 1.0), identity, "command", lambda *_: work).record
 
 
 def test_a_figure_above_the_physical_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peak, "remeasured", lambda limits, device: limits)
     record = measure(Work(lambda _: GREEN, lambda: (torch.zeros(1),), 1, flops=1e15), UNLISTED)
-    assert record.outcome is Outcome.INCORRECT
+    assert record.outcome is CaseOutcome.INCORRECT
     assert record.reason is not None
     assert "above the physical limit of this device" in record.reason
     assert record.latency_ms is None
@@ -67,13 +67,13 @@ def test_a_peak_that_a_neighbour_hid_is_measured_again_before_a_figure_is_refuse
     hidden = MeasuredPeak(1e-9, 1e-9, 1e-9, 0.0)
     x = torch.randn(256, 256)
     record = measure(Work(lambda _: GREEN, lambda: (x @ x,), 1, flops=2.0 * 256**3), hidden)
-    assert (record.outcome, record.reason) == (Outcome.PASSED, None)
+    assert (record.outcome, record.reason) == (CaseOutcome.PASSED, None)
     assert record.flops == 2.0 * 256**3
 
 
 @pytest.mark.parametrize("name", [x.name for x in dataclasses.fields(MeasuredPeak) if x.name != "cache_mib"])
 def test_no_peak_is_zero(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"ceilings\.{name} must be above 0; got 0\.0"):
+    with pytest.raises(ValueError, match=rf"measured_peak\.{name} must be above 0; got 0\.0"):
         dataclasses.replace(MeasuredPeak(1.0, 1.0, 1.0, 1.0), **{name: 0.0})
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.cases.outcome import Gate
+from benchmarks.cases.outcome import Correctness
 from benchmarks.cases.work import Work
 from benchmarks.correctness import anti_cheat
 from benchmarks.timing import cuda_graphs, latency, rotating_inputs
-from benchmarks.timing.latency import Plan, Timing
+from benchmarks.timing.latency import SamplingPlan, Timing
 from benchmarks.timing.rotating_inputs import RotatingInputs
 from tests.benchmarks.synthetic import GREEN, key
 
@@ -29,7 +29,7 @@ class Log:
             self.calls.append(name)
             return (x * 2,)
 
-        def recheck(timed: Callable[[], tuple[Tensor, ...]], seed: int) -> Gate:
+        def recheck(timed: Callable[[], tuple[Tensor, ...]], seed: int) -> Correctness:
             timed()
             self.calls.append(f"rechecked {name} with {seed}")
             return GREEN
@@ -37,7 +37,9 @@ class Log:
         return Work(lambda _: GREEN, call, 1, inputs={"x": x}, recheck=recheck, copy=copy)
 
 
-def five_calls(call: Callable[[], object], device: str, cache: str, plan: Plan, before: Callable[[], object]) -> Timing:
+def five_calls(
+    call: Callable[[], object], device: str, cache: str, plan: SamplingPlan, before: Callable[[], object]
+) -> Timing:
     for _ in range(5):
         before()
         call()
@@ -62,7 +64,7 @@ def test_cold_calls_rotate_their_inputs_where_there_is_room(
     monkeypatch.setattr(rotating_inputs, "_has_room", lambda work: room)
     work = log.work("a", torch.ones(4), copy=lambda: log.work("b", torch.ones(4)))
     both = RotatingInputs(work, key(cache=cache, launch=launch), "cuda")
-    both.time(Plan(1, 0.0, 1.0))
+    both.time(SamplingPlan(1, 0.0, 1.0))
     assert "".join(log.calls) == (expected * 2)[:5]
     log.calls.clear()
     last = max(expected)
@@ -74,7 +76,7 @@ def test_the_inputs_change_between_calls_and_at_last_are_as_they_were(monkeypatc
     x, seen = torch.ones(4), []
     work = Work(lambda _: GREEN, lambda: (seen.append(x.clone()) or x,), 1, inputs={"x": x})
     before = anti_cheat.digests(work.inputs)
-    timed = RotatingInputs(work, key(), "cpu").time(Plan(3, 0.0, 5.0, warmup_calls=0))
+    timed = RotatingInputs(work, key(), "cpu").time(SamplingPlan(3, 0.0, 5.0, warmup_calls=0))
     assert len(timed.samples_ms) == 3
     assert [a.equal(b) for a, b in itertools.pairwise(seen)] == [False, False]
     anti_cheat.require_unchanged(work.inputs, before)
@@ -88,7 +90,7 @@ def test_the_inputs_are_as_they_were_when_a_call_fails() -> None:
 
     work = Work(lambda _: GREEN, call, 1, inputs={"x": x})
     with pytest.raises(RuntimeError, match="boom"):
-        RotatingInputs(work, key(), "cpu").time(Plan(1, 0.0, 1.0))
+        RotatingInputs(work, key(), "cpu").time(SamplingPlan(1, 0.0, 1.0))
     assert x.tolist() == [1.0] * 4
 
 

@@ -25,7 +25,7 @@ SMALL = LaunchConfig(16, 16, 1, 1)
 
 @pytest.fixture
 def workload(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Workload:
-    once = latency.Plan(min_samples=1, min_time_s=0.0, wall_limit_s=0.0, warmup_calls=0, end_to_end=False)
+    once = latency.SamplingPlan(min_samples=1, min_time_s=0.0, wall_limit_s=0.0, warmup_calls=0, end_to_end=False)
     monkeypatch.setattr(trials, "PLAN", once)
     return Workload(86, "narrow", 2, 16, 16, 1, 40, torch.float32, device.type)
 

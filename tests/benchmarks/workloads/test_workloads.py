@@ -18,11 +18,11 @@ from torch import Tensor
 import nsa
 from benchmarks import runner
 from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.commands import options
 from benchmarks.correctness.verify import IncorrectError
 from benchmarks.history.store import Store
-from benchmarks.timing.latency import Plan
+from benchmarks.timing.latency import SamplingPlan
 from benchmarks.workloads import attention, parts, prepare, roofline, train_step
 from benchmarks.workloads.parts import PARTS
 from harness.repository import ROOT
@@ -30,13 +30,13 @@ from nsa import NSAConfig
 from nsa.model import DecoderLM
 from tests.benchmarks.synthetic import CONFIG, FINGERPRINT, key
 
-PLAN = Plan(min_samples=2, min_time_s=0.0, wall_limit_s=5.0, warmup_calls=1)
+PLAN = SamplingPlan(min_samples=2, min_time_s=0.0, wall_limit_s=5.0, warmup_calls=1)
 TERA = 1e12
 
 
 def large(mode: str, implementation: str = "nsa", length: int = 65536, **changes: Any) -> Key:
     """64/4 heads of 128 in bfloat16."""
-    sizes = {"heads": 64, "kv_heads": 4, "head_dim_k": 128, "head_dim_v": 128, "dtype": "bfloat16"}
+    sizes = {"heads": 64, "num_kv_heads": 4, "head_dim_k": 128, "head_dim_v": 128, "dtype": "bfloat16"}
     made = key(mode, implementation, length, **{**sizes, **changes})
     config = dataclasses.asdict(NSAConfig()) if implementation == "nsa" else None
     return dataclasses.replace(made, config=config)
@@ -104,10 +104,10 @@ def test_operations_of_a_train_step() -> None:
 @pytest.mark.parametrize("mode", PARTS)
 def test_each_part_is_measured_behind_the_oracle(mode: str) -> None:
     record = runner.measure(key(mode, length=96, batch=2), "cpu", PLAN, FINGERPRINT, "command").record
-    assert (record.outcome, record.reason) == (Outcome.PASSED, None)
-    assert record.gate is not None
-    assert [check.name for check in record.gate.checks[:2]] == ["block_indices", "o"]
-    assert record.gate.path == "torch"
+    assert (record.outcome, record.reason) == (CaseOutcome.PASSED, None)
+    assert record.correctness is not None
+    assert [check.name for check in record.correctness.checks[:2]] == ["block_indices", "o"]
+    assert record.correctness.path == "torch"
     assert (record.flops, record.bytes_moved) != (None, None)
 
 
@@ -161,7 +161,7 @@ def test_a_case_that_cannot_fit_is_not_tried_and_says_so(monkeypatch: pytest.Mon
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"total": 24 * prepare.GIB}))
     monkeypatch.setattr(attention, "prepare", lambda *_: pytest.fail("tried"))
     record = runner.measure(large("prefill-forward-backward"), "cpu", PLAN, FINGERPRINT, "command").record
-    assert record.outcome is Outcome.OUT_OF_MEMORY
+    assert record.outcome is CaseOutcome.OUT_OF_MEMORY
     assert record.reason is not None
     assert record.reason.startswith("MemoryError: not tried: it takes about 2")
     assert record.reason.endswith(" GiB, and the device has 24.0")
@@ -193,7 +193,7 @@ print(memory.of_this_process(lambda: work.check(0)).mib)
 
 def test_the_oracle_fits_in_the_estimate() -> None:
     """Dense attention has no scratch of its own to hide the oracle's; glibc is told to give freed memory back."""
-    sizes = {"heads": 16, "kv_heads": 1, "head_dim_k": 64, "head_dim_v": 64}
+    sizes = {"heads": 16, "num_kv_heads": 1, "head_dim_k": 64, "head_dim_v": 64}
     the_key = key("prefill-forward-backward", "sdpa-flash", length=2048, **sizes)
     words = [sys.executable, "-c", PEAK_OF_ORACLE, json.dumps(dataclasses.asdict(the_key))]
     done = subprocess.run(
