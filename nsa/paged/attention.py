@@ -64,7 +64,8 @@ def paged_attention(
             compressed, selected, window = map(keys.view, BRANCHES)
             decoded = step(q, compressed, selected, window, keys.lengths, gates, config, scale)
             return decoded.o, (Aux.of(decoded, name) if return_aux else None)
-        return _gathered(q, keys, gates, config, scale, name, run)
+        o, aux = _gathered(q, keys, gates, config, scale, name, run)
+        return o, (aux if return_aux else None)
 
 
 def _gathered(

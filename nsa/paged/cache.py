@@ -156,7 +156,7 @@ class PagedRows:
     which stay in place.
     """
 
-    def __init__(self, cache: PagedCache, sequences: Sequence[int], count_reads: bool = False) -> None:
+    def __init__(self, cache: PagedCache, sequences: Sequence[int], count_reads: bool) -> None:
         self.cache, self.sequences, self.count_reads = cache, tuple(sequences), count_reads
         self.layers = [PagedLayer(self, i) for i in range(len(cache.layers))]
         self._page_tables = cache.tables

@@ -359,6 +359,16 @@ def test_what_was_read_is_counted_where_asked_for(backend: str) -> None:
     assert found == {branch: keys * pair for branch, keys in read.items()}
 
 
+def test_nothing_is_counted_unless_asked_for() -> None:
+    """Counting costs three sums on the device per layer and call."""
+    layer, x = make_layer(), tokens(1, 6)
+    cache = make_cache(layer)
+    rows = cache.rows([cache.new()])
+    with torch.no_grad():
+        layer(x, rows.layers[0])
+    assert [part.aux for part in rows.layers] == [None]
+
+
 def test_a_graph_needs_a_gpu() -> None:
     model = make_model()
     cache = PagedCache(model.attentions(), num_pages=10, max_tokens=8, page_size=8)
