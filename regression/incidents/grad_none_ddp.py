@@ -39,6 +39,7 @@ INCIDENT = Incident(
     detector="every parameter gets a gradient; two ranks' gradients equal one rank's",
     expects=ReproVerdict.CRASHED,
     says="a rank died: RuntimeError: Expected to have finished reduction",
+    floor_s=120.0,  # two ranks start, import and train between two heartbeats, and may wait 60 s for each other
 )
 
 _RANKS, _STEPS = 2, 2
