@@ -95,8 +95,7 @@ def last_measured(machine: str, results: Path) -> str:
     What came after it was measured by no run, since a runner was down or a step was red before the bench.
     """
     measured = {path.stem.split("-")[1] for path in (results / "runs" / machine).glob("*Z-*.jsonl")}
-    git = ["git", "-C", str(repository.ROOT), "rev-list", "--first-parent", "--skip=1", "HEAD"]
-    commits = subprocess.run(git, capture_output=True, text=True).stdout.split()
+    commits = (repository.git("rev-list", "--first-parent", "--skip=1", "HEAD") or "").split()
     return next((commit for commit in commits if commit[:10] in measured), "HEAD^1")
 
 
