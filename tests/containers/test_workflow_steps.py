@@ -206,7 +206,11 @@ def test_an_acceptance_that_is_refused_pushes_nothing(runner: Runner) -> None:
     assert runner.git("rev-parse", "results", folder=runner.origin) == before
 
 
-@pytest.mark.parametrize(("contexts", "base"), [(PUSH, "last-measured"), (pull_request("labeled"), "HEAD^1")])
+@pytest.mark.parametrize(
+    ("contexts", "base"),
+    [(PUSH, "last-measured"), (pull_request("labeled"), "HEAD^1")],
+    ids=["push", "pull request"],
+)
 def test_the_chain_is_asked_for_what_the_event_needs(runner: Runner, contexts: dict[str, Any], base: str) -> None:
     runner.program("nox", '#!/bin/sh\nprintf "%s\\n" "$*"\n')
     done = runner.run_step("gpu", "suites", "Image, preflight", contexts)
@@ -304,6 +308,7 @@ def test_a_fork_reaches_no_gpu_and_no_token(runner: Runner) -> None:
         (event("schedule"), True),
         ({**PUSH, "vars": {}}, False),
     ],
+    ids=["labelled", "another label", "new push", "unlabelled", "merged", "nightly", "no runner"],
 )
 def test_the_suites_run_where_a_maintainer_wants_them(contexts: dict[str, Any], wanted: bool) -> None:
     assert runs("gpu", "suites", contexts) is wanted
