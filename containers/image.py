@@ -135,7 +135,8 @@ def build(engine: Engine, wanted: Recipe, registry: str | None = None) -> str:
     print(f"image: building {name}", flush=True)
     if wanted.family == CPU and wanted.cpu_lock == "cuda" and packages is None:
         print("image: no CPU build of PyTorch in --wheels DIR, so its CUDA build is installed (about 6 GB)", flush=True)
-    _run_build(engine, wanted, name, *(("--build-arg", f"MACHINE_IMAGE={packages}") if packages else ()))
+    # said in any case: Podman does not see which stage a default names
+    _run_build(engine, wanted, name, "--build-arg", f"MACHINE_IMAGE={packages or wanted.packages_stage}")
     return name
 
 

@@ -111,7 +111,7 @@ def test_packages_that_nobody_published_are_built(
     assert main(["image", "--family", "a100", "--registry", REGISTRY]) == 0
     assert "so its packages are built here (manifest unknown)" in capsys.readouterr().out
     (built,) = [line for line in engine_asked.read_text().splitlines() if line.startswith("build ")]
-    assert "MACHINE_IMAGE" not in built
+    assert "--build-arg MACHINE_IMAGE=machine-gpu " in built
 
 
 def test_wheels_of_the_host_come_before_published_packages(engine_asked: Path, tmp_path: Path) -> None:
