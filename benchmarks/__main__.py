@@ -5,6 +5,7 @@
     python -m benchmarks report         build the page again from the records
     python -m benchmarks results        write the tables of docs/results.md from the records
     python -m benchmarks compare BASE   is the working tree slower than BASE? (compare BASE HEAD: two commits)
+    python -m benchmarks comment        the newest comparison as Markdown, for a pull request
     python -m benchmarks bisect GOOD BAD --case NAME    which commit made it slower?
     python -m benchmarks calibrate      how often compare is right on this machine; sets its thresholds
     python -m benchmarks merge FOLDER...    join the results of several runners
@@ -31,6 +32,7 @@ from benchmarks.commands import (
     accept,
     bisect,
     calibrate,
+    comment,
     compare,
     convert,
     merge,
@@ -49,6 +51,7 @@ COMMANDS = {
     "report": report,
     "results": results,
     "compare": compare,
+    "comment": comment,
     "bisect": bisect,
     "calibrate": calibrate,
     "accept": accept,

@@ -4,6 +4,7 @@
     python -m containers run -- python -m pytest  run a command in the image for what is here
     python -m containers preflight                engine, driver, GPU inside the container, room on the disk
     python -m containers pipeline --base main     all of it in turn, as CI does, with a summary for a reviewer
+    python -m containers publish --registry ghcr.io/OWNER/NAME     what takes long to build, for other machines
 
 Exit code: the command's own; 2 for a wrong argument, another machine than asked for, or an engine that does not do its
 part; 130 where it was interrupted.
@@ -39,19 +40,30 @@ def parser() -> argparse.ArgumentParser:
         "image": "build an image",
         "run": "run a command in it",
         "preflight": "check that this machine can run the suites",
-        "pipeline": "image, preflight, tests, regress, bench, compare, report",
+        "pipeline": "image, preflight, tests, regress, bench, compare, report, comment",
+        "publish": "build what the images of a family stand on, and push it to a registry",
     }
     subs = {name: commands.add_parser(name, help=summary) for name, summary in summaries.items()}
     for sub in subs.values():
         _add_machine(sub, told)
-    for name in ("image", "run", "preflight"):
+    for name in ("image", "run", "preflight", "publish"):
         _add_recipe(subs[name], told)
+    for name in ("image", "pipeline", "publish"):
+        subs[name].add_argument(
+            "--registry",
+            required=name == "publish",
+            metavar="NAME",
+            help="where `publish` keeps packages: they are pulled from there in place of being built (default: none)",
+        )
     for name in ("run", "preflight"):
         _add_surroundings(subs[name], told)
     subs["run"].add_argument("--repository", action="store_true", help="run in the working tree, with its git history")
     subs["run"].add_argument("words", nargs="+", metavar="-- command", help="what to run")
     subs["pipeline"].add_argument(
-        "--base", metavar="COMMIT", help="what `compare` judges against (default: no compare)"
+        "--base",
+        metavar="COMMIT",
+        help=f"what `compare` judges against; {pipeline.LAST_MEASURED}: the newest commit before this one that this"
+        " machine has measured (default: no compare)",
     )
     subs["pipeline"].add_argument("--quick", action="store_true", help="some tests, quick benches: minutes")
     subs["pipeline"].add_argument(
@@ -116,7 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return chain(chosen, arguments)
         if chosen.engine is None:
             raise engine.EngineError("an image needs a container engine; install Docker or Podman")
-        return {"image": build, "run": run, "preflight": preflight}[arguments.command](chosen.engine, arguments)
+        commands = {"image": build, "run": run, "preflight": preflight, "publish": publish}
+        return commands[arguments.command](chosen.engine, arguments)
     except (engine.EngineError, host.HostError, ValueError, OSError) as error:
         print(f"python -m containers: {error}", file=sys.stderr)
         return 2
@@ -127,12 +140,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build(found: engine.Engine, arguments: argparse.Namespace) -> int:
     """An image can be built for a GPU that is elsewhere."""
-    asked = arguments.family
-    family = asked if asked in (*machines.image_families(), host.CPU) else host.target(asked).family
     begin = time.perf_counter()
-    name = image.build(found, image.recipe(family, arguments.base_image, arguments.wheels))
+    name = image.build(found, _recipe(arguments), arguments.registry)
     print(f"image: {name}  {image.identity(found, name)}  {time.perf_counter() - begin:.1f} s")
     return 0
+
+
+def publish(found: engine.Engine, arguments: argparse.Namespace) -> int:
+    """The packages of an image, for machines that would build them from the same locks."""
+    image.publish(found, _recipe(arguments), arguments.registry)
+    return 0
+
+
+def _recipe(arguments: argparse.Namespace) -> image.Recipe:
+    asked = arguments.family
+    family = asked if asked in (*machines.image_families(), host.CPU) else host.target(asked).family
+    return image.recipe(family, arguments.base_image, arguments.wheels)
 
 
 def run(found: engine.Engine, arguments: argparse.Namespace) -> int:
@@ -166,9 +189,13 @@ def preflight(found: engine.Engine, arguments: argparse.Namespace) -> int:
 def chain(chosen: engine.Choice, arguments: argparse.Namespace) -> int:
     """Every step; 1 where one is red. The summary is printed last, and kept beside the logs."""
     logs: Path = arguments.logs
-    steps = pipeline.plan(chosen, arguments.family, arguments.base, quick=arguments.quick, logs=logs)
+    base = arguments.base
+    if base == pipeline.LAST_MEASURED:
+        base = pipeline.last_measured(host.target(arguments.family).expect, environment.read().results)
+    steps = pipeline.plan(chosen, arguments.family, base, quick=arguments.quick, logs=logs, registry=arguments.registry)
     done = pipeline.run(steps, logs)
-    text = pipeline.summary(done)
+    comparison = logs / pipeline.COMPARISON
+    text = pipeline.summary(done, comparison.read_text() if comparison.exists() else "")
     (logs / pipeline.SUMMARY).write_text(text)
     print(f"\n{text}\nThe logs: {logs}")
     if any(one.code == INTERRUPTED for one in done):

@@ -27,7 +27,7 @@ LABEL = "nsa.suite"
 STOP_S = 30
 """How long an interrupted suite may take to write down what it finished."""
 ENGINE_FAILED = 125  # docker run's and podman run's own
-_WRITTEN = ("--out", "--junitxml", "--junit-xml")
+_WRITTEN = ("--out", "--file", "--junitxml", "--junit-xml")
 """Options whose value is a path that the command writes: that path must be the host's."""
 
 

@@ -1,4 +1,8 @@
-"""Images by their content: what is in one decides its name, so that an image that is there need not be built."""
+"""Images by their content: what is in one decides its name, so that an image that is there need not be built.
+
+The packages under an image, flash-attn above all, take an hour to build and change with the locks only: `publish`
+pushes them to a registry by the hash of what decides them, and `build` takes them from there.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,8 @@ from harness import machines, repository
 from harness.machines import Family
 
 DOCKERFILE = repository.ROOT / "docker" / "Dockerfile"
+_LAST_STAGE = "FROM ${MACHINE_IMAGE} AS nsa"
+_COMPILER_GB = 8  # memory that one of flash-attn's compilers takes
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,21 @@ class Recipe:
         arguments["COMMIT"] = self.commit or ""
         arguments["DIRTY"] = "" if self.dirty is None else str(int(self.dirty))
         return arguments
+
+    @property
+    def packages_stage(self) -> str:
+        """The Dockerfile's stage that the image stands on."""
+        return "machine-cpu" if self.family == CPU else "machine-gpu"
+
+    def packages_name(self, registry: str) -> str:
+        """<registry>/packages:<family>-<hash of the locks, the Dockerfile's earlier stages and the arguments>."""
+        dockerfile, last_stage, _ = DOCKERFILE.read_text().partition(_LAST_STAGE)
+        assert last_stage, f"docker/Dockerfile must say {_LAST_STAGE}"
+        locks = (DOCKERFILE.with_name("flash-attn.sh"), *sorted((DOCKERFILE.parent / "lock").glob("*.txt")))
+        arguments = {name: value for name, value in self.build_arguments().items() if name not in ("COMMIT", "DIRTY")}
+        decisive = (dockerfile, *(path.read_text() for path in locks), repr(sorted(arguments.items())))
+        digest = hashlib.sha256("\0".join(decisive).encode())
+        return f"{registry}/packages:{self.family}-{digest.hexdigest()[:12]}"
 
     def name(self) -> str:
         """nsa:<family>-<hash of the sources, the arguments, and the wheels' names, sizes and times>."""
@@ -104,29 +125,65 @@ def identity(engine: Engine, name: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def build(engine: Engine, wanted: Recipe) -> str:
-    """Build what is not there yet; return its name. Raises EngineError."""
+def build(engine: Engine, wanted: Recipe, registry: str | None = None) -> str:
+    """Build what is not there yet, on packages of this registry where it has them; its name. Raises EngineError."""
     name = wanted.name()
     if identity(engine, name) is not None:
         print(f"image: {name} is there", flush=True)
         return name
+    packages = _pulled(engine, wanted, registry) if registry and wanted.wheels is None else None
     print(f"image: building {name}", flush=True)
-    if wanted.family == CPU and wanted.cpu_lock == "cuda":
+    if wanted.family == CPU and wanted.cpu_lock == "cuda" and packages is None:
         print("image: no CPU build of PyTorch in --wheels DIR, so its CUDA build is installed (about 6 GB)", flush=True)
-    if subprocess.run(_build_command(engine, wanted, name), env=_environment(engine)).returncode:
-        raise EngineError(f"{engine.name} could not build {name}; what it printed last says why")
+    # said in any case: Podman does not see which stage a default names
+    _run_build(engine, wanted, name, "--build-arg", f"MACHINE_IMAGE={packages or wanted.packages_stage}")
     return name
 
 
-def _build_command(engine: Engine, wanted: Recipe, name: str) -> list[str]:
+def publish(engine: Engine, wanted: Recipe, registry: str) -> str:
+    """Push the packages of this recipe where the registry lacks them; their name there. Raises EngineError."""
+    name = wanted.packages_name(registry)
+    if subprocess.run([engine.name, "manifest", "inspect", name], capture_output=True).returncode == 0:
+        print(f"packages: {name} is published", flush=True)
+        return name
+    _run_build(engine, wanted, name, "--target", wanted.packages_stage)
+    if subprocess.run([engine.name, "push", name]).returncode:
+        raise EngineError(f"{engine.name} could not push {name}; what it printed last says why")
+    print(f"packages: published {name}", flush=True)
+    return name
+
+
+def _pulled(engine: Engine, wanted: Recipe, registry: str) -> str | None:
+    """The name of the packages, once they are here; None where the registry has none of these or does not answer."""
+    name = wanted.packages_name(registry)
+    done = subprocess.run([engine.name, "pull", name], stderr=subprocess.PIPE, text=True)
+    if done.returncode == 0:
+        return name
+    print(f"image: no {name}, so its packages are built here ({' '.join(done.stderr.split())})", flush=True)
+    return None
+
+
+def _run_build(engine: Engine, wanted: Recipe, name: str, *options: str) -> None:
+    if subprocess.run(_build_command(engine, wanted, name, *options), env=_environment(engine)).returncode:
+        raise EngineError(f"{engine.name} could not build {name}; what it printed last says why")
+
+
+def _build_command(engine: Engine, wanted: Recipe, name: str, *options: str) -> list[str]:
     command = [engine.name, "build", "--file", str(DOCKERFILE), "--tag", name]
     if engine.name == "podman":
         command += ["--format", "docker"]  # OCI's own format has no SHELL
     for argument, value in wanted.build_arguments().items():
         command += ["--build-arg", f"{argument}={value}"]
+    command += ["--build-arg", f"MAX_JOBS={_compilers()}"]
     if wanted.wheels is not None:
         command += ["--build-context", f"wheels={wanted.wheels.resolve()}"]
-    return [*command, str(repository.ROOT)]
+    return [*command, *options, str(repository.ROOT)]
+
+
+def _compilers() -> int:
+    """As many of flash-attn's compilers at a time as this machine's memory and cores can serve."""
+    memory_gb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    return max(1, min(os.cpu_count() or 1, int(memory_gb // _COMPILER_GB)))
 
 
 def _environment(engine: Engine) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The whole chain on one machine, as CI runs it: image, preflight, tests, regress, bench, compare, report.
+"""The whole chain on one machine, as CI runs it: image, preflight, tests, regress, bench, compare, report, comment.
 
     python -m containers pipeline --base main      the full suites, then: is the working tree slower than main?
     python -m containers pipeline --quick          minutes in place of hours
@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,6 +25,10 @@ from harness import repository
 from harness.interrupt import INTERRUPTED
 
 SUMMARY = "summary.md"
+COMPARISON = "comparison.md"
+"""What `compare` answered, as Markdown; the summary holds it."""
+LAST_MEASURED = "last-measured"
+"""As a base: the newest commit before this one that the machine has measured."""
 QUICK_TESTS = (
     "tests/containers",
     "tests/nsa",
@@ -32,7 +37,8 @@ QUICK_TESTS = (
     "tests/nsa/triton_backend",
 )
 QUICK_COMPARE = ("--quick", "--cases", "part-window", "--pairs", "14")
-REPORT = "report"
+ALWAYS = ("report", "comment")
+"""Steps that run after a red one too: what they make is what a person reads."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +64,10 @@ class PipelineStepResult:
     """The JSON that the suite's last line is; empty without one."""
 
 
-def plan(chosen: engine.Choice, family: str | None, base: str | None, *, quick: bool, logs: Path) -> list[PipelineStep]:
-    """The chain for this machine. Pure but for asking git whether nsa/ differs from the base."""
+def plan(
+    chosen: engine.Choice, family: str | None, base: str | None, *, quick: bool, logs: Path, registry: str | None = None
+) -> list[PipelineStep]:
+    """The chain for this machine. Pure but for the clock, and for asking git whether nsa/ differs from the base."""
     which = (
         "--engine",
         chosen.engine.name if chosen.engine else engine.NONE,
@@ -67,15 +75,28 @@ def plan(chosen: engine.Choice, family: str | None, base: str | None, *, quick: 
     )
     bare = None if chosen.engine else "no container engine: the suites run in the host's environment"
     unchanged = _why_no_compare(base)
+    begin = datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    comment = ("--since", begin, "--file", str(logs / COMPARISON))
     return [
-        PipelineStep("image", "image", which, bare),
+        PipelineStep("image", "image", (*which, *(("--registry", registry) if registry else ())), bare),
         PipelineStep("preflight", "preflight-machine", which, bare),
         PipelineStep("tests", "tests", (*which, *(QUICK_TESTS if quick else ()))),
         PipelineStep("regress", "regress", (*which, "--junitxml", str(logs / "regress.xml"))),
         PipelineStep("bench", f"bench-{family}" if family else "bench", (*which, *(("--quick",) if quick else ()))),
         PipelineStep("compare", "compare", (*which, base or "", *(QUICK_COMPARE if quick else ())), unchanged),
-        PipelineStep(REPORT, "report", which),
+        PipelineStep("report", "report", which),
+        PipelineStep("comment", "comment", (*which, *comment), unchanged),
     ]
+
+
+def last_measured(machine: str, results: Path) -> str:
+    """The newest commit before HEAD that these results have a run of on this machine, else HEAD^1.
+
+    What came after it was measured by no run, since a runner was down or a step was red before the bench.
+    """
+    measured = {path.stem.split("-")[1] for path in (results / "runs" / machine).glob("*Z-*.jsonl")}
+    commits = (repository.git("rev-list", "--first-parent", "--skip=1", "HEAD") or "").split()
+    return next((commit for commit in commits if commit[:10] in measured), "HEAD^1")
 
 
 def _why_no_compare(base: str | None) -> str | None:
@@ -92,12 +113,13 @@ def _why_no_compare(base: str | None) -> str | None:
 
 
 def run(steps: Sequence[PipelineStep], logs: Path) -> list[PipelineStepResult]:
-    """Every step to the first red one, and the report; what each printed is kept in logs/<step>.log."""
+    """Every step to the first red one, then `ALWAYS`; what each printed is kept in logs/<step>.log."""
     logs.mkdir(parents=True, exist_ok=True)
+    (logs / COMPARISON).unlink(missing_ok=True)  # of an earlier chain
     done: list[PipelineStepResult] = []
     for step in steps:
         red = next((before for before in done if before.code), None)
-        if step.skipped is not None or (red is not None and step.name != REPORT):
+        if step.skipped is not None or (red is not None and step.name not in ALWAYS):
             done.append(PipelineStepResult(step, None, 0.0, {}))
             continue
         print(f"\n== {step.name}", flush=True)
@@ -156,12 +178,12 @@ def _json(line: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def summary(done: Sequence[PipelineStepResult]) -> str:
-    """Markdown, what a reviewer must know first: verdicts, then steps."""
+def summary(done: Sequence[PipelineStepResult], comparison: str = "") -> str:
+    """Markdown, what a reviewer must know first: verdicts, `comparison` (Markdown too), then steps."""
     red = [one.step.name for one in done if one.code]
     head = f"## RED: {', '.join(red)}" if red else "## GREEN"
     rows = ["| step | result | time |", "|---|---|---|", *map(_row, done)]
-    return "\n\n".join([head, *_verdicts(done), "\n".join(rows)]) + "\n"
+    return "\n\n".join([head, *_verdicts(done), *filter(None, [comparison.strip()]), "\n".join(rows)]) + "\n"
 
 
 def _row(one: PipelineStepResult) -> str:

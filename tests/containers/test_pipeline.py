@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
@@ -24,11 +25,26 @@ def test_the_chain_of_an_a100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "_why_no_compare", lambda _: None)
     steps = pipeline.plan(DOCKER, "a100", "main", quick=False, logs=Path("logs"))
     assert [step.session for step in steps] == [
-        "image", "preflight-machine", "tests", "regress", "bench-a100", "compare", "report",
+        "image", "preflight-machine", "tests", "regress", "bench-a100", "compare", "report", "comment",
     ]  # fmt: skip
     assert all(step.skipped is None for step in steps)
     assert steps[5].words[-1] == "main"
     assert all(step.words[:4] == ("--engine", "docker", "--family", "a100") for step in steps)
+
+
+def test_packages_are_pulled_once_for_the_whole_chain() -> None:
+    """Later steps find the image by its name, which does not depend on where its packages came from."""
+    image, *later = pipeline.plan(DOCKER, "a100", None, quick=False, logs=Path("logs"), registry="ghcr.io/a/b")
+    assert image.words[-2:] == ("--registry", "ghcr.io/a/b")
+    assert not [step for step in later if "--registry" in step.words]
+
+
+def test_the_comment_is_of_this_chains_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "_why_no_compare", lambda _: None)
+    words = pipeline.plan(DOCKER, "a100", "main", quick=False, logs=Path("logs"))[-1].words
+    arguments = bench.parser().parse_args(["comment", *words[4:]])
+    assert arguments.file == Path("logs") / pipeline.COMPARISON
+    assert "2026" < arguments.since < datetime.now(timezone.utc).isoformat()
 
 
 def test_the_quick_comparison_is_one_that_compare_takes() -> None:
@@ -39,7 +55,7 @@ def test_the_quick_comparison_is_one_that_compare_takes() -> None:
 
 def test_without_an_engine_no_image_is_built() -> None:
     steps = pipeline.plan(BARE, None, None, quick=True, logs=Path("logs"))
-    assert [step.name for step in steps if step.skipped] == ["image", "preflight", "compare"]
+    assert [step.name for step in steps if step.skipped] == ["image", "preflight", "compare", "comment"]
     assert all("none" in step.words for step in steps)
 
 
@@ -58,18 +74,40 @@ def test_a_base_with_the_same_nsa_is_not_compared(monkeypatch: pytest.MonkeyPatc
             pipeline._why_no_compare(base)
 
 
+def test_the_last_measured_commit_is_the_newest_before_this_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of four commits the first two and the last were measured, the last one by this run itself."""
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b")
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    commits = []
+    for _ in range(4):
+        subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "one"], check=True)
+        asked = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+        commits.append(asked.stdout.strip())
+    monkeypatch.setattr(repository, "ROOT", tmp_path)
+    assert pipeline.last_measured("a100", tmp_path / "results") == "HEAD^1"  # before any run
+    runs = tmp_path / "results" / "runs" / "a100"
+    runs.mkdir(parents=True)
+    names = [f"{commits[0][:10]}", f"{commits[1][:10]}-2", f"{commits[3][:10]}", "nocommit"]
+    for day, name in enumerate(names, 1):
+        (runs / f"2026010{day}T000000Z-{name}.jsonl").touch()
+    assert pipeline.last_measured("a100", tmp_path / "results") == commits[1]
+    assert pipeline.last_measured("h100", tmp_path / "results") == "HEAD^1"
+
+
 def chain(monkeypatch: pytest.MonkeyPatch, logs: Path, codes: dict[str, int]) -> list[PipelineStepResult]:
     told = '{"bad": ["prefill/x"], "undecided": [], "verdicts": {"SLOWER": 1, "SAME": 4}}\n'
     monkeypatch.setattr(
         pipeline, "_stream", lambda step, log: (codes.get(step.name, 0), told if step.name == "compare" else "{torn")
     )
     steps = [PipelineStep(name, name, ()) for name in ("tests", "bench", "compare")]
-    return pipeline.run([*steps, PipelineStep("report", "report", ())], logs)
+    return pipeline.run([*steps, *(PipelineStep(name, name, ()) for name in pipeline.ALWAYS)], logs)
 
 
 def test_the_first_red_step_ends_it_but_the_report_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     done = chain(monkeypatch, tmp_path, {"bench": 2})
-    assert [one.code for one in done] == [0, 2, None, 0]
+    assert [one.code for one in done] == [0, 2, None, 0, 0]
     text = pipeline.summary(done)
     assert text.startswith("## RED: bench\n")
     assert "| compare | not run: a step before it is red | |" in text
@@ -81,6 +119,13 @@ def test_the_summary_begins_with_the_verdicts(monkeypatch: pytest.MonkeyPatch, t
         "## RED: compare\n\n**compare, bad**: `prefill/x`\n\n**compare, verdicts**: 1 SLOWER, 4 SAME"
     )
     assert pipeline.summary(chain(monkeypatch, tmp_path, {})).startswith("## GREEN\n")
+
+
+def test_the_summary_holds_the_comparison_of_this_chain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / pipeline.COMPARISON).write_text("### of an earlier chain\n")
+    done = chain(monkeypatch, tmp_path, {"compare": 1})
+    assert not (tmp_path / pipeline.COMPARISON).exists()
+    assert "1 SLOWER, 4 SAME\n\n### a100: 1 SLOWER\n\n| step |" in pipeline.summary(done, "### a100: 1 SLOWER\n")
 
 
 def test_an_interrupt_ends_the_session_first(tmp_path: Path) -> None:

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from benchmarks.history import samples
 from harness import machines
-from harness.repository import ROOT
-
-yaml = pytest.importorskip("yaml")
-WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-
-
-def loaded(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(path.read_text())
-    return found
+from tests.containers.fake_github import WORKFLOWS, loaded, triggers
 
 
 @pytest.fixture(params=WORKFLOWS, ids=lambda path: path.stem)
 def workflow(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return loaded(request.param)
+    return loaded(request.param.stem)
 
 
 def steps(workflow: dict[str, Any]) -> list[dict[str, Any]]:
@@ -49,47 +41,69 @@ def test_nothing_of_an_event_is_pasted_into_a_shell(workflow: dict[str, Any]) ->
 
 def test_the_token_may_read_unless_a_job_says_more(workflow: dict[str, Any]) -> None:
     assert workflow["permissions"] == {"contents": "read"}
-    assert "pull_request_target" not in workflow[True]  # YAML 1.1 reads the key `on` as true
+    assert "pull_request_target" not in triggers(workflow)
 
 
 def test_a_gpu_is_for_one_run_of_this_repository_at_a_time() -> None:
-    job = loaded(ROOT / ".github" / "workflows" / "gpu.yml")["jobs"]["suites"]
-    assert job["concurrency"] == {"group": "gpu-${{ matrix.gpu }}", "cancel-in-progress": False}
+    job = loaded("gpu")["jobs"]["suites"]
+    assert job["concurrency"]["group"] == "gpu-${{ matrix.gpu }}"
     assert "head.repo.full_name == github.repository" in job["if"]
     assert "self-hosted" in job["runs-on"]
 
 
 def test_the_gpus_that_are_measured_by_default_have_an_image() -> None:
-    inputs = loaded(ROOT / ".github" / "workflows" / "gpu.yml")[True]["workflow_dispatch"]["inputs"]
-    assert set(json.loads(inputs["gpus"]["default"])) <= set(machines.image_families())
+    for name in ("gpu", "images"):
+        inputs = triggers(loaded(name))["workflow_dispatch"]["inputs"]
+        assert set(json.loads(inputs["gpus"]["default"])) <= set(machines.image_families())
 
 
 def test_the_shards_of_the_mutants_are_the_whole_set_and_are_judged_together() -> None:
-    jobs = loaded(ROOT / ".github" / "workflows" / "mutants.yml")["jobs"]
+    jobs = loaded("mutants")["jobs"]
     shards = jobs["shards"]["strategy"]["matrix"]["shard"]
     assert shards == [f"{number}/{len(shards)}" for number in range(1, len(shards) + 1)]
     assert any("judge" in step.get("run", "") for step in jobs["judge"]["steps"])
     assert (jobs["judge"]["needs"], jobs["judge"]["if"]) == ("shards", "always()")
 
 
+def jobs_with_a_queue() -> Iterator[dict[str, Any]]:
+    for path in WORKFLOWS:
+        yield from (job for job in loaded(path.stem)["jobs"].values() if "concurrency" in job)
+
+
+def test_no_job_is_dropped_while_it_waits_for_its_turn() -> None:
+    """Without `queue: max` GitHub keeps one waiting job per group, and cancels it for the next."""
+    queues = [job["concurrency"] for job in jobs_with_a_queue()]
+    assert len(queues) == 6
+    assert all((one["cancel-in-progress"], one["queue"]) == (False, "max") for one in queues)
+
+
 def test_the_branch_of_the_results_has_one_writer_at_a_time() -> None:
     writers = [
         job
         for path in WORKFLOWS
-        for job in loaded(path)["jobs"].values()
+        for job in loaded(path.stem)["jobs"].values()
         if job.get("permissions", {}).get("contents") == "write"
     ]
     assert len(writers) == 2
-    assert all(job["concurrency"] == {"group": "publish", "cancel-in-progress": False} for job in writers)
+    assert all(job["concurrency"]["group"] == "publish" for job in writers)
+
+
+def test_what_posts_the_comment_runs_nothing_of_the_pull_request() -> None:
+    job = loaded("gpu")["jobs"]["comment"]
+    assert job["permissions"] == {"pull-requests": "write"}
+    assert [step["uses"].split("@")[0] for step in job["steps"] if "uses" in step] == ["actions/download-artifact"]
+    others = (job for path in WORKFLOWS for job in loaded(path.stem)["jobs"].values())
+    assert sum("pull-requests" in other.get("permissions", {}) for other in others) == 1
 
 
 def test_raw_samples_are_kept_as_long_as_who_asks_for_them_is_told() -> None:
     kept = {
-        path.stem: {
-            step["with"].get("retention-days") for step in steps(loaded(path)) if "results" in str(step.get("with"))
+        name: {
+            step["with"]["path"]: step["with"]["retention-days"]
+            for step in steps(loaded(name))
+            if step.get("uses", "").startswith("actions/upload-artifact@")
         }
-        for path in WORKFLOWS
-        if path.stem in ("checks", "gpu")
+        for name in ("checks", "gpu")
     }
-    assert kept["checks"] == {samples.RETENTION_DAYS}
-    assert samples.RETENTION_DAYS in kept["gpu"]
+    assert kept["checks"] == {"results/pipeline": samples.RETENTION_DAYS}
+    assert kept["gpu"]["fresh"] == samples.RETENTION_DAYS
