@@ -7,15 +7,17 @@ import itertools
 import json
 import os
 import random
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.ab import calibration, calibration_samples, result, trial
+from benchmarks.ab import calibration, calibration_samples, injection, result, trial
 from benchmarks.ab.calibration import Calibration, CalibrationRate
 from benchmarks.ab.injection import StagedSlowdown
 from benchmarks.ab.result import CompareVerdict, Rules
@@ -108,7 +110,9 @@ def _head_slower(one: calibration_samples.CaseSamples, factor: float) -> calibra
     return dataclasses.replace(one, head_ms=tuple(tuple(factor * x for x in sample) for sample in one.head_ms))
 
 
-def test_the_injected_work_is_real_and_as_large_as_it_says() -> None:
+def test_the_injected_work_is_real_and_as_large_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the thread's own time: on a busy machine the clock on the wall counts the work of others too."""
+    monkeypatch.setattr(injection, "time", SimpleNamespace(perf_counter=time.thread_time))
     x = torch.rand(256, 256)
 
     def call() -> tuple[torch.Tensor, ...]:
@@ -120,7 +124,7 @@ def test_the_injected_work_is_real_and_as_large_as_it_says() -> None:
     for _ in range(9):
         assert staged() == (x,)
     first, second = (sorted(sample[i] - sample[0] for sample in staged.samples_ms)[4] for i in (1, 2))
-    assert 0.3 < first < 4.0  # 5 % of 20 ms is 1 ms, which a busy machine stretches
+    assert 0.3 < first < 4.0  # 5 % of 20 ms is 1 ms; units are counted out at the speed of a warm cache
     assert 4 * first < second < 25 * first
 
 

@@ -63,7 +63,10 @@ def test_a_figure_above_the_physical_limit_is_refused(monkeypatch: pytest.Monkey
     assert record.latency_ms is None
 
 
-def test_a_peak_that_a_neighbour_hid_is_measured_again_before_a_figure_is_refused() -> None:
+def test_a_peak_that_a_neighbour_hid_is_measured_again_before_a_figure_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peak, "_product_tflops", lambda device, dtype: 1000.0)  # measured on a busy CPU it may be low
     hidden = MeasuredPeak(1e-9, 1e-9, 1e-9, 0.0)
     x = torch.randn(256, 256)
     record = measure(Work(lambda _: GREEN, lambda: (x @ x,), 1, flops=2.0 * 256**3), hidden)
