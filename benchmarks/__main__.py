@@ -43,6 +43,7 @@ from benchmarks.commands import (
     tune,
 )
 from harness import environment, machines
+from harness.arguments import Parser
 from harness.interrupt import INTERRUPTED
 from nsa.io import DiskFullError
 
@@ -64,9 +65,7 @@ COMMANDS = {
 
 def parser() -> argparse.ArgumentParser:
     """The arguments, each with its default."""
-    top = argparse.ArgumentParser(
-        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    top = Parser(prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = top.add_subparsers(dest="command", required=True)
     for name, module in COMMANDS.items():
         module.add_arguments(commands.add_parser(name, help=module.SUMMARY, description=module.__doc__))

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from containers import container, engine, host, image, pipeline
 from harness import environment, machines, repository
+from harness.arguments import Parser
 from harness.environment import Environment
 from harness.interrupt import INTERRUPTED
 
@@ -32,9 +33,7 @@ ROOM_GB = {"cpu": 8, "gpu": 40}
 def parser() -> argparse.ArgumentParser:
     """The arguments, each with its default."""
     told = environment.read()
-    top = argparse.ArgumentParser(
-        prog="python -m containers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    top = Parser(prog="python -m containers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = top.add_subparsers(dest="command", required=True)
     summaries = {
         "image": "build an image",

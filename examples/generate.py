@@ -38,7 +38,9 @@ def trained(text: bytes, steps: int, seed: int) -> DecoderLM:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--text", type=Path, default=Path(__file__), help="file to learn from (default: this one)")
     parser.add_argument("--train-steps", type=int, default=100)
     parser.add_argument("--prompt", default="def ")

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness import environment
+from harness.arguments import Parser
 from harness.interrupt import INTERRUPTED
 from regression import listing
 
@@ -30,9 +31,7 @@ CORES_PER_GPU_JOB = 2  # one compiles kernels while the other launches them
 def parser() -> argparse.ArgumentParser:
     """The arguments, each with its default."""
     results = environment.read().results
-    top = argparse.ArgumentParser(
-        prog="python -m regression", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    top = Parser(prog="python -m regression", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = top.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="show every incident")
     run = commands.add_parser("run", help="replay the incidents")

@@ -170,7 +170,7 @@ def _picture(lm: DecoderLM, questions: Questions, never: float, path: Path) -> N
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m nsa.train.needle", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m nsa.train.needle", description=__doc__, allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--out", type=Path, default=Path("results/train"))
     options = parser.parse_args(arguments)

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness import environment
+from harness.arguments import Parser
 from harness.interrupt import INTERRUPTED
 from harness.repository import ROOT
 from tests.mutants import standing
@@ -36,7 +37,7 @@ MOST_JOBS = 8
 
 def parser() -> argparse.ArgumentParser:
     """The arguments, each with its default."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="python -m tests.mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     top.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)  # of another tree, for the tests
