@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -81,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         environment.check()
         if arguments.command == "list":
-            print(listing.table(listing.load(listing.IDS)))
+            width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+            print(listing.table(listing.load(listing.IDS), width))
             return 0
         return run(arguments)
     except (ValueError, OSError) as error:
