@@ -8,6 +8,7 @@ reads the compressed ones, n selected blocks and a window, and not the rest.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -63,10 +64,12 @@ def main() -> None:
         parser.error(str(error))
     if asked.rows == 1:
         print(asked.prompt, end="", flush=True)
-        for step in with_progress(steps, asked.max_new_tokens):
+        together = os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())  # a terminal, or `2>&1`
+        for step in with_progress(steps, asked.max_new_tokens, only_last=together):
             sys.stdout.buffer.write(bytes(token for token in step if token is not None))
             sys.stdout.flush()
-        print()
+        if not together:
+            print()
         return
     found = list(with_progress(steps, asked.max_new_tokens))
     for row in range(asked.rows):

@@ -72,7 +72,7 @@ class Plan:
                 raise TypeError(f"train.{name} must be an int; got {count!r} ({type(count).__name__})")
             if count < least:
                 raise ValueError(f"train.{name} must be at least {least}; got {count}")
-        for name in ("fp32_master_weights", "grad_scaler", "gradient_checkpointing", "use_flash", "on_gpu"):
+        for name in ("fp32_master_weights", "grad_scaler", "gradient_checkpointing", "use_flash"):
             switch = getattr(self, name)
             if not isinstance(switch, bool):
                 raise TypeError(f"runtime.{name} must be true or false; got {switch!r} ({type(switch).__name__})")
