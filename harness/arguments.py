@@ -14,8 +14,8 @@ from typing import Any
 class Parser(argparse.ArgumentParser):
     """argparse takes `--case` for `--cases` unless told not to, and does not say which option comes near."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, allow_abbrev=False, **options)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
         """Ends the program where there is an unknown word: only the subcommand's own parser knows its options."""

@@ -121,8 +121,8 @@ class _Parser(argparse.ArgumentParser):
     """No option but by its whole name, and the nearest one in the error; the suites' own is `harness.arguments`, which
     this package does not import."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, allow_abbrev=False, **options)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
         found, unknown = super().parse_known_args(args, namespace)
