@@ -45,7 +45,7 @@ from benchmarks.commands import (
 from harness import environment, machines
 from harness.arguments import Parser
 from harness.interrupt import INTERRUPTED
-from nsa.io import DiskFullError
+from nsa.io import cannot_write
 
 COMMANDS = {
     "run": run,
@@ -78,14 +78,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         environment.check()
         return COMMANDS[arguments.command].main(arguments)
-    except (machines.WrongMachineError, DiskFullError, ValueError) as error:
+    except (machines.WrongMachineError, ValueError) as error:
         print(f"python -m benchmarks: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # what reads our output has seen enough: `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:
-        print(f"python -m benchmarks: {error.filename}: {error.strerror}", file=sys.stderr)
+        said = cannot_write(error, "--out") or f"{error.filename}: {error.strerror}"
+        print(f"python -m benchmarks: {said}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("python -m benchmarks: interrupted", file=sys.stderr)

@@ -188,6 +188,10 @@ def preflight(found: engine.Engine, arguments: argparse.Namespace) -> int:
 def chain(chosen: engine.Choice, arguments: argparse.Namespace) -> int:
     """Every step; 1 where one is red. The summary is printed last, and kept beside the logs."""
     logs: Path = arguments.logs
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise host.HostError(f"cannot write {logs}: {error.strerror}. Name another folder with --logs") from error
     base = arguments.base
     if base == pipeline.LAST_MEASURED:
         base = pipeline.last_measured(host.target(arguments.family).expect, environment.read().results)

@@ -86,8 +86,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(listing.table(listing.load(listing.IDS), width))
             return 0
         return run(arguments)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(f"python -m regression: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        from nsa.io import cannot_write  # imports PyTorch, as `run` has by now
+
+        print(f"python -m regression: {cannot_write(error, '--out') or error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("python -m regression: interrupted", file=sys.stderr)

@@ -86,4 +86,6 @@ def check_writable(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ValueError(f"--out: cannot write in {folder}: {error.strerror}") from error
+        raise ValueError(
+            f"--out: cannot write in {folder}: {error.strerror}. Make it writable, or name another folder"
+        ) from error

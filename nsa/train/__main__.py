@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from nsa.io import cannot_write
 from nsa.train import loader, memory_estimate, preflight, profile, run
 from nsa.train.checkpoint import DamagedCheckpointError
 from nsa.train.distributed import LostRankError
@@ -50,6 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, NoFirstBatchError, DamagedCheckpointError) as error:
         print(error, file=sys.stderr)
         return REFUSED
+    except OSError as error:
+        if (said := cannot_write(error, "--out-dir (compare: --out)")) is None:
+            raise
+        print(said, file=sys.stderr)
+        return 1
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -185,7 +185,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         areas, _ = standing.read(arguments.root)
         print(console.listing(_chosen(arguments, areas), areas))
         return 0
-    except (ValueError, OSError, ImportError) as error:
+    except OSError as error:
+        print(
+            f"python -m tests.mutants: {error.filename}: {error.strerror}; --out names another folder", file=sys.stderr
+        )
+        return 2
+    except (ValueError, ImportError) as error:
         print(f"python -m tests.mutants: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
