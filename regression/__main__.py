@@ -37,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("list", help="show every incident")
     run = commands.add_parser("run", help="replay the incidents")
     run.add_argument("ids", nargs="*", metavar="id", help="incidents (default: all)")
+    run.add_argument("-k", dest="text", metavar="TEXT", help="incidents whose id contains this; 'A or B' for more")
     run.add_argument(
         "--device", choices=("cpu", "cuda", "auto"), default="auto", help="(default: a GPU if there is one)"
     )
@@ -54,6 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.inject is not None:
         listing.known(arguments.inject)
+    if arguments.text is not None:
+        if arguments.ids:
+            raise ValueError("-k chooses incidents by a part of their id; give no whole ones beside it")
+        arguments.ids = listing.containing(arguments.text)
     ids = arguments.ids or ([arguments.inject] if arguments.inject else listing.IDS)
     if arguments.jobs is not None and arguments.jobs < 1:
         raise ValueError(f"--jobs must be at least 1; got {arguments.jobs}")

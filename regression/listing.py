@@ -69,6 +69,15 @@ def known(incident_id: str) -> str:
     return incident_id
 
 
+def containing(text: str) -> list[str]:
+    """Every id that contains the text, or one of several that " or " joins. ValueError where there is none."""
+    parts = [part.strip() for part in text.split(" or ")]
+    found = [incident_id for incident_id in IDS if any(part in incident_id for part in parts if part)]
+    if not found:
+        raise ValueError(f"-k: no incident's id contains {text!r}; `python -m regression list` shows all")
+    return found
+
+
 def load(ids: Sequence[str]) -> list[Incident]:
     """The incidents of these ids, as their files describe them. ValueError for one that cannot be read."""
     found = []

@@ -11,7 +11,8 @@ import containers.__main__
 import nsa.train.__main__
 import nsa.train.needle
 import regression.__main__
-from harness.arguments import unrecognised
+from harness.arguments import check, declared, unrecognised
+from harness.repository import ROOT
 from tests.mutants import __main__ as mutants
 
 WRONG: list[tuple[Callable[[list[str]], object], str, str]] = [
@@ -37,6 +38,33 @@ def test_an_option_is_not_abbreviated(
     said = capsys.readouterr().err.splitlines()[-1]
     if near:
         assert said.endswith(f"(did you mean {near}?)")
+
+
+@pytest.mark.parametrize("command", sorted(benchmarks.__main__.COMMANDS))
+def test_noxfile_knows_every_option_of_the_benches(command: str) -> None:
+    (commands,) = (action for action in benchmarks.__main__.parser()._actions if isinstance(action.choices, dict))
+    assert set(commands.choices[command]._option_string_actions) <= declared(
+        ROOT / "benchmarks" / "commands" / f"{command}.py"
+    )
+
+
+def test_noxfile_knows_every_option_of_the_other_commands() -> None:
+    parsers = {
+        "regression": regression.__main__.parser(),
+        "tests/mutants": mutants.parser(),
+        "nsa/train": nsa.train.__main__._parser(),
+    }
+    for folder, parser in parsers.items():
+        (commands,) = (action for action in parser._actions if isinstance(action.choices, dict))
+        for sub in commands.choices.values():
+            assert set(sub._option_string_actions) <= declared(ROOT / folder / "__main__.py")
+
+
+def test_words_of_other_programs_and_values_are_not_looked_at() -> None:
+    check(["pytest", "--whatever"])
+    check(["benchmarks", "run", "--cases", "a-case", "-x", "--"])
+    with pytest.raises(ValueError, match=r"unrecognized arguments: --casez=a \(did you mean --cases\?\)"):
+        check(["benchmarks", "run", "--casez=a"])
 
 
 def test_what_resembles_no_option_gets_no_hint() -> None:

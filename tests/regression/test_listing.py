@@ -71,6 +71,15 @@ def test_a_wrong_id_names_the_nearest() -> None:
         listing.load(["dup-block"])
 
 
+def test_a_part_of_an_id_chooses_all_that_contain_it() -> None:
+    assert listing.containing("step5") == ["step5-stall"]
+    assert listing.containing("step5 or loader") == ["step5-stall", "loader-stall"]
+    assert listing.containing("stall") == [incident_id for incident_id in listing.IDS if "stall" in incident_id]
+    for text in ("step9", "", " or "):
+        with pytest.raises(ValueError, match="-k: no incident's id contains"):
+            listing.containing(text)
+
+
 def test_a_file_that_describes_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     other = SimpleNamespace(INCIDENT=SimpleNamespace(id="other"))
     monkeypatch.setitem(sys.modules, "regression.incidents.tie_break", other)  # type: ignore[arg-type]
