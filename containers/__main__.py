@@ -22,6 +22,7 @@ from pathlib import Path
 
 from containers import container, engine, host, image, pipeline
 from harness import environment, machines, repository
+from harness.arguments import Parser
 from harness.environment import Environment
 from harness.interrupt import INTERRUPTED
 
@@ -32,9 +33,7 @@ ROOM_GB = {"cpu": 8, "gpu": 40}
 def parser() -> argparse.ArgumentParser:
     """The arguments, each with its default."""
     told = environment.read()
-    top = argparse.ArgumentParser(
-        prog="python -m containers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    top = Parser(prog="python -m containers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = top.add_subparsers(dest="command", required=True)
     summaries = {
         "image": "build an image",
@@ -189,6 +188,10 @@ def preflight(found: engine.Engine, arguments: argparse.Namespace) -> int:
 def chain(chosen: engine.Choice, arguments: argparse.Namespace) -> int:
     """Every step; 1 where one is red. The summary is printed last, and kept beside the logs."""
     logs: Path = arguments.logs
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise host.HostError(f"cannot write {logs}: {error.strerror}. Name another folder with --logs") from error
     base = arguments.base
     if base == pipeline.LAST_MEASURED:
         base = pipeline.last_measured(host.target(arguments.family).expect, environment.read().results)

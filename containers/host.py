@@ -6,12 +6,14 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 from harness import machines
 
 CPU, ANY_GPU = machines.CPU, machines.UNKNOWN_GPU
 OLDEST_DRIVER = {12: (525, 60, 13), 13: (580, 65, 6)}
 """CUDA's major version -> the oldest Linux driver that runs any minor version of it (CUDA compatibility guide)."""
+DEVICE = Path("/dev/nvidia0")
 NO_DRIVER, NO_GPU = "nvidia-smi: not installed", "nvidia-smi: no GPU"
 _QUERY = ("nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader")
 
@@ -73,6 +75,24 @@ class Target:
     gpu: HostGpu | None
 
 
+def require(asked: str) -> None:
+    """Refuse a session whose GPU is not here, before anything is installed for it. Raises HostError.
+
+    A driver without nvidia-smi is left to PyTorch, which will look itself.
+    """
+    here, why_none = gpus()
+    if asked == CPU or (not here and why_none == NO_DRIVER and DEVICE.exists()):
+        return
+    if not here:
+        raise HostError(_none_of(asked, why_none))
+    if asked != ANY_GPU and all(machines.recognise(gpu).id != asked for gpu in here):
+        raise HostError(f"this session needs {title(asked)}; found: {', '.join(gpu.name for gpu in here)}")
+
+
+def _none_of(asked: str | None, why_none: str) -> str:
+    return f"this session needs {title(asked)}; this host has no GPU that its driver shows ({why_none})"
+
+
 def target(asked: str | None, found: tuple[list[HostGpu], str] | None = None) -> Target:
     """The image for the family asked for, by default for what is there. Raises HostError naming what was seen."""
     known = (CPU, ANY_GPU, *machines.image_families())
@@ -86,7 +106,7 @@ def target(asked: str | None, found: tuple[list[HostGpu], str] | None = None) ->
     if asked is None and not here:
         return Target(CPU, CPU, None)
     if not here:
-        raise HostError(f"this session needs {title(asked)}; this host has no GPU that its driver shows ({why_none})")
+        raise HostError(_none_of(asked, why_none))
     if asked in (None, ANY_GPU):
         return Target(image_for(here[0]), machines.recognise(here[0]).id, here[0])
     for gpu in here:

@@ -197,7 +197,7 @@ def _verdicts(done: Sequence[PipelineStepResult]) -> Iterator[str]:
     wanted = (
         ("compare", ("bad", "undecided", "verdicts")),
         ("regress", ("red",)),
-        ("bench", ("faults", "red_baselines", "outcomes")),
+        ("bench", ("faults", "red_baselines", "not_trustworthy", "outcomes")),
     )
     told = {one.step.name: one.told for one in done}
     for name, keys in wanted:

@@ -8,6 +8,7 @@ reads the compressed ones, n selected blocks and a window, and not the rest.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -38,7 +39,9 @@ def trained(text: bytes, steps: int, seed: int) -> DecoderLM:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--text", type=Path, default=Path(__file__), help="file to learn from (default: this one)")
     parser.add_argument("--train-steps", type=int, default=100)
     parser.add_argument("--prompt", default="def ")
@@ -61,10 +64,12 @@ def main() -> None:
         parser.error(str(error))
     if asked.rows == 1:
         print(asked.prompt, end="", flush=True)
-        for step in with_progress(steps, asked.max_new_tokens):
+        together = os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())  # a terminal, or `2>&1`
+        for step in with_progress(steps, asked.max_new_tokens, only_last=together):
             sys.stdout.buffer.write(bytes(token for token in step if token is not None))
             sys.stdout.flush()
-        print()
+        if not together:
+            print()
         return
     found = list(with_progress(steps, asked.max_new_tokens))
     for row in range(asked.rows):

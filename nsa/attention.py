@@ -60,7 +60,7 @@ def compress(x: Tensor, config: NSAConfig, *, cu_seqlens: Tensor | None = None, 
     Raises ValueError for a learned phi, whose weights the layer holds (`nsa.compression`).
     """
     config = checks.a_config(config)
-    x = checks.tensor("x", x, ("B", "T", "H", "D"))
+    x = checks.with_data("x", checks.tensor("x", x, ("B", "T", "H", "D")))
     if config.phi != "avg":
         raise ValueError(f"compress has no weights, so phi must be 'avg'; got {config.phi!r}: use nsa.compression")
     layout = checks.layout(x, None, config, cu_seqlens)
@@ -143,7 +143,7 @@ def selected_attention(
     config = checks.a_config(config)
     q, k = checks.queries_and_keys(q, k)
     v = checks.values(v, k)
-    layout = checks.layout(q, k.shape[1], config, cu_seqlens, keys_name="the length of k")
+    layout = checks.layout_of_keys(q, k, config, cu_seqlens)
     block_indices = _distinct(checks.block_indices(block_indices, q, k.shape[2]), layout)
     scale = checks.a_scale(scale, q.shape[-1])
     _, run = backends.choose(backend, q, v)
@@ -166,7 +166,7 @@ def window_attention(
     config = checks.a_config(config)
     q, k = checks.queries_and_keys(q, k)
     v = checks.values(v, k)
-    layout = checks.layout(q, k.shape[1], config, cu_seqlens, keys_name="the length of k")
+    layout = checks.layout_of_keys(q, k, config, cu_seqlens)
     scale = checks.a_scale(scale, q.shape[-1])
     _, run = backends.choose(backend, q, v)
     with torch.autocast(q.device.type, enabled=False):
@@ -179,7 +179,7 @@ def combine(outputs: Sequence[Tensor], gates: Tensor, *, backend: str = "auto") 
     if not isinstance(outputs, Sequence) or len(outputs) != 3:
         came = len(outputs) if isinstance(outputs, Sequence) else type(outputs).__name__
         raise ValueError(f"outputs must be 3 tensors (compressed, selected, window); got {came}")
-    first = checks.tensor("outputs[0]", outputs[0], ("B", "S", "Hq", "Dv"))
+    first = checks.with_data("outputs[0]", checks.tensor("outputs[0]", outputs[0], ("B", "S", "Hq", "Dv")))
     for i in (1, 2):
         checks.tensor(f"outputs[{i}]", outputs[i], first.shape, like=first)
     checks.same_dtype(**{f"outputs[{i}]": outputs[i] for i in range(3)})
@@ -259,7 +259,7 @@ def nsa_attention(
     k_win = checks.tensor("k[2]", k_window, k_sel.shape, like=q)
     v_win = checks.tensor("v[2]", v_window, v_sel.shape, like=q)
     gates = checks.gates(gates, q)
-    layout = checks.layout(q, k_sel.shape[1], config, cu_seqlens, keys_name=f"the length of {names[0]}")
+    layout = checks.layout_of_keys(q, k_sel, config, cu_seqlens, k_name=names[0])
     scale = checks.a_scale(scale, q.shape[-1])
     name, run = backends.choose(backend, q, v_sel)
     with torch.autocast(q.device.type, enabled=False):

@@ -34,6 +34,23 @@ def tensor(name: str, x: object, shape: Sequence[int | str], *, like: Tensor | N
     return x
 
 
+def with_data(name: str, x: Tensor) -> Tensor:
+    """x, unless it is a meta tensor, of which nothing can be computed."""
+    if x.device.type == "meta":
+        raise ValueError(f"{name} must be on a device that holds its values; got a tensor on the device meta")
+    return x
+
+
+def heads_first(q: Tensor, k: Tensor) -> str:
+    """What to add to the error of a call that [B, S, H, D] does not explain; "" where [B, H, S, D] does not either."""
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1] or q.shape[2] > k.shape[2]:
+        return ""
+    return (
+        f"; the layout is [B, S, H, D], and {list(q.shape)} with {list(k.shape)} look like [B, H, S, D]:"
+        " pass x.transpose(1, 2)"
+    )
+
+
 def same_dtype(**tensors: Tensor) -> None:
     (first, wanted), *rest = tensors.items()
     for name, x in rest:
@@ -59,13 +76,14 @@ def a_scale(scale: object, head_dim: int) -> float:
 
 def queries_and_keys(q: object, k: object, *, k_name: str = "k", num_keys: int | str = "T") -> tuple[Tensor, Tensor]:
     """q [B, S, Hq, Dk] against keys [B, T, Hkv, Dk]."""
-    q = tensor("q", q, ("B", "S", "Hq", "Dk"))
+    q = with_data("q", tensor("q", q, ("B", "S", "Hq", "Dk")))
     batch, _, heads, head_dim = q.shape
     if head_dim == 0 or heads == 0:
         raise ValueError(f"q must have at least one head and one channel; got {list(q.shape)}")
     k = tensor(k_name, k, (batch, num_keys, "Hkv", head_dim), like=q)
     if k.shape[2] == 0 or heads % k.shape[2]:
-        raise ValueError(f"the heads of {k_name} must divide the {heads} heads of q; got {k.shape[2]}")
+        hint = heads_first(q, k)
+        raise ValueError(f"the heads of {k_name} must divide the {heads} heads of q; got {k.shape[2]}{hint}")
     same_dtype(q=q, **{k_name: k})
     return q, k
 
@@ -93,9 +111,15 @@ def block_indices(x: object, q: Tensor, num_kv_heads: int) -> Tensor:
     return x
 
 
-def layout(
-    q: Tensor, num_keys: object, config: NSAConfig, cu_seqlens: object, *, keys_name: str = "num_keys"
-) -> Layout:
+def layout_of_keys(q: Tensor, k: Tensor, config: NSAConfig, cu_seqlens: object, *, k_name: str = "k") -> Layout:
+    """`layout` of q [B, S, Hq, Dk] over the keys k [B, T, Hkv, Dk]."""
+    if k.shape[1] < q.shape[1]:
+        hint = heads_first(q, k)
+        raise ValueError(f"the length of {k_name} must be at least the {q.shape[1]} queries; got {k.shape[1]}{hint}")
+    return layout(q, k.shape[1], config, cu_seqlens)
+
+
+def layout(q: Tensor, num_keys: object, config: NSAConfig, cu_seqlens: object) -> Layout:
     """The layout of S queries over T keys, with the documents checked as far as needs no host sync."""
     num_queries = q.shape[1]
     if num_keys is None:
@@ -103,7 +127,7 @@ def layout(
     if isinstance(num_keys, bool) or not isinstance(num_keys, int):
         raise TypeError(f"num_keys must be an int; got {type(num_keys).__name__}")
     if num_keys < num_queries:
-        raise ValueError(f"{keys_name} must be at least the {num_queries} queries; got {num_keys}")
+        raise ValueError(f"num_keys must be at least the {num_queries} queries; got {num_keys}")
     if cu_seqlens is not None:
         cu_seqlens = _documents(cu_seqlens, q, num_keys)
     if not isinstance(cu_seqlens, Tensor) or _readable(cu_seqlens):
@@ -155,7 +179,14 @@ def compressed_rows(name: str, x: Tensor, layout: Layout) -> None:
 
 
 def gates(x: object, q: Tensor) -> Tensor:
-    return tensor("gates", x, (*q.shape[:3], 3), like=q)
+    """Gates [B, S, Hq, 3] of q [B, S, Hq, D]."""
+    batch, queries, heads = q.shape[:3]
+    if isinstance(x, Tensor) and queries != heads and x.shape == (batch, heads, queries, 3):
+        raise ValueError(
+            f"gates must have shape {[batch, queries, heads, 3]}; got {list(x.shape)}: the layout is [B, S, H, ...],"
+            f" and either gates or the others, {list(q.shape)}, look like [B, H, S, ...]: pass x.transpose(1, 2)"
+        )
+    return tensor("gates", x, (batch, queries, heads, 3), like=q)
 
 
 def branches(name: str, x: object) -> tuple[object, object, object]:

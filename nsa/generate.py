@@ -69,21 +69,28 @@ def generate(
     return _steps(model, cache, texts, new, sampling, eos, chunk, cuda_graph)
 
 
-def with_progress(steps: Iterable[Step], max_new_tokens: int, to: TextIO | None = None) -> Iterator[Step]:
+def with_progress(
+    steps: Iterable[Step], max_new_tokens: int, to: TextIO | None = None, *, only_last: bool = False
+) -> Iterator[Step]:
     """The same steps, with a line on `to` (stderr) that says how far they are: one that is rewritten on a terminal,
-    a new one every ten seconds elsewhere, and a last one."""
+    a new one every ten seconds elsewhere, and a last one.
+
+    `only_last` leaves out all but the last, which begins on a line of its own: for a text that is written to the same
+    terminal or file as it comes.
+    """
     to = sys.stderr if to is None else to
     begin = told = time.monotonic()
     tokens, pause_s, end = 0, (0.2 if to.isatty() else 10.0), ("" if to.isatty() else "\n")
+    start = "\n" if only_last else "\r" if to.isatty() else ""
 
     def tell(done: int, ending: str) -> None:
         rate = tokens / max(time.monotonic() - begin, 1e-9)
-        print(f"\rstep {done} of {max_new_tokens}, {rate:.1f} tokens/s", end=ending, file=to, flush=True)
+        print(f"{start}step {done} of {max_new_tokens}, {rate:.1f} tokens/s", end=ending, file=to, flush=True)
 
     done = 0
     for done, step in enumerate(steps, 1):
         tokens += sum(token is not None for token in step)
-        if time.monotonic() - told >= pause_s:
+        if not only_last and time.monotonic() - told >= pause_s:
             told = time.monotonic()
             tell(done, end)
         yield step

@@ -23,6 +23,28 @@ class DiskFullError(OSError):
     """No room for the next line; every earlier line is complete and on the disk."""
 
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_NOT_ALLOWED = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+def cannot_write(error: OSError, option: str) -> str | None:
+    """What to tell a user whose folder is read-only or full, and what to do; None for any other error.
+
+    `option` is the one that names another folder.
+    """
+    if isinstance(error, DiskFullError):
+        return error.strerror
+    where = error.filename or "the folder for what is written"
+    if error.errno in _NOT_ALLOWED:
+        return f"cannot write {where}: {error.strerror}. Make it writable, or name another folder with {option}"
+    if error.errno in _NO_ROOM:
+        return (
+            f"no room for {where}: {error.strerror}. Make room, or name a folder on another disk with {option}; what"
+            " was written before is kept"
+        )
+    return None
+
+
 def atomic_write(path: Path, content: str | bytes) -> None:
     """Replace a small file: `open_atomic` with all of its content at once."""
     with open_atomic(path) as file:
@@ -133,7 +155,7 @@ def _write_or_truncate(file: int, size: int, data: bytes, path: Path, *, sync: b
     except OSError as error:
         if os.fstat(file).st_size > size:
             os.ftruncate(file, size)
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in _NO_ROOM:
             raise
         raise DiskFullError(
             error.errno, f"no room for one more line; the lines before it are kept; make room and go on: {path}"

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from harness import environment
+from harness.arguments import Parser
 from harness.interrupt import INTERRUPTED
 from regression import listing
 
@@ -30,13 +32,12 @@ CORES_PER_GPU_JOB = 2  # one compiles kernels while the other launches them
 def parser() -> argparse.ArgumentParser:
     """The arguments, each with its default."""
     results = environment.read().results
-    top = argparse.ArgumentParser(
-        prog="python -m regression", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    top = Parser(prog="python -m regression", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = top.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="show every incident")
     run = commands.add_parser("run", help="replay the incidents")
     run.add_argument("ids", nargs="*", metavar="id", help="incidents (default: all)")
+    run.add_argument("-k", dest="text", metavar="TEXT", help="incidents whose id contains this; 'A or B' for more")
     run.add_argument(
         "--device", choices=("cpu", "cuda", "auto"), default="auto", help="(default: a GPU if there is one)"
     )
@@ -54,6 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.inject is not None:
         listing.known(arguments.inject)
+    if arguments.text is not None:
+        if arguments.ids:
+            raise ValueError("-k chooses incidents by a part of their id; give no whole ones beside it")
+        arguments.ids = listing.containing(arguments.text)
     ids = arguments.ids or ([arguments.inject] if arguments.inject else listing.IDS)
     if arguments.jobs is not None and arguments.jobs < 1:
         raise ValueError(f"--jobs must be at least 1; got {arguments.jobs}")
@@ -82,11 +87,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         environment.check()
         if arguments.command == "list":
-            print(listing.table(listing.load(listing.IDS)))
+            width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+            print(listing.table(listing.load(listing.IDS), width))
             return 0
         return run(arguments)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(f"python -m regression: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        from nsa.io import cannot_write  # imports PyTorch, as `run` has by now
+
+        print(f"python -m regression: {cannot_write(error, '--out') or error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("python -m regression: interrupted", file=sys.stderr)

@@ -48,6 +48,11 @@ IDS = (
     "heads-overread",
 )
 _COLUMNS = (("id", 22), ("symptom", 34), ("cause", 44), ("detector", 44), ("expects", 13), ("since", 7))
+"""Each, and the most characters that it takes."""
+_NAMES = tuple(name for name, _ in _COLUMNS)
+_TEXTS = ("symptom", "cause", "detector")
+"""What gets narrower with the terminal."""
+_LEAST_COLUMN = 20
 
 
 def module_of(incident_id: str) -> str:
@@ -62,6 +67,15 @@ def known(incident_id: str) -> str:
         hint = f"did you mean {near[0]!r}?" if near else "`python -m regression list` shows all"
         raise ValueError(f"no incident is called {incident_id!r}; {hint}")
     return incident_id
+
+
+def containing(text: str) -> list[str]:
+    """Every id that contains the text, or one of several that " or " joins. ValueError where there is none."""
+    parts = [part.strip() for part in text.split(" or ")]
+    found = [incident_id for incident_id in IDS if any(part in incident_id for part in parts if part)]
+    if not found:
+        raise ValueError(f"-k: no incident's id contains {text!r}; `python -m regression list` shows all")
+    return found
 
 
 def load(ids: Sequence[str]) -> list[Incident]:
@@ -79,21 +93,35 @@ def load(ids: Sequence[str]) -> list[Incident]:
     return found
 
 
-def table(incidents: Sequence[Incident]) -> str:
-    """One row per incident; long cells go on below."""
-    rows = [tuple(name for name, _ in _COLUMNS), *(_cells(incident) for incident in incidents)]
-    return "\n".join(line for row in rows for line in _lines(row))
+def table(incidents: Sequence[Incident], width: int | None = None) -> str:
+    """Every incident, in lines of at most `width` characters: a row each, whose long cells go on below, or a paragraph
+    each where a row leaves too little for a column. None: one line each, its columns separated by tabs."""
+    if width is None:
+        return "\n".join("\t".join(row) for row in (_NAMES, *map(_cells, incidents)))
+    left = width - sum(widest for name, widest in _COLUMNS if name not in _TEXTS) - 2 * (len(_COLUMNS) - 1)
+    if left < len(_TEXTS) * _LEAST_COLUMN:
+        return "\n\n".join(_paragraph(_cells(incident), width) for incident in incidents)
+    whole = sum(widest for name, widest in _COLUMNS if name in _TEXTS)
+    widths = [min(widest, widest * left // whole) if name in _TEXTS else widest for name, widest in _COLUMNS]
+    return "\n".join(line for row in (_NAMES, *map(_cells, incidents)) for line in _lines(row, widths))
 
 
 def _cells(incident: Incident) -> tuple[str, ...]:
-    return tuple(str(getattr(getattr(incident, name), "value", getattr(incident, name))) for name, _ in _COLUMNS)
+    return tuple(str(getattr(getattr(incident, name), "value", getattr(incident, name))) for name in _NAMES)
 
 
-def _lines(row: Sequence[str]) -> list[str]:
-    widths = [width for _, width in _COLUMNS]
+def _lines(row: Sequence[str], widths: Sequence[int]) -> list[str]:
     cells = [textwrap.wrap(cell, width) or [""] for cell, width in zip(row, widths, strict=True)]
     return [
         "  ".join((cell[i] if i < len(cell) else "").ljust(width) for cell, width in zip(cells, widths, strict=True))
         .rstrip()
         for i in range(max(map(len, cells)))
     ]  # fmt: skip
+
+
+def _paragraph(cells: Sequence[str], width: int) -> str:
+    """The id, then each other column with its name."""
+    lines = [cells[0]]
+    for name, cell in zip(_NAMES[1:], cells[1:], strict=True):
+        lines += textwrap.wrap(cell, width, initial_indent=f"  {name}: ", subsequent_indent="    ")
+    return "\n".join(lines)

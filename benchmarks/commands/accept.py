@@ -1,7 +1,8 @@
 """`accept`: take the level that cases have now as their baseline, with the reason why, for everyone to read.
 
 The only way for a baseline to move. Afterwards it prints how every case stands: slower or faster than accepted, new,
-missing.
+missing. A level whose runs are mostly not to be trusted (`reservations`: a busy CPU, unmet precision, few samples) is
+refused unless `--despite` says why it is right all the same.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from benchmarks.ab.checkout import git
+from benchmarks.cases.key import NSA
 from benchmarks.commands import options
-from benchmarks.history import accepted, trend
+from benchmarks.history import accepted, reservations, trend
 from benchmarks.history.accepted import Acceptance, Standing, State
+from benchmarks.history.records import Record
 from benchmarks.history.store import LatencySeries, Store
 from harness import jsonl, machines
 
@@ -33,9 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="cases",
         type=lambda text: text.split(","),
         metavar="A,B",
-        help="modes or patterns of case names, such as 'decode/*/nsa'",
+        help="modes or patterns of case names as `run` prints them, such as 'decode/*' or 'decode/*/nsa'",
     )
     parser.add_argument("--reason", required=True, metavar="TEXT", help="why the new level is right")
+    parser.add_argument(
+        "--despite",
+        metavar="TEXT",
+        help="take figures that are not trustworthy (busy CPU, unmet precision, few samples), and why that is right",
+    )
     options.add_gpu(parser)
     options.add_out(parser)
 
@@ -44,9 +52,15 @@ def main(arguments: argparse.Namespace) -> int:
     """Append one acceptance per case; the last line of stdout is JSON."""
     if not arguments.reason.strip():
         raise ValueError("--reason must say why the baseline moves; got an empty one")
+    if arguments.despite is not None and not arguments.despite.strip():
+        raise ValueError("--despite must say why figures that are not trustworthy are right; got an empty text")
     machine = arguments.gpu or machines.machine(None, machines.visible_gpu()).id
-    history = Store(arguments.out).history(machine)
-    moved = _acceptances(machine, _chosen(history, arguments.cases, machine), arguments.reason, arguments.out)
+    store = Store(arguments.out)
+    history = store.history(machine)
+    chosen = _chosen(history, arguments.cases, machine)
+    if arguments.despite is None:
+        _require_trustworthy(store, machine, chosen)
+    moved = _acceptances(machine, chosen, arguments.reason, arguments.despite, arguments.out)
     for acceptance in moved:
         jsonl.append(accepted.path(arguments.out), acceptance)
         print(f"{acceptance.case}: {_ms(acceptance.previous_ms)} -> {_ms(acceptance.latency_ms)}")
@@ -66,11 +80,32 @@ def main(arguments: argparse.Namespace) -> int:
 def _chosen(history: Sequence[LatencySeries], patterns: Sequence[str], machine: str) -> list[LatencySeries]:
     for pattern in patterns:
         if not any(options.named(series.newest.key, pattern) for series in history):
-            raise ValueError(f"--case: no case that {machine} has measured is named {pattern!r}")
+            raise ValueError(f"--case: no case of NSA that {machine} has measured is named {pattern!r}")
     return [series for series in history if any(options.named(series.newest.key, pattern) for pattern in patterns)]
 
 
-def _acceptances(machine: str, chosen: Sequence[LatencySeries], reason: str, results: Path) -> list[Acceptance]:
+def _require_trustworthy(store: Store, machine: str, chosen: Sequence[LatencySeries]) -> None:
+    """Raises ValueError for a level that half of its runs or more saw under a reservation."""
+    seen: dict[str, list[Record]] = {}
+    begins = {one.newest.identity: one.points[trend.of_points(one.points).level_begin].utc for one in chosen}
+    for record in store.records(machine, implementation=NSA, since=min(begins.values())):
+        begin = begins.get(record.identity)
+        if begin is not None and record.latency_ms is not None and record.fingerprint.utc >= begin:
+            seen.setdefault(record.identity, []).append(record)
+    for records in seen.values():
+        doubted = [record for record in records if reservations.of(record)]
+        if 2 * len(doubted) >= len(records):
+            newest = doubted[-1]
+            raise ValueError(
+                f"--case: {len(doubted)} of the {len(records)} run(s) in the level of {newest.key.name} are not"
+                f" trustworthy: {'; '.join(reservations.of(newest).values())}. Measure it again on an idle machine:"
+                f" {newest.command}; or take it with --despite TEXT, which says why it is right all the same"
+            )
+
+
+def _acceptances(
+    machine: str, chosen: Sequence[LatencySeries], reason: str, despite: str | None, results: Path
+) -> list[Acceptance]:
     """ValueError for a case whose last run is an unconfirmed change."""
     baselines, utc, who = accepted.current(results), _now(), _who()
     found = []
@@ -86,7 +121,7 @@ def _acceptances(machine: str, chosen: Sequence[LatencySeries], reason: str, res
         previous = baselines.get((machine, last.device, key.name))
         previous_ms = previous.latency_ms if previous else None
         path = series.newest.correctness.path if series.newest.correctness else None
-        level = (now.level_ms, last.commit, previous_ms, path, last)
+        level = (now.level_ms, last.commit, previous_ms, path, last, despite)
         found.append(Acceptance(utc, who, reason, machine, last.device, key.name, *level))
     return found
 

@@ -75,8 +75,8 @@ def nsa_cases(machine: Machine, patterns: Sequence[str] | None, *, quick: bool =
 
 
 def named(key: Key, pattern: str) -> bool:
-    """Whether a pattern of `--cases` means this key."""
-    return key.mode == pattern or fnmatch.fnmatchcase(key.name, pattern)
+    """Whether a pattern of `--cases` means this key: its mode, its case, or its case and implementation."""
+    return key.mode == pattern or any(fnmatch.fnmatchcase(name, pattern) for name in (key.case, key.name))
 
 
 def check_writable(folder: Path) -> None:
@@ -86,4 +86,6 @@ def check_writable(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ValueError(f"--out: cannot write in {folder}: {error.strerror}") from error
+        raise ValueError(
+            f"--out: cannot write in {folder}: {error.strerror}. Make it writable, or name another folder"
+        ) from error

@@ -26,4 +26,8 @@ def build_page(results: Path) -> Path:
     """Where the page is."""
     from benchmarks.report.pages import build  # matplotlib takes a second to import, which --help need not
 
-    return build(results)
+    try:
+        return build(results)
+    except OSError as error:
+        error.filename = error.filename or str(results / "report")  # a write that fails does not say where
+        raise

@@ -15,7 +15,7 @@ from benchmarks import console, runner, worker
 from benchmarks.commands import options
 from benchmarks.commands.report import build_page
 from benchmarks.correctness import row_sampling
-from benchmarks.history import run_file, speedup
+from benchmarks.history import reservations, run_file, speedup
 from benchmarks.history.records import Record
 from benchmarks.timing import peak
 from benchmarks.workloads import suite
@@ -86,6 +86,8 @@ def main(arguments: argparse.Namespace) -> int:
         return _interrupted(arguments.out, path, len(done), len(keys))
     page = build_page(arguments.out)
     print("\n" + console.table(speedup.comparisons(done)))
+    if warning := console.warning(done):
+        print(f"\n{warning}")
     print(f"\nThe page: {page}")
     wrong = speedup.faults(done)
     summary = {
@@ -93,6 +95,7 @@ def main(arguments: argparse.Namespace) -> int:
         "outcomes": dict(Counter(record.outcome.value for record in done)),
         "faults": [record.key.name for record in wrong],
         "red_baselines": {record.key.name: record.outcome.value for record in speedup.red_baselines(done)},
+        "not_trustworthy": reservations.count(done),
         "seed": seed,
         "seconds": round(time.perf_counter() - begin, 1),
         "records": str(path),

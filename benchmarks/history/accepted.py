@@ -38,6 +38,9 @@ class Acceptance:
     fingerprint: Fingerprint | None = None
     """Of the newest run in that level: under which conditions it holds; None as for `path`."""
 
+    despite: str | None = None
+    """Why it holds although most of its runs are not trustworthy; None where they are."""
+
     def __post_init__(self) -> None:
         if not self.reason.strip():
             raise ValueError("reason must say why the baseline moves; got an empty one")

@@ -121,6 +121,7 @@ class RecordLine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
     clocks: _Clocks | None = None
     flops: float | None = None
     bytes_moved: float | None = None
+    other_load: float | None = None
 
     def __post_init__(self) -> None:
         if self.gate is not None:
@@ -136,6 +137,7 @@ _SAME = (
 """Fields that stand in a line as they are."""
 _FIGURES = (
     "latency_ms", "end_to_end_ms", "tokens_per_s", "peak_mem_mib", "compile_s", "flops", "bytes_moved",
+    "other_load",
 )  # fmt: skip
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(RecordLine)}
 _ENCODER = msgspec.json.Encoder()

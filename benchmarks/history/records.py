@@ -17,10 +17,11 @@ from harness.peak import MIB
 
 NUMBERS = (
     "latency_ms", "samples", "interval_ms", "end_to_end_ms", "tokens_per_s", "peak_mem_mib", "compile_s",
+    "other_load",
 )  # fmt: skip
 """What was measured: None unless PASSED."""
 _ABOVE_ZERO = ("latency_ms", "end_to_end_ms", "tokens_per_s", "flops", "bytes_moved")
-_NOT_NEGATIVE = ("peak_mem_mib", "compile_s")  # a call can need nothing beside its inputs
+_NOT_NEGATIVE = ("peak_mem_mib", "compile_s", "other_load")  # a call can need nothing beside its inputs
 
 
 def check_figures(of: Any) -> None:
@@ -90,6 +91,8 @@ class Record:
     """"precise_enough" or "wall_limit"; "enough_samples" in records of version 1."""
     unmet: str | None = None
     """The condition that the sampling ended without; None where all were met."""
+    other_load: float | None = None
+    """Cores that other processes kept busy while the case was measured, on average; None where it is unknown."""
     clocks: ClockSummary | None = None
     """The GPU's clocks beside the samples; None without NVML."""
     flops: float | None = None

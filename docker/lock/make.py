@@ -48,7 +48,9 @@ def for_cpu(lock: str, wheels: Path) -> str:
 
 def main() -> None:
     """Write every lock."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--wheels", type=Path, required=True, metavar="DIR", help="where PyTorch's CPU build lies")
     wheels: Path = parser.parse_args().wheels
     extras = ("pyproject.toml", "--extra", "bench", "--extra", "train", "--extra", "dev")

@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 an error, 2 refused or a wrong argument, 3 stopped by an a
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from nsa.io import cannot_write
 from nsa.train import loader, memory_estimate, preflight, profile, run
 from nsa.train.checkpoint import DamagedCheckpointError
 from nsa.train.distributed import LostRankError
@@ -49,6 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, NoFirstBatchError, DamagedCheckpointError) as error:
         print(error, file=sys.stderr)
         return REFUSED
+    except OSError as error:
+        if (said := cannot_write(error, "--out-dir (compare: --out)")) is None:
+            raise
+        print(said, file=sys.stderr)
+        return 1
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -116,21 +123,36 @@ def _settings(options: argparse.Namespace) -> tuple[Settings, profile.Environmen
     return profile.load(options.profile, environment=read.values, overrides=overrides), read
 
 
+class _Parser(argparse.ArgumentParser):
+    """No option but by its whole name, and the nearest one in the error; the suites' own is `harness.arguments`, which
+    this package does not import."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{f' (did you mean {near[0]}?)' if near else ''}")
+        return found, unknown
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m nsa.train", description=__doc__, allow_abbrev=False)
+    parser = _Parser(prog="python -m nsa.train", description=__doc__)
     commands = parser.add_subparsers(required=True)
-    training = commands.add_parser("run", help="train", allow_abbrev=False)
+    training = commands.add_parser("run", help="train")
     _setting_options(training)
     training.add_argument("--resume", action="store_true", help="go on from the newest intact checkpoint")
     training.set_defaults(command=_run)
-    checking = commands.add_parser("preflight", help="say what a run would be refused for", allow_abbrev=False)
+    checking = commands.add_parser("preflight", help="say what a run would be refused for")
     checking.add_argument("profile", metavar="PROFILE")
     _setting_options(checking, profile_as_option=False)
     checking.set_defaults(command=_preflight)
-    showing = commands.add_parser("status", help="how a run stands, and its page", allow_abbrev=False)
+    showing = commands.add_parser("status", help="how a run stands, and its page")
     showing.add_argument("folder", type=Path, metavar="DIR")
     showing.set_defaults(command=_status)
-    comparing = commands.add_parser("compare", help="runs side by side; the first is the baseline", allow_abbrev=False)
+    comparing = commands.add_parser("compare", help="runs side by side; the first is the baseline")
     comparing.add_argument("folders", type=Path, nargs="+", metavar="DIR")
     comparing.add_argument(
         "--out", type=Path, required=True, metavar="PATH", help="of the .json and .svg, without suffix"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from nsa.config import BRANCHES, NSAConfig
-from nsa.io import atomic_write, to_json
+from nsa.io import atomic_write, cannot_write, to_json
 from nsa.layer import NativeSparseAttention
 from nsa.loss import IGNORED
 from nsa.model import DecoderLM, ModelConfig
@@ -170,17 +170,20 @@ def _picture(lm: DecoderLM, questions: Questions, never: float, path: Path) -> N
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m nsa.train.needle", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m nsa.train.needle", description=__doc__, allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--out", type=Path, default=Path("results/train"))
     options = parser.parse_args(arguments)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)  # before the training, not after
+    except OSError as error:
+        parser.error(cannot_write(error, "--out") or str(error))
     torch.set_num_threads(1)
     questions = draw(512, torch.Generator().manual_seed(1))
     lm = trained(options.steps, print)
     found = accuracy(lm, questions)
     never_had_it = trained(options.steps, print, without="selected")
     found["trained without selected"] = float(correct(never_had_it, questions, "selected").float().mean())
-    options.out.mkdir(parents=True, exist_ok=True)
     _picture(lm, questions, found["trained without selected"], options.out / "needle.svg")
     record = {"steps": options.steps, "chance": CHANCE, "window": CONFIG.w, "right_answers": found}
     atomic_write(options.out / "needle.json", to_json(record, indent=2) + "\n")

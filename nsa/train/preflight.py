@@ -62,6 +62,8 @@ class Plan:
     """Why the output folder is not this run's: what is in it; None for a free one."""
     data_trouble: str | None = None
     """What the data answered in place of a batch; None where they gave one, or were not asked."""
+    on_gpu: bool = True
+    """Whether the run is for a GPU."""
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("save_every", 0)):
@@ -161,7 +163,7 @@ def _half_precision(plan: Plan) -> list[Refusal]:
 def _long_run(plan: Plan) -> list[Refusal]:
     """What a run of hours needs."""
     found = []
-    if plan.precision == "fp32":
+    if plan.on_gpu and plan.precision == "fp32":  # a CPU has no tensor cores, and computes in float32 at its best
         wanted = "bf16, or fp16 with float32 master weights and a scaler"
         found.append(Refusal("runtime.precision", "fp32", wanted, "tensor cores stand still in fp32"))
     if not plan.gradient_checkpointing and (refusal := _memory(plan)):
@@ -234,6 +236,7 @@ def plan_before_start(
         free_disk_mib=max(shutil.disk_usage(_standing(folder)).free / MIB, 1e-3),
         out_dir_taken=None if resume else _taken(folder),
         data_trouble=data_trouble,
+        on_gpu=_on_gpu(settings),
     )
 
 
@@ -248,7 +251,13 @@ def plan_while_running(settings: Settings, predicted_hours: float) -> Plan:
         save_every=settings.train.save_every,
         predicted_hours=predicted_hours,
         use_flash=settings.runtime.use_flash,
+        on_gpu=_on_gpu(settings),
     )
+
+
+def _on_gpu(settings: Settings) -> bool:
+    """Also where a profile for GPUs is only checked, on a machine that has none."""
+    return settings.runtime.device == "cuda" or (settings.runtime.device == "auto" and torch.cuda.is_available())
 
 
 def _device_mem_mib() -> float | None:

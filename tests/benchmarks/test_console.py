@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import sys
 
@@ -35,6 +36,21 @@ def test_a_log_gets_plain_lines_only(capsys: pytest.CaptureFixture[str]) -> None
     assert [line[:6] for line in out.splitlines()] == ["[1/2  ", "[2/2  "]
     assert "\r" not in out
     assert out.splitlines()[1].endswith("0.50x as fast as sdpa-flash")
+
+
+def test_what_is_not_trustworthy_says_so_on_its_line_and_below_the_table() -> None:
+    unmet = dataclasses.replace(NSA, unmet="4 of 6 samples", other_load=1.5)
+    line = console.progress(unmet, 3, 20, 12.0, [])
+    assert line.endswith(
+        "PASSED  10 ms  NOT TRUSTWORTHY: load 1.5 of other processes on the cores of 2 thread(s); unmet precision"
+        " (4 of 6 samples)"
+    )
+    *_, row = console.table([Comparison(unmet, (DENSE,))]).splitlines()
+    assert row.endswith("10 ms?  sdpa-flash 5 ms (0.50x)")
+    assert console.warning([DENSE, unmet]) == (
+        "?: NOT TRUSTWORTHY, 1 of 2 figures (1 under load, 1 with unmet precision); measure again on an idle machine"
+    )
+    assert console.warning([DENSE, NSA]) == ""
 
 
 class Terminal(io.StringIO):

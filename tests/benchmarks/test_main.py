@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,6 +120,25 @@ def test_refuses_an_out_that_cannot_be_written_before_measuring(
     assert main([*command, "--out", str(tmp_path / "results")]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith(f"python -m benchmarks: --out: cannot write in {file}")
+
+
+def test_pages_on_a_full_disk_are_one_message_and_the_old_ones_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["report", "--out", str(tmp_path)]) == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "report").iterdir()}
+    capsys.readouterr()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a failed write raises it: it does not say where
+
+    monkeypatch.setattr(os, "replace", full)
+    assert main(["report", "--out", str(tmp_path)]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(
+        f"python -m benchmarks: no room for {tmp_path / 'report'}: No space left on device. Make room"
+    )
+    assert {path.name: path.read_bytes() for path in (tmp_path / "report").iterdir()} == before
 
 
 @pytest.mark.parametrize("done", [0, 1])

@@ -8,13 +8,13 @@ import textwrap
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from benchmarks import __main__ as bench
 from benchmarks.workloads import suite
-from containers import image
+from containers import image, venv
 from containers.__main__ import main
 from containers.host import HostGpu
 from harness import machines
@@ -46,6 +46,10 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Callable[[Any], No
     return found
 
 
+class RefusedError(Exception):
+    """A session that ended itself."""
+
+
 class Session:
     """Runs what is of this repository's containers/ in this process; keeps the words of every other command."""
 
@@ -59,6 +63,9 @@ class Session:
 
     def install(self, *_: object) -> None:
         """Nothing is installed."""
+
+    def error(self, why: str) -> NoReturn:
+        raise RefusedError(why)
 
     def run(self, *words: str, **_: Any) -> None:
         if list(words[1:3]) == ["-m", "containers"]:
@@ -76,6 +83,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ask:
     for name in ("NSA_ENGINE", "NSA_BASE_IMAGE", "NSA_WHEELS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NSA_RESULTS", str(tmp_path / "results"))
+    monkeypatch.setattr(venv, "ready", lambda _extras: Path("suites/bin/python"))
 
     def run(name: str, gpu: HostGpu | None, *posargs: str) -> tuple[Session, list[str], list[str]]:
         asked = fake_host.program(monkeypatch, tmp_path / "bin", "docker", fake_host.ENGINE)
@@ -100,22 +108,59 @@ def test_a_bench_session_builds_and_asks_for_the_gpu_of_its_name(family: str, as
     assert (arguments.command, arguments.gpu, arguments.quick) == ("run", family, True)
 
 
+@pytest.mark.parametrize("engine", ["docker", "none"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_bench_session_is_refused_on_every_other_gpu_before_anything_is_built(
-    family: str, ask: Ask, capsys: pytest.CaptureFixture[str]
+    family: str, engine: str, ask: Ask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(venv, "ready", lambda _extras: pytest.fail("installed"))
     other = next(name for name in reversed(FAMILIES) if name != family)
-    session, built, lines = ask(f"bench-{family}", GPUS[other])
-    assert (session.codes, built, lines) == ([2], [], [])
-    assert f"found: {GPUS[other].name}" in capsys.readouterr().err
+    for gpu, seen in ((GPUS[other], f"found: {GPUS[other].name}"), (None, "no GPU that its driver shows")):
+        with pytest.raises(RefusedError, match=f"this session needs {machines.named(family)}; .*{seen}"):
+            ask(f"bench-{family}", gpu, "--engine", engine)
+        with pytest.raises(RefusedError, match=seen):
+            ask("bench", gpu, "--engine", engine, "--gpu", family)
+    assert (tmp_path / "bin" / "docker.asked").read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "near"),
+    [
+        ("bench", "--casez", "--cases"),
+        ("bench-cpu", "--casez=decode", "--cases"),
+        ("report", "--outt", "--out"),
+        ("compare", "--rouns", "--rounds"),
+        ("regress", "--devise", "--device"),
+        ("train", "--profil", "--profile"),
+        ("merge", "--ot", "--out"),
+    ],
+)
+def test_a_misspelt_option_is_refused_before_anything_is_built(
+    name: str, word: str, near: str, ask: Ask, tmp_path: Path
+) -> None:
+    with pytest.raises(RefusedError, match=rf"unrecognized arguments: {word} \(did you mean {near}\?\)"):
+        ask(name, None, word, "x")
+    assert (tmp_path / "bin" / "docker.asked").read_text() == ""
+
+
+def test_an_engine_that_is_not_there_is_refused_in_a_sentence(ask: Ask) -> None:
+    with pytest.raises(RefusedError, match="must be one of docker, podman, none; got 'dokcer'"):
+        ask("bench", None, "--engine", "dokcer")
+
+
+def test_nox_alone_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions(monkeypatch)
+    import nox
+
+    assert nox.options.sessions == []
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "cpu"])
 def test_a_bench_session_without_an_engine_requires_the_machine_of_its_name(family: str, ask: Ask) -> None:
-    session, built, lines = ask(f"bench-{family}", None, "--engine", "none", "--quick")
+    session, built, lines = ask(f"bench-{family}", GPUS.get(family), "--engine", "none", "--quick")
     assert (session.codes, built, lines) == ([], [], [])
     (words,) = session.ran
-    assert words[:3] == ["python", "-m", "benchmarks"]
+    assert words[:3] == ["suites/bin/python", "-m", "benchmarks"]
     arguments = bench.parser().parse_args(words[3:])
     assert (arguments.command, arguments.gpu, arguments.quick) == ("run", family, True)
 
@@ -164,7 +209,7 @@ def test_a_session_runs_its_suite_and_passes_arguments_on(name: str, words: str,
 def test_engine_and_family_are_the_session_s_and_the_rest_is_its_command_s(words: tuple[str, ...], ask: Ask) -> None:
     session, _, lines = ask("tests", None, *words)
     assert lines == []
-    assert session.ran == [["python", "-m", "pytest", "-n", "auto", "-p", "no:benchmark", "-k", "x"]]
+    assert session.ran == [["suites/bin/python", "-m", "pytest", "-n", "auto", "-p", "no:benchmark", "-k", "x"]]
 
 
 @pytest.mark.parametrize("option", ["--engine", "--family"])
@@ -178,7 +223,7 @@ def test_a_session_takes_the_engine_of_the_environment(monkeypatch: pytest.Monke
     monkeypatch.setenv("NSA_ENGINE", "none")
     session, _, lines = ask("tests", None)
     assert (lines, session.codes) == ([], [])
-    assert session.ran[0][:3] == ["python", "-m", "pytest"]
+    assert session.ran[0][:3] == ["suites/bin/python", "-m", "pytest"]
     assert ask("tests", None, "--engine", "docker")[0].codes == [0]
 
 
@@ -209,7 +254,8 @@ def test_the_recipe_for_a_new_gpu_is_one_entry(monkeypatch: pytest.MonkeyPatch, 
     assert (session.codes, built) == ([0], [EXAMPLE])
     assert f"--env NSA_EXPECT={EXAMPLE}" in line
     assert bench.parser().parse_args(line.split(" python -m benchmarks ")[1].split()).gpu == EXAMPLE
-    assert ask(f"bench-{EXAMPLE}", GPUS["4090"])[0].codes == [2]
+    with pytest.raises(RefusedError, match="found: NVIDIA GeForce RTX 4090"):
+        ask(f"bench-{EXAMPLE}", GPUS["4090"])
     assert ask(f"image-{EXAMPLE}", None)[0].codes == [0]
     arguments = image.recipe(EXAMPLE).build_arguments()
     assert (arguments["PACKAGES"], arguments["FLASH_ATTN_SM"]) == ("cuda", "120")

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness import environment
+from harness.arguments import Parser
 from harness.interrupt import INTERRUPTED
 from harness.repository import ROOT
 from tests.mutants import standing
@@ -36,7 +37,7 @@ MOST_JOBS = 8
 
 def parser() -> argparse.ArgumentParser:
     """The arguments, each with its default."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="python -m tests.mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     top.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)  # of another tree, for the tests
@@ -184,7 +185,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         areas, _ = standing.read(arguments.root)
         print(console.listing(_chosen(arguments, areas), areas))
         return 0
-    except (ValueError, OSError, ImportError) as error:
+    except OSError as error:
+        print(
+            f"python -m tests.mutants: {error.filename}: {error.strerror}; --out names another folder", file=sys.stderr
+        )
+        return 2
+    except (ValueError, ImportError) as error:
         print(f"python -m tests.mutants: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

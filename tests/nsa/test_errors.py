@@ -47,6 +47,29 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         "the length of k must be at least the 13 queries; got 12",
     ),
+    (
+        {"q": torch.zeros(1, HQ, S, DK), "k": torch.zeros(1, HKV, S, DK), "v": torch.zeros(1, HKV, S, DV)},
+        ValueError,
+        "gates must have shape [1, 4, 12, 3]; got [1, 12, 4, 3]: the layout is [B, S, H, ...], and either gates or the"
+        " others, [1, 4, 12, 8], look like [B, H, S, ...]: pass x.transpose(1, 2)",
+    ),
+    (
+        {
+            "q": torch.zeros(1, HQ, S, DK),
+            "k": torch.zeros(1, HKV, S, DK),
+            "v": torch.zeros(1, HKV, S, DV),
+            "gates": torch.zeros(1, HQ, S, 3),
+        },
+        ValueError,
+        "the length of k must be at least the 4 queries; got 2; the layout is [B, S, H, D], and [1, 4, 12, 8] with"
+        " [1, 2, 12, 8] look like [B, H, S, D]: pass x.transpose(1, 2)",
+    ),
+    (
+        {"q": torch.zeros(1, HQ, S, DK), "k": torch.zeros(1, HKV, S + 1, DK)},
+        ValueError,
+        "the heads of k must divide the 12 heads of q; got 13; the layout is [B, S, H, D], and",
+    ),
+    ({"q": torch.zeros(1, S, HQ, DK, device="meta")}, ValueError, "q must be on a device that holds its values"),
     ({"k": None}, TypeError, "k must be a tensor; got NoneType"),
     ({"k": torch.zeros(2, S, HKV, DK)}, ValueError, "k must have shape [1, T, Hkv, 8]; got [2, 12, 2, 8]"),
     ({"k": torch.zeros(1, S, HKV, 5)}, ValueError, "k must have shape [1, T, Hkv, 8]; got [1, 12, 2, 5]"),
@@ -130,6 +153,7 @@ WRONG_PARTS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
         ValueError,
         "compress has no weights, so phi must be 'avg'; got 'linear'",
     ),
+    ("compress", lambda: nsa.compress(K.to("meta"), CONFIG), ValueError, "x must be on a device that holds its values"),
     ("compress", lambda: nsa.compress(K, None), TypeError, "config must be an NSAConfig; got NoneType"),  # type: ignore[arg-type]
     (
         "compressed_attention",
@@ -226,6 +250,12 @@ WRONG_PARTS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
         lambda: nsa.combine((OUT, OUT.half(), OUT), GATES),
         TypeError,
         "outputs[1] must have the dtype of outputs[0], torch.float32; got torch.float16",
+    ),
+    (
+        "combine",
+        lambda: nsa.combine((OUT.to("meta"),) * 3, GATES),
+        ValueError,
+        "outputs[0] must be on a device that holds its values; got a tensor on the device meta",
     ),
     (
         "combine",

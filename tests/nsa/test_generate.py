@@ -120,8 +120,33 @@ def test_progress_tells_how_far_and_how_fast_and_passes_every_step_on() -> None:
     steps: list[Step] = [[1, 2], [3, None]]
     for to in (io.StringIO(), Terminal()):
         assert list(with_progress(steps, 9, to)) == steps
-        assert to.getvalue().startswith("\rstep 2 of 9, ")
+        assert to.getvalue().startswith("\rstep 2 of 9, " if to.isatty() else "step 2 of 9, ")
         assert to.getvalue().endswith(" tokens/s\n")
+
+
+def test_progress_stays_out_of_a_text_that_shares_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock_s = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock_s)
+    screen = io.StringIO()
+    for (token,) in with_progress([[97], [98], [99]], 3, screen, only_last=True):
+        assert token is not None
+        screen.write(chr(token))
+        clock_s += 60
+    assert screen.getvalue() == "abc\nstep 3 of 3, 0.0 tokens/s\n"
+
+
+def test_the_example_writes_its_text_in_one_piece(tmp_path: Path) -> None:
+    """stdout and stderr are one file here, as on a terminal."""
+    text = tmp_path / "text"
+    text.write_bytes(b"ab" * 400)
+    command = [sys.executable, "examples/generate.py", "--text", str(text), "--train-steps", "1"]
+    command += ["--prompt", "abab", "--max-new-tokens", "20"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
+    written = done.stdout.partition(b"nats per byte\n")[2]
+    assert done.returncode == 0
+    assert written.startswith(b"abab")
+    assert written[24:].startswith(b"\nstep 20 of 20, ")
+    assert written.endswith(b" tokens/s\n")
 
 
 def test_the_rate_counts_the_tokens_of_rows_that_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

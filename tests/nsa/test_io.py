@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.io import DiskFullError, append_line, atomic_write, read_json_lines, read_lines, to_json
+from nsa.io import DiskFullError, append_line, atomic_write, cannot_write, read_json_lines, read_lines, to_json
 from tests.nsa.train.runs import ROOT
 
 _WRITER = """
@@ -77,6 +77,21 @@ def test_a_full_disk_is_said_and_leaves_the_file_as_it_was(tmp_path: Path, monke
 def test_a_full_device_is_said() -> None:
     with pytest.raises(DiskFullError, match="no room for one more line"):
         append_line(Path("/dev/full"), "{}")
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.EROFS, "cannot write /x: Read-only file system. Make it writable, or name another folder with --out"),
+        (errno.EACCES, "cannot write /x: Permission denied. Make it writable, or name another folder with --out"),
+        (errno.ENOSPC, "no room for /x: No space left on device. Make room, or name a folder on another disk with"),
+        (errno.ECONNRESET, None),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_named_with_what_to_do(number: int, said: str | None) -> None:
+    found = cannot_write(OSError(number, os.strerror(number), "/x"), "--out")
+    assert found == said if said is None else (found or "").startswith(said)
+    assert cannot_write(DiskFullError(errno.ENOSPC, "no room; make room"), "--out") == "no room; make room"
 
 
 def test_another_error_stays_what_it_is(tmp_path: Path) -> None:

@@ -174,6 +174,8 @@ def test_the_summary_is_printed_though_junit_fails(
         (["--soak", "0"], "--soak must be above 0 minutes; got 0.0"),
         (["--soak", "nan"], "--soak must be above 0 minutes; got nan"),
         (["tie-break", "--soak", "1"], "--soak trains instead"),
+        (["-k", "no-such"], "no incident's id contains 'no-such'"),
+        (["-k", "tie", "dup-blocks"], "-k chooses incidents by a part of their id"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

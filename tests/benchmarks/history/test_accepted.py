@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from benchmarks.cases.key import Key
 from benchmarks.history import accepted, run_file
 from benchmarks.history.accepted import Acceptance
 from benchmarks.history.records import Record
+from benchmarks.history.samples import SampleSummary
 from benchmarks.history.store import Store
 from benchmarks.report import changes
 from harness import jsonl
@@ -99,7 +101,44 @@ def test_refuses_a_level_that_one_run_alone_has_seen(results: Path, capsys: pyte
 
 def test_refuses_a_case_that_was_never_measured(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert accept(results, "decode,train-step") == 2
-    assert "--case: no case that cpu has measured is named 'train-step'" in capsys.readouterr().err
+    assert "--case: no case of NSA that cpu has measured is named 'train-step'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [A.name, A.case])
+def test_takes_the_names_that_a_run_prints(results: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert accept(results, name) == 0
+    assert last_line(capsys)["accepted"] == [A.name]
+
+
+DOUBTED: list[tuple[dict[str, Any], str]] = [
+    ({"unmet": "median known to 9.00%, wanted 2.00%"}, "unmet precision (median known to 9.00%, wanted 2.00%)"),
+    ({"samples": SampleSummary.of((1.0, 2.0))}, "only 2 sample(s)"),
+    ({"other_load": 1.7}, "load 1.7 of other processes on the cores of 2 thread(s)"),
+]
+
+
+@pytest.mark.parametrize(("doubt", "why"), DOUBTED, ids=["unmet", "few samples", "load"])
+def test_refuses_what_is_not_trustworthy_unless_told_why(
+    doubt: dict[str, Any], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for day in range(2):
+        record = dataclasses.replace(passed(A, 10.0, utc(day)), **doubt)
+        run_file.append(run_file.create(tmp_path, record.fingerprint), record)
+    assert accept(tmp_path) == 2
+    said = capsys.readouterr().err
+    assert f"2 of the 2 run(s) in the level of {A.name} are not trustworthy: {why}." in said
+    assert not accepted.path(tmp_path).exists()
+    words = ["accept", "--case", "decode", "--reason", "first", "--gpu", "cpu", "--out", str(tmp_path), "--despite"]
+    assert main([*words, " "]) == 2
+    assert main([*words, "the only machine is a busy one"]) == 0
+    (entry,), _ = accepted.read(tmp_path)
+    assert entry.despite == "the only machine is a busy one"
+
+
+def test_one_doubted_run_among_many_is_no_reason_to_refuse(results: Path) -> None:
+    record = dataclasses.replace(passed(A, 10.0, utc(6)), other_load=2.0)
+    run_file.append(run_file.create(results, record.fingerprint), record)
+    assert accept(results, A.name) == 0
 
 
 def test_new_missing_slower_and_faster_cases_are_reported(results: Path, capsys: pytest.CaptureFixture[str]) -> None:

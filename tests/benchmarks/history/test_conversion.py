@@ -26,7 +26,7 @@ CLOCKS = {
 }
 ADDED_BY_2 = {
     "launch", "cudnn", "flash_attn", "image", "gpu_clocks", "ceilings", "interval_ms", "end_to_end_ms", "queued_ahead",
-    "compile_s", "unmet", "clocks", "flops", "bytes_moved",
+    "compile_s", "unmet", "other_load", "clocks", "flops", "bytes_moved",
 }  # fmt: skip
 
 

@@ -51,6 +51,7 @@ EVERYTHING = Record(
     warmup_calls=0,
     stop_reason="wall_limit",
     unmet="precision",
+    other_load=0.25,
     clocks=ClockSummary(1200, 1500.0, 402.5, 61, {"power_cap": 2, "hardware_slowdown+thermal": 1}),
     flops=2.5e13,
     bytes_moved=12345670.0,

@@ -174,3 +174,17 @@ def test_a_run_on_the_cpu_leaves_the_gpu_alone(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", asked)
     assert preflight.plan_before_start(settings(tmp_path, runtime__device="cpu")).device_mem_mib is None
+
+
+@pytest.mark.parametrize(
+    ("device", "has_gpu", "refused"), [("cpu", True, False), ("auto", False, False), ("auto", True, True)]
+)
+def test_fp32_is_a_mistake_on_a_gpu_alone(
+    device: str, has_gpu: bool, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a slow CPU the showcase takes more than an hour, which its own prediction found out, and ended it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    chosen = settings(
+        tmp_path, runtime__device=device, runtime__precision="fp32", train__steps=200, train__save_every=20
+    )
+    assert fields(preflight.plan_while_running(chosen, predicted_hours=3.0)) == ["runtime.precision"] * refused

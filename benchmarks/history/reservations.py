@@ -1,0 +1,54 @@
+"""Why a figure is not to be trusted although the outputs are right: a busy CPU, too few samples, too wide a spread.
+
+It is kept, and these reasons are told where it is read. `accept` takes no level that rests on such figures, unless a
+person says why.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from benchmarks.cases.outcome import Outcome
+from benchmarks.history.records import Record
+from benchmarks.timing.latency import median_interval
+
+LOAD, UNMET, FEW_SAMPLES = "load", "unmet", "few_samples"
+_LEAST_LOAD, _LOAD_OF_THREADS = 0.25, 0.1
+"""Cores that others may keep busy: this many, or this share of the threads that are measured where that is more."""
+FEWEST_SAMPLES = next(count for count in range(1, 100) if median_interval([1.0] * count) is not None)
+"""With fewer, nothing says how well the median is known."""
+
+
+def of(record: Record) -> dict[str, str]:
+    """Each reason by its name, in words; empty where there is none, or no figure."""
+    if record.outcome is not Outcome.PASSED or record.latency_ms is None:
+        return {}
+    found = {}
+    if (load := _load(record)) is not None:
+        found[LOAD] = load
+    if record.unmet is not None:
+        found[UNMET] = f"unmet precision ({record.unmet})"
+    if record.samples is not None and record.samples.count < FEWEST_SAMPLES:
+        found[FEW_SAMPLES] = f"only {record.samples.count} sample(s)"
+    return found
+
+
+def _load(record: Record) -> str | None:
+    """What a busy CPU does to a figure of the CPU; a GPU's own time does not depend on it."""
+    fingerprint = record.fingerprint
+    if fingerprint.driver is not None:
+        return None
+    allowed = max(_LEAST_LOAD, _LOAD_OF_THREADS * fingerprint.threads)
+    where = f"on the cores of {fingerprint.threads} thread(s)"
+    if record.other_load is not None:
+        return f"load {record.other_load:.1f} of other processes {where}" if record.other_load > allowed else None
+    if fingerprint.load is not None and fingerprint.load > allowed:  # not known beside the case itself
+        return f"load {fingerprint.load:.1f} before the run {where}"
+    return None
+
+
+def count(records: Iterable[Record]) -> dict[str, int]:
+    """How many figures have each reason, and "figures": how many have one at all; empty where none has."""
+    found = [reasons for record in records if (reasons := of(record))]
+    return {"figures": len(found), **Counter(name for reasons in found for name in reasons)} if found else {}

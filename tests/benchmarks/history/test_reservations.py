@@ -1,0 +1,47 @@
+"""Which figures are not to be trusted, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from benchmarks.cases.outcome import Outcome
+from benchmarks.history import reservations
+from benchmarks.history.records import Record
+from benchmarks.history.samples import SampleSummary
+from tests.benchmarks.synthetic import failed, key, passed
+
+
+def record(threads: int = 2, load: float | None = None, driver: str | None = None, **changes: Any) -> Record:
+    made = dataclasses.replace(passed(key()), **changes)
+    return dataclasses.replace(
+        made, fingerprint=dataclasses.replace(made.fingerprint, threads=threads, load=load, driver=driver)
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "names"),
+    [
+        (record(), []),
+        (record(load=0.2, other_load=0.25), []),
+        (record(other_load=0.26), ["load"]),
+        (record(threads=32, other_load=3.2), []),
+        (record(threads=32, other_load=3.3), ["load"]),
+        (record(load=6.2), ["load"]),
+        (record(load=6.2, other_load=0.0), []),  # what ran before the run had ended
+        (record(load=6.2, driver="560", other_load=6.0), []),  # a GPU's own time
+        (record(unmet="4 of 6 samples", samples=SampleSummary.of((1.0,) * 5)), ["unmet", "few_samples"]),
+        (record(samples=SampleSummary.of((1.0,) * 6)), []),
+        (failed(key(), Outcome.CRASHED, "boom"), []),
+    ],
+)
+def test_reasons(made: Record, names: list[str]) -> None:
+    assert list(reservations.of(made)) == names
+
+
+def test_counts_figures_and_reasons() -> None:
+    some = [record(), record(other_load=2.0), record(other_load=2.0, unmet="4 of 6 samples")]
+    assert reservations.count(some) == {"figures": 2, "load": 2, "unmet": 1}
+    assert reservations.count([record()]) == {}
