@@ -50,7 +50,11 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--shard", type=_shard, metavar="K/N", help="the K-th of N equal parts")
     jobs = min(MOST_JOBS, os.cpu_count() or 1)
     run.add_argument("--jobs", type=int, default=jobs, metavar="N", help=f"mutants at a time (default here: {jobs})")
-    run.add_argument("--resume", action="store_true", help="go on with the newest run over these very files")
+    run.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the newest run over these very files; what ended in ERROR is tried again",
+    )
     judge = commands.add_parser("judge", help="what all shards say together")
     for command in (run, judge):
         command.add_argument("--out", type=Path, metavar="DIR", help="(default: results in the tree)")
@@ -101,7 +105,10 @@ def _run(arguments: argparse.Namespace) -> int:
     digest = tree.sha256(arguments.root, names)
     planned = dict(Counter(one.area for one in standing.plan(areas) if one.mutant.equivalent is None))
     path = mutants.newest(results, digest) if arguments.resume else None
-    lines = mutants.read(path)[1] if path else []
+    before = mutants.read(path)[1] if path else []
+    lines = [
+        line for line in before if line.outcome is not mutants.MutantOutcome.ERROR
+    ]  # nothing is known of the others
     if path is None:
         here = machines.recognise(machines.visible_gpu())
         path = mutants.create(results, mutants.Header(fingerprint.take(here.id, here.device), digest, planned))

@@ -193,7 +193,12 @@ def test_exit_code_and_records_and_a_rerun(
         assert main(["judge", "--out", str(tmp_path)]) == 1
         code, part, _ = run(project, capsys, "--resume", "--out", str(tmp_path), "--shard", "2/2")
         assert (code, part["seen"], part["red"]) == (0, {"sums": 0.0}, []), "a part of an area is not judged"
-        begin, lines = mutants.read(Path(str(again["records"])))
+        records = Path(str(again["records"]))
+        mutants.append(records, MutantResult("killed", "sums", MutantOutcome.ERROR, 1.0, "its tests failed without it"))
+        assert main(["judge", "--out", str(tmp_path)]) == 1
+        _, _, out = run(project, capsys, "--resume", "--out", str(tmp_path))
+        assert "1 mutants of 1 areas, 1 done before" in out, "what ended in ERROR is tried again"
+        begin, lines = mutants.read(records)
         assert begin.planned == {"sums": 2}
         assert {line.id: line.outcome for line in lines} == {
             "killed": MutantOutcome.KILLED,
