@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.history.records import Record
 from benchmarks.timing.latency import median_interval
 
@@ -22,7 +22,7 @@ FEWEST_SAMPLES = next(count for count in range(1, 100) if median_interval([1.0] 
 
 def of(record: Record) -> dict[str, str]:
     """Each reason by its name, in words; empty where there is none, or no figure."""
-    if record.outcome is not Outcome.PASSED or record.latency_ms is None:
+    if record.outcome is not CaseOutcome.PASSED or record.latency_ms is None:
         return {}
     found = {}
     if (load := _load(record)) is not None:

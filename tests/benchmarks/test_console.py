@@ -45,7 +45,7 @@ def test_what_is_not_trustworthy_says_so_on_its_line_and_below_the_table() -> No
         "PASSED  10 ms  NOT TRUSTWORTHY: load 1.5 of other processes on the cores of 2 thread(s); unmet precision"
         " (4 of 6 samples)"
     )
-    *_, row = console.table([Comparison(unmet, (DENSE,))]).splitlines()
+    *_, row = console.table([BaselineComparison(unmet, (DENSE,))]).splitlines()
     assert row.endswith("10 ms?  sdpa-flash 5 ms (0.50x)")
     assert console.warning([DENSE, unmet]) == (
         "?: NOT TRUSTWORTHY, 1 of 2 figures (1 under load, 1 with unmet precision); measure again on an idle machine"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases.outcome import Outcome
+from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.history import reservations
 from benchmarks.history.records import Record
 from benchmarks.history.samples import SampleSummary
@@ -34,7 +34,7 @@ def record(threads: int = 2, load: float | None = None, driver: str | None = Non
         (record(load=6.2, driver="560", other_load=6.0), []),  # a GPU's own time
         (record(unmet="4 of 6 samples", samples=SampleSummary.of((1.0,) * 5)), ["unmet", "few_samples"]),
         (record(samples=SampleSummary.of((1.0,) * 6)), []),
-        (failed(key(), Outcome.CRASHED, "boom"), []),
+        (failed(key(), CaseOutcome.CRASHED, "boom"), []),
     ],
 )
 def test_reasons(made: Record, names: list[str]) -> None:
