@@ -13,7 +13,7 @@ from pathlib import Path
 from containers import image
 from containers.engine import Engine
 from containers.host import Target
-from harness import repository
+from harness import interrupt, repository
 
 PASSED_ON = ("CUDA_VISIBLE_DEVICES", "HYPOTHESIS_PROFILE", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 """Variables of the caller that decide what is measured or tried."""
@@ -95,14 +95,16 @@ def _written(words: Sequence[str]) -> tuple[list[str], list[Path]]:
 def run(engine: Engine, target: Target, line: Sequence[str]) -> int:
     """Run it to its end; its exit code. An interrupt is passed on once, and what does not stop is stopped."""
     # in a process group of its own: the terminal's Ctrl-C would reach it beside the one that is passed on
-    process = subprocess.Popen(line, start_new_session=True)
-    try:
-        code = process.wait()
-    except KeyboardInterrupt:
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(OSError):  # whoever read this may be gone
-            print(f"containers: stopping {_name(target)}", file=sys.stderr, flush=True)
-        code = _stopped(engine, target, process)
+    with interrupt.deferred() as let_through:
+        process = subprocess.Popen(line, start_new_session=True)
+        try:
+            let_through()
+            code = process.wait()
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(OSError):  # whoever read this may be gone
+                print(f"containers: stopping {_name(target)}", file=sys.stderr, flush=True)
+            code = _stopped(engine, target, process)
     if code == ENGINE_FAILED and target.gpu is not None:
         print(_why_no_gpu(engine), file=sys.stderr)
     return code

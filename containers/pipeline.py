@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from containers import engine
-from harness import repository
+from harness import interrupt, repository
 from harness.interrupt import INTERRUPTED
 
 SUMMARY = "summary.md"
@@ -138,7 +138,7 @@ def _stream(step: PipelineStep, log: Path) -> tuple[int, str]:
     could not end its container.
     """
     command = [sys.executable, "-m", "nox", "--session", step.session, "--", *step.words]
-    with log.open("w") as kept:
+    with log.open("w") as kept, interrupt.deferred() as let_through:
         process = subprocess.Popen(
             command,
             cwd=repository.ROOT,
@@ -150,6 +150,7 @@ def _stream(step: PipelineStep, log: Path) -> tuple[int, str]:
         )
         with process:
             try:
+                let_through()
                 last = _shown(process, kept)
             except KeyboardInterrupt:
                 os.killpg(process.pid, signal.SIGINT)
