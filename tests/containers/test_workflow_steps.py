@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import __main__ as bench
 from benchmarks.history import accepted, mutants
 from containers import __main__ as containers
 from harness import jsonl
@@ -221,6 +222,14 @@ def test_the_chain_is_asked_for_what_the_event_needs(runner: Runner, contexts: d
     arguments = containers.parser().parse_args(["pipeline", *words.split()])
     assert (arguments.family, arguments.base, arguments.engine) == ("a100", base, "docker")
     assert arguments.registry == "ghcr.io/owner/name"  # a registry's names are lower case
+
+
+def test_the_checks_upload_the_folder_that_their_bench_writes() -> None:
+    session, _, rest = fake_github.step("checks", "checks", "Benches")["run"].partition(" -- ")
+    assert session == "nox -s bench"
+    arguments = bench.parser().parse_args(["run", *rest.partition(" 2>&1 ")[0].split()])
+    uploaded = fake_github.step("checks", "checks", "Records and pages")["with"]["path"]
+    assert arguments.out.is_relative_to(uploaded)
 
 
 def test_what_a_killed_job_left_is_ended(runner: Runner) -> None:
