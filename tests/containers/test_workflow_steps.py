@@ -205,7 +205,7 @@ def test_an_acceptance_that_is_refused_pushes_nothing(runner: Runner) -> None:
         ".ci/results update Text python -m benchmarks accept --gpu cpu --case none --reason x --out joined/results"
     )
     assert done.returncode == 2
-    assert "no case that cpu has measured is named 'none'" in done.stderr
+    assert "no case of NSA that cpu has measured is named 'none'" in done.stderr
     assert runner.git("rev-parse", "results", folder=runner.origin) == before
 
 
