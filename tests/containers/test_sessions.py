@@ -192,6 +192,7 @@ def test_a_session_of_no_family_takes_what_is_here(gpu: str | None, ask: Ask) ->
         ("tests", "pytest -n auto -p no:benchmark -k causality"),
         ("compare", "benchmarks compare -k causality"),
         ("calibrate", "benchmarks calibrate -k causality"),
+        ("comment", "benchmarks comment -k causality"),
         ("report", "benchmarks report -k causality"),
         ("regress", "regression run -k causality"),
     ],

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import __main__ as bench
 from benchmarks.history import accepted, mutants
 from containers import __main__ as containers
 from harness import jsonl
@@ -50,10 +51,12 @@ def history(at: Runner, *days: int) -> None:
 def test_the_first_run_makes_the_branch_and_the_pages(runner: Runner) -> None:
     runner.program("nox", fake_github.nox(pages=True))
     artefact(runner, "a100", 1)
+    measured(runner.checkout / "results", 2)  # a record that this commit brings along
     done = publish(runner)
     assert done.returncode == 0, done.stderr
     kept = runner.branch()
-    assert [name for name in kept if "/runs/" in name] == ["results/runs/cpu/20260301T000000.000Z-0123456789.jsonl"]
+    runs = [name for name in kept if "/runs/" in name]
+    assert [Path(name).name[:8] for name in runs] == ["20260301", "20260302"]
     assert "results/baselines/published.toml" in kept
     assert not [name for name in kept if "report" in name]  # built anew from the records
     assert (runner.checkout / "joined/results/report/index.html").is_file()
@@ -219,6 +222,14 @@ def test_the_chain_is_asked_for_what_the_event_needs(runner: Runner, contexts: d
     arguments = containers.parser().parse_args(["pipeline", *words.split()])
     assert (arguments.family, arguments.base, arguments.engine) == ("a100", base, "docker")
     assert arguments.registry == "ghcr.io/owner/name"  # a registry's names are lower case
+
+
+def test_the_checks_upload_the_folder_that_their_bench_writes() -> None:
+    session, _, rest = fake_github.step("checks", "checks", "Benches")["run"].partition(" -- ")
+    assert session == "nox -s bench"
+    arguments = bench.parser().parse_args(["run", *rest.partition(" 2>&1 ")[0].split()])
+    uploaded = fake_github.step("checks", "checks", "Records and pages")["with"]["path"]
+    assert arguments.out.is_relative_to(uploaded)
 
 
 def test_what_a_killed_job_left_is_ended(runner: Runner) -> None:
