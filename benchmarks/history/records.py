@@ -130,13 +130,20 @@ class Record:
 
         What a warm cache can hold counts as no traffic of the memory.
         """
-        peak = self.fingerprint.measured_peak
-        if peak is None or self.latency_ms is None:
-            return None
-        shares = []
-        if self.tflops is not None:
-            shares.append(self.tflops / peak.tflops(self.key.dtype))
-        if self.bytes_moved is not None:
-            cached = 0.0 if self.key.cache == "cold" else (peak.cache_mib or 0.0) * MIB
-            shares.append(max(self.bytes_moved - cached, 0.0) / self.latency_ms / 1e9 / peak.copy_tb_per_s)
-        return max(shares, default=None)
+        return share_of_limit(self.key, self.fingerprint, self.latency_ms, self.flops, self.bytes_moved)
+
+
+def share_of_limit(
+    key: Key, fingerprint: Fingerprint, latency_ms: float | None, flops: float | None, bytes_moved: float | None
+) -> float | None:
+    """`Record.share_of_limit` from what a record line says."""
+    peak = fingerprint.measured_peak
+    if peak is None or latency_ms is None:
+        return None
+    shares = []
+    if flops is not None:
+        shares.append(flops / latency_ms / 1e9 / peak.tflops(key.dtype))
+    if bytes_moved is not None:
+        cached = 0.0 if key.cache == "cold" else (peak.cache_mib or 0.0) * MIB
+        shares.append(max(bytes_moved - cached, 0.0) / latency_ms / 1e9 / peak.copy_tb_per_s)
+    return max(shares, default=None)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from benchmarks.cases.outcome import CaseOutcome
+from benchmarks.history.record_line import RecordLine
 from benchmarks.history.records import Record
 from benchmarks.timing.latency import median_interval
+from harness.fingerprint import Fingerprint
 
 LOAD, UNMET, FEW_SAMPLES = "load", "unmet", "few_samples"
 _LEAST_LOAD, _LOAD_OF_THREADS = 0.25, 0.1
@@ -22,30 +23,47 @@ FEWEST_SAMPLES = next(count for count in range(1, 100) if median_interval([1.0] 
 
 def of(record: Record) -> dict[str, str]:
     """Each reason by its name, in words; empty where there is none, or no figure."""
-    if record.outcome is not CaseOutcome.PASSED or record.latency_ms is None:
+    return _reasons(record, record.fingerprint)
+
+
+def _reasons(figures: Record | RecordLine, fingerprint: Fingerprint) -> dict[str, str]:
+    """The same of a record's line in a file, which has no fingerprint."""
+    if figures.latency_ms is None:
         return {}
     found = {}
-    if (load := _load(record)) is not None:
+    if (load := _load(figures, fingerprint)) is not None:
         found[LOAD] = load
-    if record.unmet is not None:
-        found[UNMET] = f"unmet precision ({record.unmet})"
-    if record.samples is not None and record.samples.count < FEWEST_SAMPLES:
-        found[FEW_SAMPLES] = f"only {record.samples.count} sample(s)"
+    if figures.unmet is not None:
+        found[UNMET] = f"unmet precision ({figures.unmet})"
+    if figures.samples is not None and figures.samples.count < FEWEST_SAMPLES:
+        found[FEW_SAMPLES] = f"only {figures.samples.count} sample(s)"
     return found
 
 
-def _load(record: Record) -> str | None:
+def _load(figures: Record | RecordLine, fingerprint: Fingerprint) -> str | None:
     """What a busy CPU does to a figure of the CPU; a GPU's own time does not depend on it."""
-    fingerprint = record.fingerprint
     if fingerprint.driver is not None:
         return None
     allowed = max(_LEAST_LOAD, _LOAD_OF_THREADS * fingerprint.threads)
     where = f"on the cores of {fingerprint.threads} thread(s)"
-    if record.other_load is not None:
-        return f"load {record.other_load:.1f} of other processes {where}" if record.other_load > allowed else None
+    if figures.other_load is not None:
+        return f"load {figures.other_load:.1f} of other processes {where}" if figures.other_load > allowed else None
     if fingerprint.load is not None and fingerprint.load > allowed:  # not known beside the case itself
         return f"load {fingerprint.load:.1f} before the run {where}"
     return None
+
+
+def with_device(figures: Record | RecordLine, fingerprint: Fingerprint) -> tuple[str, ...]:
+    """What the pages tell: these reasons, and what the device did, which `accept` lets pass."""
+    found = list(_reasons(figures, fingerprint).values())
+    if figures.latency_ms is None:
+        return ()
+    if figures.queued_ahead is False:
+        found.append("the device waited for the host: the figure holds launches too")
+    if figures.clocks is not None and figures.clocks.throttled:
+        throttled = figures.clocks.throttled
+        found.append(f"{sum(throttled.values())} samples at lowered clocks ({', '.join(throttled)})")
+    return tuple(found)
 
 
 def count(records: Iterable[Record]) -> dict[str, int]:

@@ -32,7 +32,7 @@ def comparisons(records: Iterable[Record]) -> list[BaselineComparison]:
     """
     newest: dict[tuple[str, str, str], BaselineComparison] = {}
     dense: dict[tuple[str, str, str], list[Record]] = {}
-    for record in sorted(records, key=lambda record: record.fingerprint.utc):
+    for record in sorted(records, key=lambda record: (record.fingerprint.utc, record.key.implementation == NSA)):
         run = (record.fingerprint.machine, record.key.case, record.fingerprint.utc)
         if record.key.implementation != NSA:
             dense.setdefault(run, []).append(record)

@@ -4,14 +4,15 @@ two years of five GPUs are 600,000 of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.cases.key import NSA, Key
-from benchmarks.history import run_file
+from benchmarks.history import reservations, run_file
 from benchmarks.history.record_line import RecordLine
-from benchmarks.history.records import Record
+from benchmarks.history.records import Record, share_of_limit
 from benchmarks.history.run_file import DamagedLine
 from harness.fingerprint import Fingerprint
 
@@ -25,6 +26,11 @@ class Point:
     interval_ms: tuple[float, float] | None
     tokens_per_s: float | None
     fingerprint: Fingerprint
+    share_of_limit: float | None = None
+    dense_ms: Mapping[str, float] = field(default_factory=dict)
+    """Latency of each dense baseline of the same case in the same run, by name."""
+    reservations: tuple[str, ...] = ()
+    """Why the figure is not to be relied on; empty where it is."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,9 @@ class _Row(NamedTuple):
     latency_ms: float | None
     interval_ms: tuple[float, float] | None
     tokens_per_s: float | None
+    flops: float | None
+    bytes_moved: float | None
+    reservations: tuple[str, ...]
     file: int
     """Number of its file."""
 
@@ -64,10 +73,11 @@ class Store:
         self._rows: list[_Row] = []
         self._damaged: list[DamagedLine] = []
         for number, path in enumerate(self._files):
+            machine_here = path.parent.name
             for found in run_file.entries(path):
                 if isinstance(found, DamagedLine):
                     self._damaged.append(found)
-                elif found.fingerprint.machine != path.parent.name:
+                elif found.fingerprint.machine != machine_here:
                     self._damaged.append(DamagedLine(path, found.number, f"a record of {found.fingerprint.machine!r}"))
                 else:
                     self._rows.append(_row(found.key, found.fingerprint, found.figures, number))
@@ -129,15 +139,22 @@ class Store:
     def history(self, machine: str, implementation: str = NSA) -> list[LatencySeries]:
         """Every latency that this machine measured, by series, in the order of the cases' names."""
         series: dict[tuple[str, str, str], list[_Row]] = {}
+        dense: dict[tuple[str, str], dict[str, float]] = {}  # by case and run
         for row in self._rows:
-            if (row.fingerprint.machine, row.key.implementation) == (machine, implementation) and row.latency_ms:
+            if row.fingerprint.machine != machine or not row.latency_ms:
+                continue
+            if row.key.implementation == implementation:
                 series.setdefault(row.series, []).append(row)
+            elif row.key.config is None:
+                dense.setdefault((row.key.case, row.fingerprint.utc), {})[row.key.implementation] = row.latency_ms
         newest = {
             _row(record.key, record.fingerprint, record, 0).series: record
             for record in self._full({rows[-1].file for rows in series.values()})
             if record.latency_ms
         }
-        return [LatencySeries(newest[name], [_point(row) for row in rows]) for name, rows in sorted(series.items())]
+        return [
+            LatencySeries(newest[name], [_point(row, dense) for row in rows]) for name, rows in sorted(series.items())
+        ]
 
     def runs(self, machine: str) -> list[Fingerprint]:
         """Every run of this machine that has a record, oldest first."""
@@ -160,14 +177,35 @@ class Store:
 
 
 def _row(key: Key, fingerprint: Fingerprint, figures: Record | RecordLine, file: int) -> _Row:
-    path = figures.correctness.path if figures.correctness else None
-    return _Row(fingerprint, key, path, figures.latency_ms, figures.interval_ms, figures.tokens_per_s, file)
+    return _Row(
+        fingerprint,
+        key,
+        figures.correctness.path if figures.correctness else None,
+        figures.latency_ms,
+        figures.interval_ms,
+        figures.tokens_per_s,
+        figures.flops,
+        figures.bytes_moved,
+        reservations.with_device(figures, fingerprint),
+        file,
+    )
 
 
 def _case(of: _Row | Record) -> tuple[str, str]:
     return of.fingerprint.machine, of.key.case
 
 
-def _point(row: _Row) -> Point:
+def _point(row: _Row, dense: Mapping[tuple[str, str], Mapping[str, float]]) -> Point:
+    """`dense`: latency of each dense baseline by case and run."""
     assert row.latency_ms is not None
-    return Point(row.fingerprint.utc, row.latency_ms, row.interval_ms, row.tokens_per_s, row.fingerprint)
+    share = share_of_limit(row.key, row.fingerprint, row.latency_ms, row.flops, row.bytes_moved)
+    return Point(
+        row.fingerprint.utc,
+        row.latency_ms,
+        row.interval_ms,
+        row.tokens_per_s,
+        row.fingerprint,
+        share,
+        dense.get((row.key.case, row.fingerprint.utc), {}),
+        row.reservations,
+    )

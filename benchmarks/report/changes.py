@@ -10,6 +10,7 @@ from benchmarks.history import trend
 from benchmarks.history.accepted import Standing, State
 from benchmarks.history.store import LatencySeries
 from benchmarks.history.trend import Change, Trend
+from benchmarks.report.links import Repository
 from benchmarks.report.table import BAD, CODE, GOOD, NAME, PLAIN, Cell, ReportTable, digits, number, percent, when
 
 STATES = (State.SLOWER, State.MISSING, State.NOT_COMPARABLE, State.NEW, State.FASTER, State.AT_BASELINE)
@@ -49,21 +50,25 @@ def news(followed: Sequence[SeriesTrend], found: Sequence[Standing]) -> str:
     return f"{said} Beside the accepted baselines: {beside}." if beside else f"{said} No baseline is accepted."
 
 
-def table(followed: Sequence[SeriesTrend]) -> ReportTable:
+def table(followed: Sequence[SeriesTrend], repository: Repository) -> ReportTable:
     """A row per change, newest first."""
-    head = ("when", "case", "commit", "time, change", "seen again")
-    rows = [(one.series, change) for one in followed for change in one.trend.changes]
-    newest_first = sorted(rows, key=lambda row: row[0].points[row[1].index].utc, reverse=True)
-    return ReportTable(head, [_row(series, change) for series, change in newest_first])
+    head = ("when", "case", "commit", "what changed", "time, change", "seen again")
+    rows = [(one, change) for one in followed for change in one.trend.changes]
+    newest_first = sorted(rows, key=lambda row: row[0].series.points[row[1].index].utc, reverse=True)
+    return ReportTable(head, [_row(one, change, repository) for one, change in newest_first])
 
 
-def _row(series: LatencySeries, change: Change) -> list[Cell]:
-    point, kind = series.points[change.index], BAD if change.change > 0 else GOOD
+def _row(one: SeriesTrend, change: Change, repository: Repository) -> list[Cell]:
+    series, kind = one.series, BAD if change.change > 0 else GOOD
+    point, before = series.points[change.index], series.points[max(change.index - 1, 0)]
     again = "yes" if change.confirmed else f"not yet: {series.newest.command}"
+    commit = repository.commit(point.fingerprint.commit)
+    difference = repository.difference(before.fingerprint.commit, point.fingerprint.commit)
     return [
         when(point.utc),
         Cell(series.newest.key.name, NAME),
-        Cell((point.fingerprint.commit or "unknown")[:10], CODE),
+        Cell(commit.text, CODE, commit.href),
+        Cell(difference.text, CODE, difference.href) if difference else Cell("–"),
         Cell(percent(change.change), kind),
         Cell(again, PLAIN if change.confirmed else NAME),
     ]

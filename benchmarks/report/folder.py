@@ -44,14 +44,14 @@ class ReportFolder:
         self, title: str, words: tuple[str, ...], height_inch: float, draw: Callable[[Figure], None]
     ) -> Picture:
         """Draw on a new figure; save it in a file named after `words`."""
-        stem = self._unused("-".join(words))
+        name = self.unused(words, "svg")
         with rc_context(style.RC):
             figure = Figure(figsize=(style.WIDTH_INCH, height_inch))
             draw(figure)
             content = io.BytesIO()
             figure.savefig(content, format="svg", metadata={"Date": None})
-        self._write(f"{stem}.svg", content.getvalue())
-        return Picture(title, f"{stem}.svg", round(style.WIDTH_INCH * 96), round(height_inch * 96))
+        self._write(name, content.getvalue())
+        return Picture(title, name, round(style.WIDTH_INCH * 96), round(height_inch * 96))
 
     @property
     def written(self) -> frozenset[str]:
@@ -61,6 +61,10 @@ class ReportFolder:
     def adopt(self, written: frozenset[str]) -> None:
         """Count what another `ReportFolder` has written into this folder."""
         self._written |= written
+
+    def copy(self, source: Path) -> None:
+        """Put a file beside the pages, under its own name."""
+        self._write(source.name, source.read_bytes())
 
     def page(self, name: str, html: str) -> Path:
         """Write a page; a file name that is no text is shown with its bytes spelt out."""
@@ -83,14 +87,15 @@ class ReportFolder:
             return set()
         return {path.name for path in self._folder.iterdir() if path.name in names and path.is_file()}
 
-    def _unused(self, words: str) -> str:
-        """A file's stem of a-z, 0-9 and dashes that no other picture has."""
-        first = stem = re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")[:120]
+    def unused(self, words: tuple[str, ...], suffix: str) -> str:
+        """A file name of a-z, 0-9 and dashes that no other file has; it is taken from here on."""
+        first = stem = re.sub(r"[^a-z0-9]+", "-", "-".join(words).lower()).strip("-")[:120]
         number = 1
-        while f"{stem}.svg" in self._written:
+        while f"{stem}.{suffix}" in self._written:
             number += 1
             stem = f"{first}-{number}"
-        return stem
+        self._written.add(f"{stem}.{suffix}")
+        return f"{stem}.{suffix}"
 
     def _write(self, name: str, content: bytes) -> None:
         self._written.add(name)

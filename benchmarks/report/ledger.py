@@ -94,7 +94,7 @@ def rows(entries: Iterable[IncidentReplay], speed: Mapping[tuple[str, str], Cell
     head = ("commit", "machine", "when", "speed", *COLUMNS, OTHER, "detectors", "skipped", "not run")
     entries = list(entries)
     known = {entry.incident for entry in entries if entry.part != SOAK}
-    return ReportTable(head, [_row(run, speed, known) for run in _newest(entries)])
+    return ReportTable(head, [_row(run, speed, known) for run in newest(entries)])
 
 
 def red(entries: Iterable[IncidentReplay]) -> ReportTable:
@@ -107,14 +107,14 @@ def red(entries: Iterable[IncidentReplay]) -> ReportTable:
                 _commit(entry.fingerprint), Cell(entry.incident, CODE), Cell(entry.part), Cell(entry.verdict, BAD),
                 Cell(entry.expects), Cell(entry.reason or ""), Cell(entry.command, NAME),
             ]
-            for run in _newest(entries)
+            for run in newest(entries)
             for entry in run
             if not entry.ok
         ],
     )  # fmt: skip
 
 
-def _newest(entries: Iterable[IncidentReplay]) -> list[list[IncidentReplay]]:
+def newest(entries: Iterable[IncidentReplay]) -> list[list[IncidentReplay]]:
     """The last entry of each repro by commit, machine and device; one with an injected fault only tests the suite."""
     runs: dict[tuple[str, bool, str, str], dict[tuple[str, str], IncidentReplay]] = {}
     for entry in sorted(entries, key=lambda entry: entry.fingerprint.utc):

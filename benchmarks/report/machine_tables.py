@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks import console
 from benchmarks.cases.outcome import CaseOutcome
-from benchmarks.history import speedup
+from benchmarks.history import reservations, speedup
 from benchmarks.history.records import Record
 from benchmarks.history.speedup import BaselineComparison, speed_up
 from benchmarks.report import style
@@ -87,20 +87,12 @@ def missing(here: Sequence[BaselineComparison]) -> ReportTable:
 
 
 def doubtful(here: Sequence[BaselineComparison]) -> ReportTable:
-    """Figures that stand with a reservation: a stop condition that was not met, or samples at lowered clocks."""
+    """Figures that stand with a reservation."""
     head = ("measurement", "reservation")
     records = [record for c in here for record in (c.nsa, *c.baselines)]
-    return ReportTable(head, [[Cell(r.key.name, NAME), Cell(words)] for r in records if (words := _reservation(r))])
-
-
-def _reservation(record: Record) -> str:
-    words = [record.unmet] if record.unmet else []
-    if record.queued_ahead is False:
-        words.append("the device waited for the host: the figure holds launches too")
-    if record.clocks is not None and record.clocks.throttled:
-        throttled = record.clocks.throttled
-        words.append(f"{sum(throttled.values())} samples at lowered clocks ({', '.join(throttled)})")
-    return "; ".join(words)
+    said = [(record, reservations.with_device(record, record.fingerprint)) for record in records]
+    rows = [[Cell(record.key.name, NAME), Cell("; ".join(words))] for record, words in said if words]
+    return ReportTable(head, rows)
 
 
 def machine(newest: Fingerprint) -> ReportTable:

@@ -5,10 +5,13 @@ Jinja escapes every text, so that no record can put markup on a page.
 
 from __future__ import annotations
 
+import importlib.resources
 import multiprocessing
 import os
+import statistics
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,15 +22,22 @@ from benchmarks.ab import result
 from benchmarks.history import accepted, speedup
 from benchmarks.history import mutants as recorded
 from benchmarks.history.store import Store
-from benchmarks.report import calibration, comparisons, ledger, machine, mutants, published
+from benchmarks.report import calibration, comparisons, evidence, ledger, machine, mutants, published
+from benchmarks.report.case_pages import ReportContext
 from benchmarks.report.folder import ReportFolder
+from benchmarks.report.judgement import CaseState
+from benchmarks.report.links import Repository
 from benchmarks.report.machine import MachineSection
+from benchmarks.report.style import in_short
+from benchmarks.report.table import percent
+from benchmarks.report.verdicts import Answers, last_run
 
 INDEX = "index.html"
 FURTHER_PAGES = {"Calibration": "calibration.html", "Incidents": "ledger.html"}
-TITLE = "Native Sparse Attention: what was measured"
+TITLE = "Native Sparse Attention: is it slower?"
 _MANY_RUNS = 300
 """From here on the machines' pages are made side by side: a process of its own takes some 3 s to start."""
+_SCRIPT = Path(__file__).parent / "templates" / "report.js"
 _ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("benchmarks.report"),
     autoescape=True,
@@ -35,26 +45,55 @@ _ENVIRONMENT = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
+_ENVIRONMENT.filters |= {"percent": percent, "in_short": in_short}
+_ENVIRONMENT.globals |= {"middle": statistics.median}
 
 
-def build(results: Path) -> Path:
-    """Write the pages of everything below `results`; where they start. An empty folder gives a page that says so."""
+@dataclass(frozen=True)
+class ReportSettings:
+    """How the pages are made."""
+
+    script: bool = True
+    """Charts that answer to the reader, by Plotly; else pictures, and no script at all."""
+    repository: Repository = field(default_factory=Repository)
+    """Where commits are shown."""
+    overdue_days: float = 2.0
+    """A machine whose newest run is older is red."""
+    now: datetime | None = None
+    """Aware; None is the moment of the build."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was built."""
+
+    index: Path
+    """Where the pages start."""
+    answers: Answers
+
+
+def build(results: Path, settings: ReportSettings | None = None) -> Report:
+    """Write the pages of everything below `results`. An empty folder gives a page that says so."""
+    settings = settings or ReportSettings()
     folder = ReportFolder(results / "report")
-    machine_pages = _machines(results)
+    machine_pages = _machines(results, settings)
     for one in machine_pages:
         folder.adopt(one.written)
     machines = [one.machine for one in machine_pages if one.machine]
     damaged = [line for one in machine_pages for line in one.damaged]
-    answers, no_answers = result.read(results)
+    compare_results, no_results = result.read(results)
     moved, not_moved = accepted.read(results)
     calibrations, no_calibrations = calibration.read(results)
     incidents, no_incidents = ledger.read(results)
     tried, no_mutants = mutants.read(results)
-    compared = comparisons.comparisons(answers)
-    pages = [("Verdicts", INDEX), *((m.device, m.page) for m in machines), *FURTHER_PAGES.items()]
+    compared = comparisons.comparisons(compare_results)
+    nav = [("Verdicts", INDEX), *((f"{m.device} ({m.id})", m.page) for m in machines), *FURTHER_PAGES.items()]
+    now = settings.now or datetime.now(timezone.utc)
+    answers = Answers(sorted((row for m in machines for row in m.verdicts), key=lambda row: row.order))
+    repository, incidents_page = settings.repository, FURTHER_PAGES["Incidents"]
 
     def write(name: str, title: str, template: str, **content: Any) -> Path:
-        return folder.page(name, render(template, here=name, title=title, pages=pages, **content))
+        return folder.page(name, render(template, here=name, title=title, nav=nav, **content))
 
     for m in machines:
         write(m.page, f"{m.device} ({m.id})", "machine.html", m=m)
@@ -63,18 +102,31 @@ def build(results: Path) -> Path:
         shown=[calibration.show(folder, one) for one in calibrations],
     )  # fmt: skip
     write(
-        "ledger.html", "The ledger of commits and incidents", "ledger.html",
+        incidents_page, "The ledger of commits and incidents", "ledger.html",
         ledger=ledger.rows(incidents, comparisons.speed(compared)), red=ledger.red(incidents),
         mutants=mutants.rows(tried), unseen=mutants.unseen(tried), wanted=f"{recorded.WANTED:.0%}",
     )  # fmt: skip
     index = write(
-        INDEX, TITLE, "index.html", machines=machines,
+        INDEX, TITLE, "index.html", machines=machines, answers=answers, settings=settings, CaseState=CaseState,
+        runs=[last_run(m.id, m.device, m.utc, now, settings.overdue_days) for m in machines],
+        evidence=[
+            evidence.laws(results, repository), evidence.incidents(incidents, repository, incidents_page),
+            evidence.mutants(tried, repository, incidents_page),
+        ],
         comparisons=comparisons.newest(compared), earlier=comparisons.earlier(compared),
         accepted=comparisons.accepted(moved),
-        damaged=[*damaged, *no_answers, *not_moved, *no_calibrations, *no_incidents, *no_mutants],
+        damaged=[*damaged, *no_results, *not_moved, *no_calibrations, *no_incidents, *no_mutants],
     )  # fmt: skip
+    if settings.script:
+        folder.copy(_SCRIPT)
+        folder.copy(_plotly())
     folder.remove_leftovers()
-    return index
+    return Report(index, answers)
+
+
+def _plotly() -> Path:
+    """The library that draws the charts, as its package brings it; nothing else of the package is used."""
+    return Path(str(importlib.resources.files("plotly") / "package_data" / "plotly.min.js"))
 
 
 @dataclass(frozen=True)
@@ -90,28 +142,36 @@ class _MachinePages:
     """Names of the files in the folder."""
 
 
-def _machines(results: Path) -> list[_MachinePages]:
+def _machines(results: Path, settings: ReportSettings) -> list[_MachinePages]:
     """Every machine that has runs, the one with the newest first."""
     names = sorted(folder.name for folder in (results / "runs").glob("*/"))
     workers = min(len(names), os.cpu_count() or 1)
     if workers < 2 or sum(1 for _ in (results / "runs").glob("*/*.jsonl")) < _MANY_RUNS:
-        machine_pages = [_pages_of(results, name) for name in names]
+        machine_pages = [_pages_of(results, settings, name) for name in names]
     else:
         # not forked: NumPy has threads
         with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-            machine_pages = list(pool.map(partial(_pages_of, results), names))
+            machine_pages = list(pool.map(partial(_pages_of, results, settings), names))
     return sorted(machine_pages, key=lambda one: one.newest, reverse=True)
 
 
-def _pages_of(results: Path, name: str) -> _MachinePages:
-    """Draw the pictures of one machine and fill its tables."""
+def _pages_of(results: Path, settings: ReportSettings, name: str) -> _MachinePages:
+    """Fill the tables of one machine; draw its charts, and write the pages that they are on."""
     folder = ReportFolder(results / "report")
     stored = Store(results, name)
     here = speedup.comparisons(stored.current())
     theirs = published.read(path) if (path := published.path(results)).exists() else []
-    context = machine.Context(theirs, accepted.current(results))
+    context = ReportContext(theirs, accepted.current(results), settings.repository, settings.script)
+    found = machine.build(folder, stored, name, here, context) if here else None
+    if found is not None:
+        nav = [("Verdicts", INDEX), (f"{found.device} ({found.id})", found.page)]
+        for page in found.case_pages:
+            title = f"{page.mode}, {page.heads}, {found.device}"
+            content = {"here": page.file, "title": title, "nav": nav, "page": page, "script": settings.script}
+            folder.page(page.file, render("case.html", **content))
+        found = replace(found, case_pages=[page.without_charts() for page in found.case_pages])
     return _MachinePages(
-        machine.build(folder, stored, name, here, context) if here else None,
+        found,
         max((run.utc for run in stored.runs(name)), default=""),
         [f"{line.path.relative_to(results)}:{line.line}: {line.why}" for line in stored.damaged()],
         folder.written,

@@ -33,6 +33,17 @@ def throughput(known: Sequence[PublishedSeries], key: Key, machine: str, batches
     return [line for line in lines if line.points]
 
 
+def at_length(known: Sequence[PublishedSeries], key: Key, machine: str) -> list[Reference]:
+    """The throughput that others measured of exactly this case: one point each."""
+    lines = throughput([one for one in known if not one.expected], key, machine, {key.num_keys: key.batch})
+    return [
+        Reference(line.of, line.label, [(tokens, value)])
+        for line in lines
+        for tokens, value in line.points
+        if tokens == key.num_keys
+    ]
+
+
 def speed_up(known: Sequence[PublishedSeries], key: Key) -> list[Reference]:
     """Ratios that others report of this case, on whichever GPU; the label says which."""
     ratios = [one for one in known if one.unit == RATIO and _same_case(one, key)]

@@ -17,6 +17,8 @@ class Cell:
 
     text: str
     kind: str = PLAIN
+    href: str | None = None
+    """Where the text leads."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from benchmarks.history import trend
 from benchmarks.history.store import LatencySeries, Point
 from benchmarks.history.trend import Change
-from benchmarks.report import style
+from benchmarks.report import style, words
 from benchmarks.report.folder import Picture, ReportFolder
 from benchmarks.report.references import Reference
 from benchmarks.report.table import NBSP, percent
@@ -59,7 +59,7 @@ class Scale:
     @classmethod
     def of(cls, row: TrendRow, bottom: float) -> Scale:
         """Of a row whose points and bands fill it."""
-        lows, highs = zip(*map(_band, row.series.points), strict=True)
+        lows, highs = zip(*map(words.interval, row.series.points), strict=True)
         value = (min(lows) + max(highs)) / 2
         return cls(bottom, value, max(_LEAST_REACH, max(highs) / value - 1))
 
@@ -81,16 +81,18 @@ class Scale:
 
 @dataclass(frozen=True)
 class Boundary:
-    """Between two runs whose figures are not comparable."""
+    """Between two runs under different conditions."""
 
     utc: str
     """Of the later one."""
     differences: tuple[str, ...]
+    bridged: bool = False
+    """Whether series with a dense baseline go on."""
 
 
 def boundaries(runs: Sequence[Fingerprint]) -> list[Boundary]:
     """Where machine, software or harness changed between one run and the next, oldest first."""
-    return [Boundary(runs[found.index].utc, found.differences) for found in trend.breaks(runs)]
+    return [Boundary(runs[found.index].utc, found.differences, found.bridged) for found in trend.breaks(runs)]
 
 
 def draw(
@@ -121,7 +123,8 @@ def _picture(
         for boundary in marked:
             if runs[0] < boundary.utc <= runs[-1]:
                 after = min(number for utc, number in at.items() if utc >= boundary.utc)
-                axis.axvline(after - 0.5, color=style.GREY, linewidth=1, linestyle=(0, (4, 3)))
+                dash = ":" if boundary.bridged else (0, (4, 3))
+                axis.axvline(after - 0.5, color=style.GREY, linewidth=1, linestyle=dash)
         labels = [f"{style.drawable(row.label)}\n{scale}" for row, scale in zip(rows, scales, strict=True)]
         axis.set_yticks([scale.middle for scale in scales], labels, size="small")
         axis.set_ylim(1 - len(rows), 1)
@@ -142,31 +145,17 @@ def _commit(point: Point) -> str:
 
 def _row(axis: Axes, row: TrendRow, scale: Scale, at: dict[str, int]) -> None:
     x = [at[point.utc] for point in row.series.points]
-    lows, highs = zip(*map(_band, row.series.points), strict=True)
+    lows, highs = zip(*map(words.interval, row.series.points), strict=True)
     axis.axhline(scale.middle, **style.GRID)
     axis.axhline(scale.bottom, color=style.GREY, linewidth=0.4)
     axis.fill_between(x, scale.all(lows), scale.all(highs), color=style.BLUE, alpha=0.2, linewidth=0)
     marker: dict[str, Any] = {"marker": "o", "markersize": 3} if len(x) <= _MOST_MARKERS else {}
-    axis.plot(x, scale.all(map(_throughput, row.series.points)), color=style.BLUE, linewidth=1, **marker)
+    axis.plot(x, scale.all(map(words.throughput, row.series.points)), color=style.BLUE, linewidth=1, **marker)
     for change in row.changes:
         point = row.series.points[change.index]
-        place = (at[point.utc], scale(_throughput(point)))
+        place = (at[point.utc], scale(words.throughput(point)))
         _mark(axis, place, change, at_end=at[point.utc] > 0.8 * len(at))
     _refer(axis, row.references, scale)
-
-
-def _throughput(point: Point) -> float:
-    """Tokens per second; calls per second where the work has no tokens."""
-    return 1e3 / point.latency_ms if point.tokens_per_s is None else point.tokens_per_s
-
-
-def _band(point: Point) -> tuple[float, float]:
-    """The throughput at both ends of the latency's confidence interval; the point itself where there is none."""
-    value = _throughput(point)
-    if point.interval_ms is None:
-        return value, value
-    low_ms, high_ms = point.interval_ms
-    return value * point.latency_ms / high_ms, value * point.latency_ms / low_ms if low_ms > 0 else value
 
 
 def _mark(axis: Axes, place: tuple[float, float], change: Change, *, at_end: bool) -> None:

@@ -22,7 +22,7 @@ from benchmarks.timing.clocks import ClockSummary
 from harness import jsonl
 from harness.fingerprint import Fingerprint
 from harness.peak import MeasuredPeak
-from tests.benchmarks.synthetic import FINGERPRINT, failed, key, passed
+from tests.benchmarks.synthetic import CONFIG, FINGERPRINT, failed, key, passed
 
 PEAK = MeasuredPeak(700.0, 50.0, 4.2, 50.0, 989.0, 4.8)
 SLOWER_FROM = 7
@@ -55,7 +55,9 @@ def keys() -> Iterator[Key]:
         for length in LENGTHS:
             batch = 2**21 // length if mode == "decode" else 1
             for implementation in CONTENDERS:
-                yield key(mode, implementation, length, **shape, batch=batch)
+                made = key(mode, implementation, length, **shape, batch=batch)
+                settings = dataclasses.asdict(CONFIG) if implementation == "fla-nsa" else made.config
+                yield dataclasses.replace(made, config=settings)
     for part in ("part-compressed", "part-scores", "part-selected", "part-window"):
         for length in LENGTHS:
             yield key(part, "nsa", length, **shape)

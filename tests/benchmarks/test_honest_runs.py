@@ -82,7 +82,7 @@ class Cells(HTMLParser):
 
 
 def page(results: Path, machine: str = "cpu") -> Cells:
-    return Cells(build(results).with_name(f"machine-{machine}.html"))
+    return Cells(build(results).index.with_name(f"machine-{machine}.html"))
 
 
 Run = Callable[..., tuple[int, dict[str, Any]]]
@@ -132,7 +132,7 @@ def test_a_red_baseline_is_in_the_summary_of_a_pipeline_and_on_the_page(tmp_path
     assert "INCORRECT" in text
     write(tmp_path, failed(DENSE, CaseOutcome.INCORRECT, "why"), passed(key()))
     said = f"NSA is wrong on none; of the baselines {DENSE.name} is INCORRECT."
-    assert said in Cells(build(tmp_path)).text
+    assert said in Cells(build(tmp_path).index).text
 
 
 @pytest.mark.parametrize(("arguments", "plan"), [((), runner.FULL), (("--quick",), runner.QUICK)])
@@ -218,9 +218,9 @@ def test_a_slowdown_is_bad_and_a_gain_is_good_on_every_page(tmp_path: Path) -> N
         levels = (10.0, 11.0) if day < 6 else (11.0, 10.0)
         write(tmp_path, *at(day, passed(slower, levels[0] * noise), passed(faster, levels[1] * noise)))
     full_results.write_verdicts(tmp_path)
-    index = Cells(build(tmp_path))
+    index = Cells(build(tmp_path).index)
     machine = Cells(tmp_path / "report" / "machine-cpu.html")
-    changed = {row[1][0]: row[3] for row in machine.rows if len(row) == 5 and row[3][0].endswith(" %")}
+    changed = {row[1][0]: row[4] for row in machine.rows if len(row) == 6 and row[4][0].endswith(" %")}
     assert {name: (text[0], kind) for name, (text, kind) in changed.items()} == {
         slower.name: ("+", "bad"),
         faster.name: ("−", "good"),

@@ -58,7 +58,7 @@ def test_ninety_five_in_a_hundred_are_enough_and_an_error_never_is(survivors: in
 
 
 def test_the_ledger_says_where_nothing_was_tried(tmp_path: Path) -> None:
-    text = Page(build(tmp_path).with_name("ledger.html")).text
+    text = Page(build(tmp_path).index.with_name("ledger.html")).text
     assert "No mutant was tried yet: nox -s mutants does it." in text
 
 
@@ -79,7 +79,7 @@ def test_the_ledger_shows_each_area_and_what_nothing_saw(tmp_path: Path) -> None
     assert [[cell.text for cell in row[1:]] for row in unseen.rows] == [
         ["train", "mutant-18", "SURVIVED", "every test passed"]
     ]
-    text = Page(build(tmp_path).with_name("ledger.html")).text
+    text = Page(build(tmp_path).index.with_name("ledger.html")).text
     assert "95% of each must be seen" in text
     assert "mutant-18" in text
 

@@ -11,6 +11,7 @@ from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.history import reservations
 from benchmarks.history.records import Record
 from benchmarks.history.samples import SampleSummary
+from benchmarks.timing.clocks import ClockSummary
 from tests.benchmarks.synthetic import failed, key, passed
 
 
@@ -45,3 +46,15 @@ def test_counts_figures_and_reasons() -> None:
     some = [record(), record(other_load=2.0), record(other_load=2.0, unmet="4 of 6 samples")]
     assert reservations.count(some) == {"figures": 2, "load": 2, "unmet": 1}
     assert reservations.count([record()]) == {}
+
+
+def test_the_pages_tell_what_the_device_did_too() -> None:
+    calm = passed(key())
+    assert reservations.with_device(calm, calm.fingerprint) == tuple(reservations.of(calm).values())
+    clocks = ClockSummary(1200, 1200.0, 300.0, 88, {"thermal": 1})
+    made = dataclasses.replace(calm, unmet="half width 3 % > 1 %", queued_ahead=False, clocks=clocks)
+    assert reservations.with_device(made, calm.fingerprint)[-2:] == (
+        "the device waited for the host: the figure holds launches too",
+        "1 samples at lowered clocks (thermal)",
+    )
+    assert "unmet precision (half width 3 % > 1 %)" in reservations.with_device(made, calm.fingerprint)

@@ -38,6 +38,11 @@ def test_the_newest_run_counts_and_runs_do_not_mix() -> None:
     assert found["h200"].baselines == ()
 
 
+def test_a_baseline_that_ran_after_nsa_counts() -> None:
+    (found,) = speedup.comparisons([passed(key(), 10.0), passed(key(implementation="sdpa-flash"), 30.0)])
+    assert [record.latency_ms for record in found.baselines] == [30.0]
+
+
 def test_measuring_nsa_again_keeps_the_run_that_has_the_baseline() -> None:
     dense = key(implementation="sdpa-flash")
     both = [passed(dense, 30.0, EARLY), passed(key(), 10.0, EARLY)]

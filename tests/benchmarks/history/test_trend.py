@@ -120,3 +120,86 @@ def test_points_of_the_store_are_series() -> None:
     assert trend.of_points(points) == of([10.0] * 9 + [12.0] * 9)
     with pytest.raises(ValueError, match="latencies_ms must hold at least one point"):
         trend.of_points([])
+
+
+PATCHED = dataclasses.replace(FINGERPRINT, platform="Linux 6.18.45", threads=4, benchmarks_sha256="2" * 16)
+"""Another kernel of the host, other threads, another way of measuring: soft changes."""
+
+
+def beside(
+    ours_ms: list[float], dense_ms: list[float], fingerprints: list[Fingerprint], name: str = "sdpa-cudnn"
+) -> trend.Trend:
+    """NSA and a dense baseline in the same runs."""
+    return trend.of_series(ours_ms, fingerprints, dense_ms=[{name: ms} for ms in dense_ms])
+
+
+@pytest.mark.parametrize("at", [20, 22])
+def test_a_soft_change_hides_no_step(at: int) -> None:
+    runs = [FINGERPRINT] * 20 + [PATCHED] * 20
+    for seed in range(10):
+        ours = noisy([10.0] * at + [10.6] * (40 - at), seed, noise=0.004)
+        found = beside(ours, noisy([30.0] * 40, seed + 100, noise=0.004), runs)
+        assert [(change.index, change.confirmed) for change in found.changes] == [(at, True)]
+        assert found.changes[0].change == pytest.approx(0.06, abs=0.01)
+        assert [(one.index, one.bridged) for one in found.breaks] == [(20, True)]
+        assert found.level_ms == pytest.approx(10.6, rel=0.01)
+        assert len(found.comparable) == 40
+
+
+def test_a_host_that_is_slower_for_both_raises_no_alarm_and_the_level_is_the_new_hosts() -> None:
+    runs = [FINGERPRINT] * 20 + [PATCHED] * 20
+    host = [1.0] * 20 + [1.1] * 20
+    found = beside([10.0 * by for by in host], [30.0 * by for by in host], runs)
+    assert found.changes == ()
+    assert found.level_ms == pytest.approx(11.0)
+    assert [ms for _, ms in found.comparable] == pytest.approx([11.0] * 40)
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.1])
+def test_a_baseline_alone_that_changes_raises_no_alarm(factor: float) -> None:
+    newer = dataclasses.replace(FINGERPRINT, flash_attn="flash-attn 2.9.0")
+    dense = [30.0] * 20 + [30.0 * factor] * 20
+    for runs in ([FINGERPRINT] * 20 + [newer] * 20, [FINGERPRINT] * 40):
+        found = beside([10.0] * 40, dense, runs)
+        assert found.changes == ()
+        assert found.level_ms == 10.0
+
+
+def test_a_baseline_that_is_new_is_not_taken_for_a_faster_one() -> None:
+    newer = dataclasses.replace(FINGERPRINT, flash_attn="flash-attn-4 4.0.0")
+    dense = [{"sdpa-cudnn": 30.0}] * 10 + [{"sdpa-cudnn": 30.0, "flash-attn-4": 20.0}] * 10
+    found = trend.of_series([10.0] * 10 + [10.6] * 10, [FINGERPRINT] * 10 + [newer] * 10, dense_ms=dense)
+    assert [(change.index, round(change.change, 3)) for change in found.changes] == [(10, 0.06)]
+
+
+def test_a_soft_change_cuts_where_no_baseline_ran_on_both_sides() -> None:
+    runs = [FINGERPRINT] * 10 + [PATCHED] * 10
+    for dense in ([], [{"sdpa-cudnn": 30.0}] * 10 + [{"flash-attn-4": 20.0}] * 10):
+        found = trend.of_series([10.0] * 10 + [10.6] * 10, runs, dense_ms=dense)
+        assert found.changes == ()
+        assert [(one.index, one.bridged) for one in found.breaks] == [(10, False)]
+        assert [index for index, _ in found.comparable] == list(range(10, 20))
+
+
+@pytest.mark.parametrize("part", ["torch", "triton", "driver", "device", "cudnn", "cpu", "python"])
+def test_a_hard_change_cuts_beside_a_baseline_too(part: str) -> None:
+    other = dataclasses.replace(PATCHED, **{part: "another"})
+    found = beside([10.0] * 10 + [10.6] * 10, [30.0] * 20, [FINGERPRINT] * 10 + [other] * 10)
+    assert found.changes == ()
+    assert [(one.index, one.bridged) for one in found.breaks] == [(10, False)]
+    assert [one.bridged for one in trend.breaks([FINGERPRINT, other])] == [False]
+    assert [one.bridged for one in trend.breaks([FINGERPRINT, PATCHED])] == [True]
+
+
+def test_two_hosts_that_take_turns_with_one_kernel_each_are_one_series() -> None:
+    ours, dense = [10.0, 11.0] * 10 + [10.6, 11.66] * 10, [30.0, 33.0] * 20
+    found = beside(ours, dense, [FINGERPRINT, PATCHED] * 20)
+    assert [(change.index, round(change.change, 3)) for change in found.changes] == [(20, 0.06)]
+    assert found.level_ms == pytest.approx(11.66)
+
+
+def test_three_points_are_enough_to_ask() -> None:
+    found = of([10.0, 10.05, 10.7])
+    assert [(change.index, change.confirmed) for change in found.changes] == [(2, False)]
+    assert found.level_ms == pytest.approx(10.025)
+    assert of([10.0, 10.3, 10.5]).changes == (), "these runs differ as much without a step"

@@ -16,6 +16,7 @@ from benchmarks.history.store import Store
 from benchmarks.report import calibration, changes, comparisons, ledger, lengths, machine_tables, references
 from benchmarks.report.calibration import wilson
 from benchmarks.report.folder import ReportFolder
+from benchmarks.report.links import Repository
 from benchmarks.report.machine_tables import Race, faster_from
 from benchmarks.report.published import PublishedSeries, PublishedSource
 from benchmarks.report.table import NBSP, Cell, ReportTable, percent
@@ -219,9 +220,11 @@ def test_changes_are_told_newest_first_and_where_a_case_stands(tmp_path: Path) -
     history = [one for one in opened.history("h200") if one.newest.key.mode == "decode"]
     standings = accepted.standings("h200", history, accepted.current(tmp_path))
     followed = changes.follow(history)
-    table = changes.table(followed)
+    table = changes.table(followed, Repository())
     commit = str(full_results.run_of(full_results.SLOWER_FROM).commit)
-    assert column(table, "commit") == [commit[:10]] * 4
+    before = str(full_results.run_of(full_results.SLOWER_FROM - 1).commit)
+    assert column(table, "commit") == [commit[:7]] * 4
+    assert column(table, "what changed") == [f"git diff {before[:7]}...{commit[:7]}"] * 4
     assert all(change.startswith("+") for change in column(table, "time, change"))
     assert column(table, "seen again") == ["yes"] * 4
     assert column(changes.standings(standings), "beside its baseline") == ["MISSING", "NEW", "NEW", "NEW", "NEW"]
@@ -233,7 +236,7 @@ def test_a_change_that_one_run_saw_asks_for_another(tmp_path: Path) -> None:
     full_results.write_runs(tmp_path, full_results.SLOWER_FROM + 1)
     opened = Store(tmp_path)
     followed = changes.follow(one for one in opened.history("h200") if one.newest.key.mode == "decode")
-    assert column(changes.table(followed), "seen again") == ["not yet: python -m benchmarks run"] * 4
+    assert column(changes.table(followed, Repository()), "seen again") == ["not yet: python -m benchmarks run"] * 4
     assert changes.news(followed, []).endswith("4 slower, 0 faster, 4 not seen again yet. No baseline is accepted.")
 
 

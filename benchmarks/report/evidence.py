@@ -1,0 +1,85 @@
+"""Beside the speed, what says that NSA is right: laws, incidents and mutants of the newest commit that has them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.history import mutants as recorded
+from benchmarks.history.mutants import MutantOutcome
+from benchmarks.report import ledger
+from benchmarks.report.ledger import IncidentReplay
+from benchmarks.report.links import Link, Repository
+from benchmarks.report.mutants import Commit
+from benchmarks.report.table import BAD, GOOD, PLAIN
+
+_COMMIT = re.compile(r"-\d{8}-(?P<commit>[0-9a-f]{7,40})-", re.ASCII)
+
+
+@dataclass(frozen=True)
+class HeadlineNumber:
+    """One number of the first screen."""
+
+    name: str
+    text: str
+    kind: str
+    commit: Link | None = None
+    href: str | None = None
+    """The page with the rest of it."""
+
+
+def laws(results: Path, repository: Repository) -> HeadlineNumber:
+    """The newest summary under results/laws: a file's name says of which commit it is."""
+    found = []
+    for path in (results / "laws").glob("*.json"):
+        summary = _summary(path)
+        if summary is not None:
+            found.append((str(summary.get("utc") or ""), path.name, summary))
+    if not found:
+        return HeadlineNumber("Laws and tests", "none recorded", PLAIN)
+    _, name, summary = max(found, key=lambda one: one[:2])
+    passed, failed = summary["passed"], summary["failed"]
+    text = f"{failed} of {passed + failed} failed" if failed else f"{passed} passed"
+    commit = _COMMIT.search(name)
+    return HeadlineNumber(
+        "Laws and tests", text, BAD if failed else GOOD, repository.commit(commit["commit"]) if commit else None
+    )
+
+
+def _summary(path: Path) -> dict[str, Any] | None:
+    """None where the file is no summary of tests."""
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    counts = isinstance(data, dict) and all(isinstance(data.get(name), int) for name in ("passed", "failed"))
+    return data if counts else None
+
+
+def incidents(entries: Sequence[IncidentReplay], repository: Repository, page: str) -> HeadlineNumber:
+    """The newest run of the regression suite."""
+    runs = ledger.newest(entries)
+    if not runs:
+        return HeadlineNumber("Incidents", "none replayed", PLAIN, href=page)
+    run = [entry for entry in runs[0] if entry.verdict != ledger.SKIPPED]
+    red = {entry.incident for entry in run if not entry.ok}
+    known = {entry.incident for entry in run}
+    text = f"{len(red)} of {len(known)} red" if red else f"{len(known)} green"
+    commit = repository.commit(runs[0][0].fingerprint.commit)
+    return HeadlineNumber("Incidents", text, BAD if red else GOOD, commit, page)
+
+
+def mutants(commits: Sequence[Commit], repository: Repository, page: str) -> HeadlineNumber:
+    """The newest commit with mutants."""
+    if not commits:
+        return HeadlineNumber("Mutants", "none tried", PLAIN, href=page)
+    rates = recorded.rates(commits[0].lines)
+    seen, total = sum(rate.seen for rate in rates), sum(rate.total for rate in rates)
+    survived = sum(line.outcome is MutantOutcome.SURVIVED for line in commits[0].lines)
+    text = f"{seen} of {total} seen" + (f", {survived} survived" if survived else "")
+    commit = repository.commit(commits[0].begin.fingerprint.commit)
+    return HeadlineNumber("Mutants", text, GOOD if all(rate.enough for rate in rates) else BAD, commit, page)

@@ -1,0 +1,47 @@
+"""A case in words, and its throughput: what every page and chart says of it in the same way."""
+
+from __future__ import annotations
+
+from benchmarks.cases.key import Key
+from benchmarks.history.store import Point
+from benchmarks.report.lengths import PART, TITLES
+from benchmarks.report.style import in_k
+
+PARTS = "Parts of the forward pass"
+
+
+def mode(key: Key) -> str:
+    """The mode as a title; one for all parts of the forward pass."""
+    return PARTS if key.mode.startswith(PART) else TITLES.get(key.mode, key.mode)
+
+
+def size(key: Key) -> str:
+    """Length and batch, and the part where it is one: "64k", "8k × 256 sequences"."""
+    part = f"{key.mode.removeprefix(PART)}, " if key.mode.startswith(PART) else ""
+    return part + in_k(key.num_keys) + ("" if key.batch == 1 else f" × {key.batch} sequences")
+
+
+def further(key: Key) -> str:
+    """The dtype and whatever is not usual: "bfloat16, cold, graph"."""
+    words = key.case.removeprefix(f"{key.mode}/{key.what}/b{key.batch}/s{key.num_keys}/")
+    return words.replace("/", ", ")
+
+
+def throughput(point: Point, latency_ms: float | None = None) -> float:
+    """Tokens per second at the point's latency, or at another; calls per second where the work has no tokens."""
+    at_ms = point.latency_ms if latency_ms is None else latency_ms
+    return 1e3 / at_ms if point.tokens_per_s is None else point.tokens_per_s * point.latency_ms / at_ms
+
+
+def interval(point: Point) -> tuple[float, float]:
+    """The throughput at both ends of the latency's confidence interval; the point itself where there is none."""
+    value = throughput(point)
+    if point.interval_ms is None:
+        return value, value
+    low_ms, high_ms = point.interval_ms
+    return throughput(point, high_ms), throughput(point, low_ms) if low_ms > 0 else value
+
+
+def unit(point: Point) -> str:
+    """Of `throughput`."""
+    return "calls/s" if point.tokens_per_s is None else "tokens/s"
