@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from urllib.parse import quote
 
 import msgspec
 from markupsafe import Markup
@@ -118,7 +119,9 @@ def build(
         curves, places = _curves(folder, machine, kind, of_kind, context)
         file = folder.unused((machine, *kind), "html")
         ids = _ids(cases)
-        where |= {one.series.newest.identity: f"{file}#case={name}" for one, name in zip(cases, ids, strict=True)}
+        where |= {
+            one.series.newest.identity: f"{file}#case={quote(name)}" for one, name in zip(cases, ids, strict=True)
+        }
         key = cases[0].series.newest.key if cases else of_kind[0].compared[0].nsa.key
         pages.append(
             CasePage(
@@ -204,7 +207,7 @@ def _runs(runs: Sequence[Fingerprint], repository: Repository) -> Markup:
         ]
         for number, run in enumerate(runs)
     ]
-    return json_for_page({"repository": repository.url, "runs": listed})
+    return json_for_page({"repository": repository.base, "runs": listed})
 
 
 def _curves(

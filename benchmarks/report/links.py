@@ -34,6 +34,11 @@ class Repository:
         if self.url is not None and not re.match(r"https?://[^/\s]+", self.url):
             raise ValueError(f"--repository-url must begin with https:// and a host; got {self.url!r}")
 
+    @property
+    def base(self) -> str | None:
+        """What the addresses of commits begin with."""
+        return self.url and self.url.rstrip("/")
+
     def commit(self, commit: str | None) -> Link:
         """One commit, by the begin of its name."""
         return Link(short(commit), self._href("commit", commit))
@@ -48,9 +53,9 @@ class Repository:
 
     def _href(self, kind: str, *commits: str | None) -> str | None:
         named = [commit for commit in commits if commit and _COMMIT.fullmatch(commit)]
-        if self.url is None or len(named) < len(commits):
+        if self.base is None or len(named) < len(commits):
             return None
-        return f"{self.url.rstrip('/')}/{kind}/{'...'.join(named)}"
+        return f"{self.base}/{kind}/{'...'.join(named)}"
 
 
 def short(commit: str | None) -> str:

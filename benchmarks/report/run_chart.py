@@ -134,7 +134,8 @@ def _nsa(points: Sequence[Point], pieces: Sequence[range], run_numbers: Mapping[
     }  # fmt: skip
     far = {
         "type": "scatter", "name": "NSA", "legendgroup": "NSA", "showlegend": False, "x": x, "y": y, "yaxis": "y2",
-        "mode": "lines", "line": {**line, "width": 2}, "hoverinfo": "skip",
+        "mode": "lines+markers" if len(points) <= _FEW else "lines", "marker": {"size": 3},
+        "line": {**line, "width": 2}, "hoverinfo": "skip",
     }  # fmt: skip
     return [near, far]
 
@@ -180,7 +181,7 @@ def _line(
         return {}
     trace = {
         "type": "scatter", "name": name, "x": _broken(pieces, lambda i: _x(points[i])), "y": y, "yaxis": "y2",
-        "mode": "lines" if len(points) > 1 else "markers",
+        "mode": "lines+markers" if len(points) <= _FEW else "lines", "marker": {"size": 3},
         "line": {"color": f"var(--{colour})", "width": 1.5, "dash": "dash" if colour == "dense" else "dot"},
         "hovertemplate": f"{name}: %{{y:.4s}}<extra></extra>",
     }  # fmt: skip

@@ -153,6 +153,7 @@ def test_commits_and_differences_are_linked_where_there_is_a_site() -> None:
     assert Repository().difference(old, new) == Link("git diff aaaaaaa...bbbbbbb")
     assert GITHUB.commit("no commit's name") == Link("no comm")
     assert GITHUB.commit(None) == Link("unknown")
+    assert Repository("https://github.com/owner/name/").commit(new) == GITHUB.commit(new)
     assert GITHUB.difference(old, old) is None
     with pytest.raises(ValueError, match="--repository-url must begin with https://"):
         Repository("javascript:alert(1)")
@@ -188,6 +189,12 @@ def test_a_case_that_is_left_out_for_long_is_not_judged(tmp_path: Path) -> None:
         write(tmp_path, night(i + 1, 10.0))
     by_size = {row.size: row.judgement for row in pages.build(tmp_path).answers.rows}
     assert by_size["128"] == Judgement(CaseState.NOT_JUDGED, why="not in the last 30 runs of this mode")
+
+
+def test_an_address_holds_whatever_a_case_is_called(tmp_path: Path) -> None:
+    write(tmp_path, passed(key(inputs="a+b&c d")))
+    (row,) = pages.build(tmp_path).answers.rows
+    assert row.href.endswith("#case=b1/s64/float32/a%2Bb%26c%20d")
 
 
 def test_a_row_has_its_figures(tmp_path: Path) -> None:
