@@ -167,7 +167,8 @@ def calibrate(session: nox.Session) -> None:
 @nox.session
 def report(session: nox.Session) -> None:
     """Build results/report/index.html from the records."""
-    in_image(session, "benchmarks", "report", extras=TO_MEASURE)
+    # in the working tree: git says where the commits are shown that the pages link to
+    in_image(session, "benchmarks", "report", repository=True, extras=TO_MEASURE)
 
 
 @nox.session

@@ -201,7 +201,7 @@ def test_a_session_runs_its_suite_and_passes_arguments_on(name: str, words: str,
     session, _, (line,) = ask(name, None, "-k", "causality")
     assert session.codes == [0]
     assert line.endswith(f" python -m {words}")
-    assert ("--workdir" in line) == (name in ("compare", "calibrate"))  # which look up commits
+    assert ("--workdir" in line) == (name in ("compare", "calibrate", "report"))  # which ask git
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,19 @@ def test_an_origin_that_takes_no_push_is_an_error_that_says_so(runner: Runner) -
     assert done.stderr.splitlines()[-1] == "nothing was pushed to the branch results after 6 attempts"
 
 
+def test_main_is_red_while_a_case_is_slower_than_it_was_and_nobody_has_accepted_that(runner: Runner) -> None:
+    results = runner.checkout / "joined/results"
+    for day in range(1, 13):
+        measured(results, day, 10.0 if day < 7 else 11.0)
+    name = "Is a case slower"
+    done = runner.run_step("gpu", "publish", name, PUSH)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("SLOWER cpu: ")
+    assert accept(runner, "joined/results", "keys are checked now").returncode == 0
+    done = runner.run_step("gpu", "publish", name, PUSH)
+    assert done.returncode == 0, done.stdout
+
+
 def test_what_a_merge_refuses_makes_the_step_red_and_the_rest_is_kept(runner: Runner) -> None:
     artefact(runner, "a100", 1)
     damaged = runner.checkout / "artefacts/records-a100/verdicts/torn.jsonl"
