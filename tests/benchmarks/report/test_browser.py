@@ -86,7 +86,7 @@ class Tab:
         """What a reader sees of it, with usual spaces."""
         return re.sub(r"\s+", " ", self.page.locator(selector).first.inner_text())
 
-    def wait_for(self, expression: str, value: str) -> None:
+    def wait_for(self, expression: str, value: object) -> None:
         """Until it has this value; what Playwright brings for it is eval, which the pages refuse."""
         end = time.monotonic() + 20
         while (found := self.page.evaluate(expression)) != value:
@@ -197,7 +197,7 @@ def test_a_permalink_opens_its_case_and_points_lead_to_commits(two_years: Path, 
     assert shown == ["2026-08-02", "2026-11-01"]
     here.page.locator("#points summary").press("Enter")
     rows = here.page.locator("#points tbody tr")
-    assert rows.count() == history.NIGHTS
+    here.wait_for("document.querySelectorAll('#points tbody tr').length", history.NIGHTS)
     assert "○ unmet precision (half width 2 % > 1 %)" in rows.nth(2).inner_text()
     commit = str(history.run_of(history.NIGHTS - 1, "h200").commit)
     assert rows.first.locator("a").first.get_attribute("href") == f"{REPOSITORY}/commit/{commit}"
