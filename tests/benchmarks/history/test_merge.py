@@ -85,6 +85,43 @@ def test_a_damaged_line_is_refused_by_name_and_the_others_come(
     assert len(lines(results)) == 3
 
 
+def incident_line(name: str, **changes: object) -> str:
+    found = {"fingerprint": {}, "incident": name, "verdict": "PASSED", "schema_version": 1, **changes}
+    return json.dumps({field: value for field, value in found.items() if value is not None})
+
+
+def test_lines_of_incidents_come_along_once(tmp_path: Path) -> None:
+    """Both where the target has the file already and where two runners bring it."""
+    for folder, names in (("first", "ab"), ("second", "bc")):
+        file = tmp_path / folder / "regression" / "cpu" / "run.jsonl"
+        file.parent.mkdir(parents=True)
+        file.write_text("".join(f"{incident_line(name)}\n" for name in names))
+    results = tmp_path / "results"
+    added = [joined(tmp_path / folder, results).new_lines for folder in ("first", "second", "first", "second")]
+    assert added == [2, 1, 0, 0]
+    assert (results / "regression/cpu/run.jsonl").read_text().splitlines() == [incident_line(name) for name in "abc"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (incident_line("b")[:20], "JSONDecodeError"),
+        ("[1, 2]", "a line must be a JSON object"),
+        (incident_line("b", verdict=None), "a replayed incident must have verdict"),
+    ],
+    ids=["torn", "no object", "no verdict"],
+)
+def test_a_damaged_line_of_an_incident_is_refused_by_name(tmp_path: Path, bad: str, why: str) -> None:
+    file = tmp_path / "theirs" / "regression" / "cpu" / "run.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text(f"{incident_line('a')}\n{bad}\n{incident_line('c')}\n")
+    results = tmp_path / "results"
+    (refused,) = joined(tmp_path / "theirs", results).refused
+    assert refused.startswith(f"{file}:2: ")
+    assert why in refused
+    assert (results / "regression/cpu/run.jsonl").read_text().splitlines() == [incident_line(name) for name in "ac"]
+
+
 def test_a_record_of_another_machine_is_refused(tmp_path: Path) -> None:
     path = stored.write(tmp_path / "theirs", *stored.run(1, passed(key(), machine="h200")))
     (path.parent.parent / "cpu").mkdir()
