@@ -139,6 +139,7 @@ def test_targets_are_the_tokens_that_follow(packed: bool) -> None:
         assert batch.cu_seqlens is not None
         assert batch.cu_seqlens[:5].tolist() == [0, 5, 12, 13, 24]
         assert set(batch.cu_seqlens[5:].tolist()) == {24}
+        assert batch.cu_seqlens.numel() - 1 == data.BOUNDS, "more shapes are more compilations"
 
 
 def test_bytes_end_with_the_one_that_text_has_not() -> None:
