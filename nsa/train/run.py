@@ -19,7 +19,7 @@ from nsa.train.loader import SYNTHETIC, Loader, Shard
 from nsa.train.loop import Loop, Outcome
 from nsa.train.metrics import MetricsLogger
 from nsa.train.profile import Environment
-from nsa.train.run_folder import RunWriter, environment_record, utc
+from nsa.train.run_folder import RunWriter, attempts_file, environment_record, utc
 from nsa.train.settings import Settings
 from nsa.train.trainer import Trainer
 from nsa.train.watchdog import StopRequest, Watchdog
@@ -77,7 +77,7 @@ def run(settings: Settings, environment: Environment, options: Options, variable
         attempt = _count_attempt(folder, start)
         files = RunWriter(folder, settings, rank=own.rank, attempt=attempt, done=start.trainer.done)
         stack.callback(files.close)
-        facts = {"preflight": decision.record(), "life": attempt, "first_batch_s": batches.first_wait_s}
+        facts = {"preflight": decision.record(), "attempt": attempt, "first_batch_s": batches.first_wait_s}
         _write_environment(settings, environment, start.trainer, batches.source, facts)
         stacks = folder / f"stacks_rank{own.rank}.txt"
         stack.callback(watchdog.dump_on_signal(stacks))
@@ -157,11 +157,11 @@ def _introduce(settings: Settings, environment: Environment, decision: preflight
 
 def _count_attempt(folder: Path, start: _Start) -> int:
     """The number of this attempt at the run, counted from 1, the same on every rank."""
-    own, path = start.trainer.own, folder / "lives.jsonl"
+    own, path = start.trainer.own, attempts_file(folder)
     attempt = 1 + sum(1 for _ in read_json_lines(path))
     distributed.barrier(own)
     if own.first:
-        record = {"life": attempt, "utc": utc(), "after_step": start.trainer.done, "ranks": own.ranks}
+        record = {"attempt": attempt, "utc": utc(), "after_step": start.trainer.done, "ranks": own.ranks}
         append_line(path, to_json({**record, "refused": start.refused}))
     distributed.barrier(own)
     return attempt

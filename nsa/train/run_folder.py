@@ -7,7 +7,7 @@
 | tb/ | the same for TensorBoard |
 | metrics.json | the summary so far |
 | env.json | what the run is, so that it can be repeated |
-| lives.jsonl | a line per attempt: each start, and each resume |
+| attempts.jsonl | a line per attempt: each start, and each resume |
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RunWriter:
 
     def beat(self, record: Mapping[str, Any]) -> None:
         """One line of heartbeat_rank{r}.jsonl."""
-        line = {"utc": utc(), "life": self._attempt, "rank": self._rank, **record}
+        line = {"utc": utc(), "attempt": self._attempt, "rank": self._rank, **record}
         append_line(self._heartbeat, to_json(line), sync=False)
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -167,8 +167,14 @@ def read_run(folder: Path) -> RunHistory:
         tuple(steps[number] for number in sorted(steps)),
         tuple(sorted(events, key=lambda event: str(event.get("utc")))),
         tuple((int(row["step"]), float(row["loss"])) for row in rows),
-        sum(1 for _ in read_json_lines(folder / "lives.jsonl")),
+        sum(1 for _ in read_json_lines(attempts_file(folder))),
     )
+
+
+def attempts_file(folder: Path) -> Path:
+    """A line per start of the run; a run of an earlier version goes on in its own file."""
+    earlier = folder / "lives.jsonl"
+    return earlier if earlier.exists() else folder / "attempts.jsonl"
 
 
 def _object(path: Path) -> dict[str, Any]:

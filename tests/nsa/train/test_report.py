@@ -24,7 +24,7 @@ Files = dict[str, Any]
 def _sound() -> Files:
     beats = [
         {
-            "utc": (BEGIN + timedelta(seconds=n)).isoformat().replace("+00:00", "Z"), "life": 1, "rank": 0, "step": n,
+            "utc": (BEGIN + timedelta(seconds=n)).isoformat().replace("+00:00", "Z"), "attempt": 1, "rank": 0, "step": n,
             "loss": 5.0 - n / 60, "tokens_per_s": 1000.0 + n % 3, "step_ms": 1000.0, "rss_mib": 500.0 + n % 2,
             "non_finite_steps": 0, "data_wait_ms": 0.1, "grad_norm": 1.0, "fallbacks": 0, "backends": {"torch": 2},
             "gate_entropy_mean_nats": 1.05, "gate_max_share_mean": 0.4,
@@ -50,7 +50,7 @@ def _write(folder: Path, files: Files) -> Path:
     (folder / "heartbeat_rank0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "env.json").write_text(json.dumps(files["env"]))
     (folder / "metrics.json").write_text(json.dumps(files["metrics"]))
-    (folder / "lives.jsonl").write_text('{"life": 1}\n')
+    (folder / "attempts.jsonl").write_text('{"attempt": 1}\n')
     (folder / "val.csv").write_text("step,loss,tokens_seen\n30,4.0,100\n60,3.0,200\n")
     return folder
 
@@ -146,7 +146,7 @@ def test_what_is_not_known_is_not_good(tmp_path: Path) -> None:
 
 def test_the_last_life_counts(tmp_path: Path) -> None:
     files = _sound()
-    files["beats"].append({**files["beats"][29], "life": 2, "loss": 0.5})
+    files["beats"].append({**files["beats"][29], "attempt": 2, "loss": 0.5})
     run = run_folder.read_run(_write(tmp_path, files))
     assert len(run.steps) == STEPS
     assert run.steps[29]["loss"] == 0.5

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.train import checkpoint
+from nsa.train import checkpoint, run_folder
 from nsa.train.distributed import Ranks
 from nsa.train.loader import Shard, SyntheticBatches
 from nsa.train.trainer import Trainer
@@ -26,7 +26,7 @@ def _figures(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def test_a_resumed_run_has_the_figures_of_one_left_alone(tmp_path: Path) -> None:
-    """Learning rate, norms and tokens too; the first life is a kill's: its schedule is that of the whole run."""
+    """Learning rate, norms and tokens too; the first attempt is a kill's: its schedule is that of the whole run."""
     alone, ended = tmp_path / "alone", tmp_path / "ended"
     for folder in (alone, ended):
         folder.mkdir()
@@ -36,11 +36,20 @@ def test_a_resumed_run_has_the_figures_of_one_left_alone(tmp_path: Path) -> None
     for step in (7, 8):  # all that a kill after step 6 leaves behind
         (ended / "run" / "checkpoints" / f"step-{step:08}.ckpt").unlink(missing_ok=True)
     train(settings(ended, **rows), resume=True)
-    lives = [record["life"] for record in runs.records(ended / "run") if "loss" in record]
-    assert lives == [1] * 8 + [2] * 2
+    attempts = [record["attempt"] for record in runs.records(ended / "run") if "loss" in record]
+    assert attempts == [1] * 8 + [2] * 2
     assert _figures(ended / "run") == _figures(alone / "run")
     metrics = [runs.record(folder / "run" / "metrics.json")["tokens_seen"] for folder in (alone, ended)]
     assert metrics[0] == metrics[1] == 8 * 2 * 47
+
+
+def test_a_run_of_an_earlier_version_goes_on_counting_its_attempts(tmp_path: Path) -> None:
+    """They stood in lives.jsonl."""
+    train(settings(tmp_path, train__steps=2))
+    (tmp_path / "run" / "attempts.jsonl").rename(tmp_path / "run" / "lives.jsonl")
+    train(settings(tmp_path, train__steps=2), resume=True)
+    assert run_folder.read_run(tmp_path / "run").attempts == 2
+    assert not (tmp_path / "run" / "attempts.jsonl").exists()
 
 
 @pytest.mark.parametrize(("steps", "kept"), [(7, [3, 6, 7]), (6, [3, 6]), (8, [3, 6, 8]), (2, [2])])

@@ -170,7 +170,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_is_used(
     assert f"refused: {newest} is damaged" in said
     assert "resumed after step 6" in said
     assert runs.losses(tmp_path / "run") == expected
-    assert f"{newest} is damaged" in list(read_json_lines(tmp_path / "run" / "lives.jsonl"))[-1]["refused"][0]
+    assert f"{newest} is damaged" in list(read_json_lines(tmp_path / "run" / "attempts.jsonl"))[-1]["refused"][0]
 
 
 def test_a_run_does_not_begin_anew_in_silence(tmp_path: Path) -> None:
