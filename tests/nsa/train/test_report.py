@@ -24,7 +24,8 @@ Files = dict[str, Any]
 def _sound() -> Files:
     beats = [
         {
-            "utc": (BEGIN + timedelta(seconds=n)).isoformat().replace("+00:00", "Z"), "attempt": 1, "rank": 0, "step": n,
+            "utc": (BEGIN + timedelta(seconds=n)).isoformat().replace("+00:00", "Z"), "attempt": 1, "rank": 0,
+            "step": n,
             "loss": 5.0 - n / 60, "tokens_per_s": 1000.0 + n % 3, "step_ms": 1000.0, "rss_mib": 500.0 + n % 2,
             "non_finite_steps": 0, "data_wait_ms": 0.1, "grad_norm": 1.0, "fallbacks": 0, "backends": {"torch": 2},
             "gate_entropy_mean_nats": 1.05, "gate_max_share_mean": 0.4,

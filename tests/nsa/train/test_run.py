@@ -229,7 +229,7 @@ def test_a_dense_model_runs_in_the_same_trainer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "field"),
     [
-        ({"train__steps": 5000}, "runtime.precision"),
+        ({"train__steps": 5000}, "runtime.gradient_checkpointing"),
         ({"train__steps": 5000, "train__save_every": 0}, "train.save_every"),
         ({"runtime__precision": "fp16", "runtime__fp32_master_weights": False}, "runtime.fp32_master_weights"),
     ],
@@ -246,15 +246,15 @@ def test_what_was_overridden_is_recorded(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(preflight, "LONG_STEPS", 8)
     train(settings(tmp_path), allow_toy=True)
     overridden = runs.record(tmp_path / "run" / "env.json")["preflight"]["allow_toy"]
-    assert any("runtime.precision" in reason for reason in overridden)
+    assert any("train.save_every" in reason for reason in overridden)
 
 
 def test_a_run_that_turns_out_to_be_long_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from nsa.train import preflight
 
     monkeypatch.setattr(preflight, "LONG_HOURS", 1e-5)
-    with pytest.raises(RefusedError, match=r"(?s)60 steps.*runtime\.precision"):
-        train(settings(tmp_path, train__steps=60))
+    with pytest.raises(RefusedError, match=r"(?s)60 steps.*train\.save_every"):
+        train(settings(tmp_path, train__steps=60, train__save_every=50))
     assert 9 < max(runs.losses(tmp_path / "run")) < 13
 
 
