@@ -65,6 +65,34 @@ def test_never_holds_all_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert max(sizes) < batch.tokens.numel() * chosen.model.vocab_size * 3 / 4
 
 
+def test_a_small_batch_is_one_piece_that_saves_no_generator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece is one matrix product; saving the generator's state for its repetition makes a GPU's host wait."""
+    chosen, saved = settings(tmp_path), list[str]()
+    lm, batch = DecoderLM(chosen.model), SyntheticBatches(chosen, Shard()).next()
+    state = torch.get_rng_state
+    monkeypatch.setattr(torch, "get_rng_state", lambda: saved.append("state") or state())  # type: ignore[func-returns-value]
+    pieces = list[int]()
+    lm.head.register_forward_hook(lambda module, given, out: pieces.append(out.shape[0]))
+    Objective(lm)(batch.tokens, batch.targets, batch.cu_seqlens)
+    assert (pieces, saved) == ([batch.tokens.numel()], [])
+
+
+@pytest.mark.parametrize("use_flash", [True, False])
+def test_fused_attention_is_used_where_the_run_allows_it(
+    use_flash: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = _trainer(chosen := settings(tmp_path, runtime__use_flash=use_flash))
+    hidden, enabled = trainer.lm.hidden, list[bool]()
+
+    def watched(*given: Any, **options: Any) -> torch.Tensor:
+        enabled.append(torch.backends.cuda.flash_sdp_enabled())
+        return hidden(*given, **options)
+
+    monkeypatch.setattr(trainer.lm, "hidden", watched)
+    trainer.step([SyntheticBatches(chosen, Shard()).next()])
+    assert enabled == [use_flash]
+
+
 @pytest.mark.parametrize("how", [True, "selective"])
 def test_recomputation_changes_no_bit(how: bool | str, tmp_path: Path) -> None:
     plain = settings(tmp_path)
@@ -179,6 +207,13 @@ def test_learning_rate(step: int, share: float) -> None:
     assert objective.learning_rate(step, train) == pytest.approx(2.0 * share, rel=2e-2)
     constant = dataclasses.replace(train, lr_schedule="constant")
     assert objective.learning_rate(step, constant) == (2.0 * share if step < 10 else 2.0)
+
+
+@pytest.mark.parametrize("steps", [2, 3, 20])
+def test_the_last_step_has_the_last_learning_rate(steps: int) -> None:
+    """Also where the schedule is one step long."""
+    train = Train(steps=steps, warmup_steps=1, lr=2.0, lr_end=0.1)
+    assert objective.learning_rate(steps - 1, train) == pytest.approx(2.0 if steps == 2 else 0.2)
 
 
 def test_only_matrices_decay(tmp_path: Path) -> None:
