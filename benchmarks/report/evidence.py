@@ -30,6 +30,8 @@ class HeadlineNumber:
     commit: Link | None = None
     href: str | None = None
     """The page with the rest of it."""
+    file: str | None = None
+    """Where the rest stands, without a page."""
 
 
 def laws(results: Path, repository: Repository) -> HeadlineNumber:
@@ -46,7 +48,11 @@ def laws(results: Path, repository: Repository) -> HeadlineNumber:
     text = f"{failed} of {passed + failed} failed" if failed else f"{passed} passed"
     commit = _COMMIT.search(name)
     return HeadlineNumber(
-        "Laws and tests", text, BAD if failed else GOOD, repository.commit(commit["commit"]) if commit else None
+        "Laws and tests",
+        text,
+        BAD if failed else GOOD,
+        repository.commit(commit["commit"]) if commit else None,
+        file=f"laws/{name}" if failed else None,
     )
 
 
