@@ -30,6 +30,8 @@ class HeadlineNumber:
     commit: Link | None = None
     href: str | None = None
     """The page with the rest of it."""
+    file: str | None = None
+    """Where the rest stands, without a page."""
 
 
 def laws(results: Path, repository: Repository) -> HeadlineNumber:
@@ -46,7 +48,11 @@ def laws(results: Path, repository: Repository) -> HeadlineNumber:
     text = f"{failed} of {passed + failed} failed" if failed else f"{passed} passed"
     commit = _COMMIT.search(name)
     return HeadlineNumber(
-        "Laws and tests", text, BAD if failed else GOOD, repository.commit(commit["commit"]) if commit else None
+        "Laws and tests",
+        text,
+        BAD if failed else GOOD,
+        repository.commit(commit["commit"]) if commit else None,
+        file=f"laws/{name}" if failed else None,
     )
 
 
@@ -61,16 +67,19 @@ def _summary(path: Path) -> dict[str, Any] | None:
 
 
 def incidents(entries: Sequence[IncidentReplay], repository: Repository, page: str) -> HeadlineNumber:
-    """The newest run of the regression suite."""
+    """The newest run of the regression suite; one of a few incidents only is not green."""
     runs = ledger.newest(entries)
     if not runs:
         return HeadlineNumber("Incidents", "none replayed", PLAIN, href=page)
     run = [entry for entry in runs[0] if entry.verdict != ledger.SKIPPED]
     red = {entry.incident for entry in run if not entry.ok}
     known = {entry.incident for entry in run}
+    left_out = ledger.not_run(runs[0], ledger.incidents(entries))
     text = f"{len(red)} of {len(known)} red" if red else f"{len(known)} green"
+    text += f", {len(left_out)} not run" if left_out else ""
+    kind = BAD if red else PLAIN if left_out else GOOD
     commit = repository.commit(runs[0][0].fingerprint.commit)
-    return HeadlineNumber("Incidents", text, BAD if red else GOOD, commit, page)
+    return HeadlineNumber("Incidents", text, kind, commit, page)
 
 
 def mutants(commits: Sequence[Commit], repository: Repository, page: str) -> HeadlineNumber:

@@ -74,8 +74,8 @@ def accepted_ms(acceptance: Acceptance | None, one: SeriesTrend) -> float | None
     return None
 
 
-def judge(one: SeriesTrend, accepted_level_ms: float | None, accepted_utc: str = "") -> Judgement:
-    """`accepted_level_ms`: from `accepted_ms`, of the day `accepted_utc`."""
+def judge(one: SeriesTrend, accepted_level_ms: float | None) -> Judgement:
+    """`accepted_level_ms`: from `accepted_ms`."""
     few = _too_few(one) if accepted_level_ms is None else None
     found = few or _noisy(one) or _by_level(one, accepted_level_ms)
     if found.state is CaseState.SLOWER:

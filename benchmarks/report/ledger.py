@@ -93,7 +93,7 @@ def rows(entries: Iterable[IncidentReplay], speed: Mapping[tuple[str, str], Cell
     """The newest run of each commit, machine and device, newest first. `speed`: (machine, commit) -> verdicts."""
     head = ("commit", "machine", "when", "speed", *COLUMNS, OTHER, "detectors", "skipped", "not run")
     entries = list(entries)
-    known = {entry.incident for entry in entries if entry.part != SOAK}
+    known = incidents(entries)
     return ReportTable(head, [_row(run, speed, known) for run in newest(entries)])
 
 
@@ -143,11 +143,20 @@ def _row(run: Sequence[IncidentReplay], speed: Mapping[tuple[str, str], Cell], k
     ]
 
 
-def _not_run(run: Sequence[IncidentReplay], known: Set[str]) -> Cell:
+def incidents(entries: Iterable[IncidentReplay]) -> set[str]:
+    """Every incident that any run knows."""
+    return {entry.incident for entry in entries if entry.part != SOAK}
+
+
+def not_run(run: Sequence[IncidentReplay], known: Set[str]) -> list[str]:
     """Of the incidents that any run knows, those that this one did not replay, or not both ways: it was cut off, or
-    asked for a few, and what is green in its row says nothing of them."""
+    asked for a few, and what is green in it says nothing of them."""
     parts = Counter(entry.incident for entry in run if entry.part != SOAK)
-    missing = sorted(incident for incident in known if parts[incident] < 2)
+    return sorted(incident for incident in known if parts[incident] < 2)
+
+
+def _not_run(run: Sequence[IncidentReplay], known: Set[str]) -> Cell:
+    missing = not_run(run, known)
     if not missing:
         return Cell("none")
     return Cell(", ".join(missing) if len(missing) <= NAMED else f"{len(missing)} incidents", BAD)

@@ -24,13 +24,13 @@ def over_lengths(group: Group, machine: str, known: Sequence[PublishedSeries]) -
     if not any(len(line.points) > 1 for line in ours):
         return None
     names = [line.label for line in ours]
-    data = [_over(line.label, line.points, _look(line.label, names), "y") for line in ours]
+    data = [_over(line.label, line.points, _style(line.label, names), "y") for line in ours]
     ratios = _ratios(group)
     for name, points in ratios.items():
-        data.append(_over(name, points, _look(name, names), "y2", legend=False))
+        data.append(_over(name, points, _style(name, names), "y2", legend=False))
     shares = [(c.nsa.key.num_keys, 100 * c.nsa.share_of_limit) for c in group.compared if c.nsa.share_of_limit]
     if shares:
-        data.append(_over(NSA, shares, _look(NSA, names), "y3", legend=False))
+        data.append(_over(NSA, shares, _style(NSA, names), "y3", legend=False))
     for axis, lines in (
         ("y", references.throughput(known, key, machine, group.batches)),
         ("y2", references.speed_up(known, key)),
@@ -75,18 +75,18 @@ def _single(group: Group, lines: Sequence[tuple[str, list[tuple[int, float]]]], 
         **LAYOUT, "height": 360, "xaxis": _length_axis(group, "y"),
         "yaxis": log_axis([value for _, points in lines for _, value in points], title={"text": unit}),
     }  # fmt: skip
-    return {"data": [_over(name, points, _look(name, names), "y") for name, points in lines], "layout": layout}
+    return {"data": [_over(name, points, _style(name, names), "y") for name, points in lines], "layout": layout}
 
 
-def _over(name: str, points: Sequence[tuple[int, float]], look: Chart, axis: str, *, legend: bool = True) -> Chart:
+def _over(name: str, points: Sequence[tuple[int, float]], style: Chart, axis: str, *, legend: bool = True) -> Chart:
     return {
         "type": "scatter", "name": safe(name), "legendgroup": safe(name), "showlegend": legend, "yaxis": axis,
         "x": [tokens for tokens, _ in points], "y": [digits(value) for _, value in points], "mode": "lines+markers",
-        "hovertemplate": "%{fullData.name}, %{x} tokens: %{y:.4s}<extra></extra>", **look,
+        "hovertemplate": "%{fullData.name}, %{x} tokens: %{y:.4s}<extra></extra>", **style,
     }  # fmt: skip
 
 
-def _look(name: str, names: Sequence[str]) -> Chart:
+def _style(name: str, names: Sequence[str]) -> Chart:
     """Colour, dash and marker of a line: any two differ in more than the colour."""
     if name == NSA:
         return {"line": {"color": "var(--nsa)", "width": 3}, "marker": {"symbol": "circle", "size": 7}}

@@ -75,13 +75,19 @@ def of_checkout() -> str | None:
 
 def web_address(remote: str) -> str | None:
     """git@github.com:owner/name.git -> https://github.com/owner/name, without what logs in; None for another site."""
+    scheme, port = "https", None
     if ssh := _SSH.fullmatch(remote):
         host, path = ssh["host"], ssh["path"]
     else:
-        parts = urlsplit(remote)
+        try:
+            parts = urlsplit(remote)
+            scheme, port = parts.scheme, parts.port
+        except ValueError:  # no address, or a port that is none
+            return None
         host, path = parts.hostname or "", parts.path
-        if parts.scheme not in ("http", "https"):
+        if scheme not in ("http", "https"):
             return None
     if not any(site in host for site in _SITES):
         return None
-    return f"https://{host}/{path.strip('/').removesuffix('.git')}"
+    where = host if port is None else f"{host}:{port}"
+    return f"{scheme}://{where}/{path.strip('/').removesuffix('.git')}"

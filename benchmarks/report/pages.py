@@ -46,7 +46,7 @@ _ENVIRONMENT = jinja2.Environment(
     lstrip_blocks=True,
 )
 _ENVIRONMENT.filters |= {"percent": percent, "in_short": in_short}
-_ENVIRONMENT.globals |= {"middle": statistics.median}
+_ENVIRONMENT.globals |= {"median": statistics.median}
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def build(results: Path, settings: ReportSettings | None = None) -> Report:
     for m in machines:
         write(m.page, f"{m.device} ({m.id})", "machine.html", m=m)
     write(
-        "calibration.html", "How often the judge is right", "calibration.html",
+        "calibration.html", "How often compare is right", "calibration.html",
         shown=[calibration.show(folder, one) for one in calibrations],
     )  # fmt: skip
     write(

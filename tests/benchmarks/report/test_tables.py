@@ -13,7 +13,7 @@ from benchmarks.ab import result
 from benchmarks.ab.result import CompareVerdict, Side
 from benchmarks.history import accepted, speedup
 from benchmarks.history.store import Store
-from benchmarks.report import calibration, changes, comparisons, ledger, lengths, machine_tables, references
+from benchmarks.report import calibration, changes, comparisons, evidence, ledger, lengths, machine_tables, references
 from benchmarks.report.calibration import wilson
 from benchmarks.report.folder import ReportFolder
 from benchmarks.report.links import Repository
@@ -94,6 +94,8 @@ def test_a_run_that_was_cut_off_says_what_it_did_not_replay(tmp_path: Path) -> N
         newer.write_text("\n".join(lines[:kept]) + "\n")
         table = ledger.rows(ledger.read(tmp_path)[0], {})
         assert column(table, "not run") == [wanted, "none"]
+    said = evidence.incidents(ledger.read(tmp_path)[0], Repository(), "ledger.html")
+    assert (said.text, said.kind) == ("1 green, 4 not run", "plain")
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,9 @@ def test_runs_on_a_busy_cpu_alone_do_not_make_a_case_slower(tmp_path: Path) -> N
         ("ssh://git@gitlab.example.org:2222/group/owner/name.git", "https://gitlab.example.org/group/owner/name"),
         ("https://user:secret@github.com/owner/name.git", "https://github.com/owner/name"),
         ("https://codeberg.org/owner/name/", "https://codeberg.org/owner/name"),
+        ("http://gitea.local:3000/owner/name.git", "http://gitea.local:3000/owner/name"),
+        ("https://[github/owner/name", None),
+        ("https://github.com:99999999/owner/name", None),
         ("/srv/git/name.git", None),
         ("git@nas.local:name.git", None),
         ("file:///github/name", None),
@@ -235,6 +238,16 @@ def test_laws_incidents_and_mutants_are_of_the_newest_that_has_them(tmp_path: Pa
     (folder / "other.json").write_text('{"utc": "2027"}')
     found = evidence.laws(tmp_path, GITHUB)
     assert (found.text, found.kind, found.commit) == ("3 of 13 failed", "bad", GITHUB.commit("b" * 10))
+    assert found.file == f"laws/h200-20261122-{'b' * 10}-laws.json"
+
+
+def test_without_a_judged_case_the_first_page_does_not_say_no(tmp_path: Path) -> None:
+    write(tmp_path, night(0, 10.0))
+    write(tmp_path, failed(key(length=512), CaseOutcome.INCORRECT, "o: error 1 > budget 0"))
+    page = pages.build(tmp_path).index.read_text()
+    assert "Not known</b>: no case can be judged yet" in page
+    assert 'class="good">No' not in page
+    assert 'href=""' not in page, "a case without a chart has no link"
 
 
 def test_fail_on_slower_names_the_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
