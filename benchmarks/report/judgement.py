@@ -21,6 +21,8 @@ _SIGMAS, _HIDDEN = 4, 0.25  # not judged: noise that would hide a step of this s
 class CaseState(str, Enum):
     """Of a case; what asks for a decision first comes first."""
 
+    WRONG = "wrong"
+    """The newest run has a fault in place of a figure: NSA is wrong or broken there."""
     SLOWER = "slower"
     MAYBE_SLOWER = "slower?"
     """The newest run alone; or only runs whose figures are not to be relied on."""

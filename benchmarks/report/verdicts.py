@@ -25,7 +25,13 @@ SPARKLINE_POINTS = 60
 """More runs than this are drawn as medians of neighbours."""
 NOT_LATELY = 30
 """A case that so many runs of its mode have left out is not judged."""
-_KINDS = {CaseState.SLOWER: "bad", CaseState.MAYBE_SLOWER: "warn", CaseState.FASTER: "good", CaseState.FIXED: "good"}
+_KINDS = {
+    CaseState.WRONG: "bad",
+    CaseState.SLOWER: "bad",
+    CaseState.MAYBE_SLOWER: "warn",
+    CaseState.FASTER: "good",
+    CaseState.FIXED: "good",
+}
 
 
 @dataclass(frozen=True)
@@ -63,8 +69,6 @@ class VerdictRow:
     href: str
     """Its chart, at the run in question."""
     judgement: Judgement
-    fault: bool
-    """Whether NSA is wrong here, or broken: worse than slower."""
     since: Link | None
     since_utc: str
     difference: Link | None
@@ -78,7 +82,7 @@ class VerdictRow:
     @property
     def kind(self) -> str:
         """How it is coloured."""
-        return "bad" if self.fault else _KINDS.get(self.judgement.state, "")
+        return _KINDS.get(self.judgement.state, "")
 
     @property
     def change(self) -> str:
@@ -89,11 +93,11 @@ class VerdictRow:
         return percent(abs(change)).lstrip("+") + (" slower" if change > 0 else " faster")
 
     @property
-    def order(self) -> tuple[bool, int, float, str, str, str]:
+    def order(self) -> tuple[int, float, str, str, str]:
         """The worst first."""
         states = list(CaseState)
         by_change = -abs(self.judgement.change or 0.0)
-        return not self.fault, states.index(self.judgement.state), by_change, self.machine, self.mode, self.size
+        return states.index(self.judgement.state), by_change, self.machine, self.mode, self.size
 
 
 def rows(
@@ -118,12 +122,11 @@ def rows(
         newer = sum(utc > one.series.points[-1].utc for utc in runs[device, key.mode])
         if newer >= NOT_LATELY:
             said = Judgement(CaseState.NOT_JUDGED, why=f"not in the last {newer} runs of this mode")
-        fault = failed.pop(key.name, None)
-        if fault is not None:
-            said = _not_passed(fault)
+        if (without_figure := failed.pop(key.name, None)) is not None:
+            said = _not_passed(without_figure)
         value = _value(one, level_ms, repository)
-        found.append(_row(one.series.newest, said, pages[one.series.newest.identity], fault, one, value, repository))
-    found += [_row(record, _not_passed(record), "", record, None, None, repository) for record in failed.values()]
+        found.append(_row(one.series.newest, said, pages[one.series.newest.identity], one, value, repository))
+    found += [_row(record, _not_passed(record), "", None, None, repository) for record in failed.values()]
     return found
 
 
@@ -147,14 +150,14 @@ def _runs_of_modes(followed: Sequence[SeriesTrend]) -> dict[tuple[str, str], set
 
 
 def _not_passed(record: Record) -> Judgement:
-    return Judgement(CaseState.NOT_JUDGED, why=f"{record.outcome.value}: {record.reason}")
+    state = CaseState.WRONG if record.outcome in FAULTS else CaseState.NOT_JUDGED
+    return Judgement(state, why=f"{record.outcome.value}: {record.reason}")
 
 
 def _row(
     newest: Record,
     said: Judgement,
     href: str,
-    failed: Record | None,
     one: SeriesTrend | None,
     value: NewestFigure | None,
     repository: Repository,
@@ -177,7 +180,6 @@ def _row(
         inputs=key.inputs,
         href=href,
         judgement=said,
-        fault=failed is not None and failed.outcome in FAULTS,
         since=since,
         since_utc=since_utc,
         difference=difference,
@@ -236,12 +238,12 @@ class Answers:
 
     def of_state(self, *states: CaseState) -> list[VerdictRow]:
         """Rows in one of these states, the worst first."""
-        return [row for row in self.rows if row.judgement.state in states and not row.fault]
+        return [row for row in self.rows if row.judgement.state in states]
 
     @property
     def faults(self) -> list[VerdictRow]:
         """Cases on which NSA is wrong or broken."""
-        return [row for row in self.rows if row.fault]
+        return self.of_state(CaseState.WRONG)
 
     @property
     def slower(self) -> list[VerdictRow]:
@@ -254,13 +256,13 @@ class Answers:
 
     @property
     def unjudged(self) -> list[VerdictRow]:
-        return [row for row in self.rows if row.judgement.state in (CaseState.NOT_JUDGED, CaseState.NEW)]
+        return self.of_state(CaseState.NOT_JUDGED, CaseState.NEW)
 
     @property
     def news(self) -> list[VerdictRow]:
-        """What is neither the same as before nor without a verdict, and what is wrong."""
+        """What is neither the same as before nor without a verdict."""
         quiet = (CaseState.SAME, CaseState.NOT_JUDGED, CaseState.NEW)
-        return [row for row in self.rows if row.fault or row.judgement.state not in quiet]
+        return [row for row in self.rows if row.judgement.state not in quiet]
 
     @property
     def unjudged_why(self) -> list[tuple[str, int]]:

@@ -171,14 +171,14 @@ def test_the_worst_comes_first_and_a_fault_before_it(tmp_path: Path) -> None:
     write(tmp_path, failed(key(length=512), CaseOutcome.INCORRECT, "o: error 1 > budget 0"))
     answers = pages.build(tmp_path, ReportSettings(repository=GITHUB)).answers
     assert [(row.size, row.state, row.kind) for row in answers.rows] == [
-        ("512", "not judged", "bad"),
+        ("512", "wrong", "bad"),
         ("256", "slower", "bad"),
         ("128", "slower", "bad"),
         ("64", "same", ""),
     ]
     assert [row.size for row in answers.faults] == ["512"]
     assert [row.change.replace("\u00a0", " ") for row in answers.slower] == ["20.0 % slower", "6.0 % slower"]
-    assert answers.unjudged_why == [("INCORRECT", 1)]
+    assert answers.unjudged == []
     ((first, count),) = answers.since
     assert (first.since, count) == (GITHUB.commit("0000006" + "0" * 33), 2)
     assert first.difference is not None
