@@ -116,12 +116,20 @@ def _first_failure(copy: Copy, code: int, log: Path) -> str:
         for case in ElementTree.parse(_junit(copy)).iter("testcase"):
             if case.find("failure") is None and case.find("error") is None:
                 continue
-            if (file := case.get("file")) is None or not case.get("classname"):
+            module, *inner = _split(copy, (case.get("classname") or "").split("."))
+            if not module:
                 return f"collection of {case.get('name')}"
-            module = file.removesuffix(".py").replace("/", ".")
-            inner = (case.get("classname") or "").removeprefix(module).strip(".")
-            return "::".join(part for part in (file, *inner.split("."), case.get("name") or "") if part)
+            return "::".join((module, *inner, case.get("name") or ""))
     return f"pytest ended with {_code(code)}: {_last_words(log)}"
+
+
+def _split(copy: Copy, names: Sequence[str]) -> tuple[str, ...]:
+    """(the test's file, its classes) of a dotted name: what JUnit calls its file may be where a helper is defined."""
+    for count in range(len(names), 0, -1):
+        file = "/".join(names[:count]) + ".py"
+        if (copy.tree / file).is_file():
+            return (file, *names[count:])
+    return ("",)
 
 
 def _red_incident(code: int, log: Path) -> str:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -257,3 +258,13 @@ def test_an_interrupt_keeps_what_is_finished(project: Path, tmp_path: Path) -> N
     assert "--resume" in said
     (path,) = (folder / "results" / mutants.FOLDER).glob("*.jsonl")
     assert [line.id for line in mutants.read(path)[1]] == ["killed"]
+
+
+def test_a_test_is_named_by_its_own_file(tmp_path: Path) -> None:
+    """JUnit names the file in which a function is defined, which for an inherited test is a library's."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_machine.py").touch()
+    copy = SimpleNamespace(tree=tmp_path)
+    names = ["tests", "test_machine", "TestMachine"]
+    assert suites._split(copy, names) == ("tests/test_machine.py", "TestMachine")  # type: ignore[arg-type]
+    assert suites._split(copy, [""]) == ("",)  # type: ignore[arg-type]
