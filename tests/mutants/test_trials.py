@@ -17,7 +17,7 @@ from benchmarks.history import mutants
 from benchmarks.history.mutants import MutantOutcome, MutantResult
 from harness.interrupt import INTERRUPTED
 from harness.repository import ROOT
-from tests.mutants import standing, tree, trials
+from tests.mutants import standing, suites, tree, trials
 from tests.mutants.__main__ import main
 from tests.mutants.standing import Mutant, Planned, Suite
 
