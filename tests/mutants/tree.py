@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.mutants.standing import Mutant, apply
 
-_RESULTS_OF_TESTS = ("results/baselines/", "results/train/")
+_RESULTS_OF_TESTS = ("results/baselines/", "results/calibration/", "results/train/")
 """What tests read of results/; the rest is large and is no source."""
 _NO_SOURCES = {"__pycache__", "build", "dist", "artifacts"}
 _IDENTITY = ("-c", "user.name=mutants", "-c", "user.email=mutants@localhost", "-c", "commit.gpgsign=false")
