@@ -109,6 +109,13 @@ def rates(lines: Sequence[MutantResult]) -> list[KillRate]:
     return found
 
 
+def not_tried(begin: Header, rates: Sequence[KillRate]) -> dict[str, int]:
+    """Area -> how many of its mutants have no line; an area that was tried as a whole is left out."""
+    tried = {rate.area: rate.total for rate in rates}
+    left = {area: planned - tried.get(area, 0) for area, planned in begin.planned.items()}
+    return {area: count for area, count in left.items() if count > 0}
+
+
 def create(results: Path, begin: Header) -> Path:
     """A new file with its first line."""
     path = jsonl.create(results / FOLDER, begin.fingerprint)

@@ -83,12 +83,15 @@ def incidents(entries: Sequence[IncidentReplay], repository: Repository, page: s
 
 
 def mutants(commits: Sequence[Commit], repository: Repository, page: str) -> HeadlineNumber:
-    """The newest commit with mutants."""
+    """The newest commit with mutants; one of which a part was tried is not green."""
     if not commits:
         return HeadlineNumber("Mutants", "none tried", PLAIN, href=page)
     rates = recorded.rates(commits[0].lines)
     seen, total = sum(rate.seen for rate in rates), sum(rate.total for rate in rates)
     survived = sum(line.outcome is MutantOutcome.SURVIVED for line in commits[0].lines)
+    left_out = sum(recorded.not_tried(commits[0].begin, rates).values())
     text = f"{seen} of {total} seen" + (f", {survived} survived" if survived else "")
+    text += f", {left_out} not tried" if left_out else ""
     commit = repository.commit(commits[0].begin.fingerprint.commit)
-    return HeadlineNumber("Mutants", text, GOOD if all(rate.enough for rate in rates) else BAD, commit, page)
+    kind = BAD if not all(rate.enough for rate in rates) else PLAIN if left_out else GOOD
+    return HeadlineNumber("Mutants", text, kind, commit, page)

@@ -44,16 +44,17 @@ def rows(commits: Sequence[Commit]) -> ReportTable:
 
 
 def _rows(commit: Commit) -> list[list[Cell]]:
-    where, found = commit.begin.fingerprint, {rate.area: rate for rate in mutants.rates(commit.lines)}
+    where, rates = commit.begin.fingerprint, mutants.rates(commit.lines)
+    found, left_out = {rate.area: rate for rate in rates}, mutants.not_tried(commit.begin, rates)
     shown = []
     for area in sorted({*found, *commit.begin.planned}):
         head = [_commit(commit), when(where.utc), Cell(area)]
         rate = found.get(area)
-        planned = commit.begin.planned.get(area, 0)
+        missing = left_out.get(area, 0)
         if rate is None:
-            shown.append([*head, *[number(None)] * 5, Cell(str(planned), BAD)])
+            shown.append([*head, *[number(None)] * 5, Cell(str(missing), BAD)])
             continue
-        count, missing = rate.outcomes, max(0, planned - rate.total)
+        count = rate.outcomes
         share = f"{rate.share:.1%} ({rate.seen} of {rate.total})".replace(" ", NBSP)
         shown.append(
             [

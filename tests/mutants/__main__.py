@@ -144,8 +144,8 @@ def _judge(results: Path) -> int:
         raise ValueError("\n  ".join(damaged) or f"{results} holds no records of mutants")
     begin, lines = found[0].begin, sorted(found[0].lines, key=lambda line: (line.area, line.id))
     rates = mutants.rates(lines)
-    missing = {area: count - sum(r.total for r in rates if r.area == area) for area, count in begin.planned.items()}
-    red = sorted({rate.area for rate in rates if not rate.enough} | {area for area in missing if missing[area] > 0})
+    missing = mutants.not_tried(begin, rates)
+    red = sorted({rate.area for rate in rates if not rate.enough} | set(missing))
     print(console.table(lines))
     print(json.dumps({"commit": begin.fingerprint.commit, "not_tried": sum(missing.values()), "red": red}), flush=True)
     return 1 if red else 0

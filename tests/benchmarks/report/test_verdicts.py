@@ -12,12 +12,14 @@ import pytest
 from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.commands import report
 from benchmarks.history.accepted import Acceptance
+from benchmarks.history.mutants import Header, MutantOutcome, MutantResult
 from benchmarks.history.records import Record
 from benchmarks.history.store import Store
 from benchmarks.report import changes, evidence, judgement, links, pages, verdicts
 from benchmarks.report.changes import SeriesTrend
 from benchmarks.report.judgement import CaseState, Judgement
 from benchmarks.report.links import Link, Repository
+from benchmarks.report.mutants import Commit
 from benchmarks.report.pages import ReportSettings
 from harness import jsonl
 from tests.benchmarks import full_results
@@ -239,6 +241,22 @@ def test_laws_incidents_and_mutants_are_of_the_newest_that_has_them(tmp_path: Pa
     found = evidence.laws(tmp_path, GITHUB)
     assert (found.text, found.kind, found.commit) == ("3 of 13 failed", "bad", GITHUB.commit("b" * 10))
     assert found.file == f"laws/h200-20261122-{'b' * 10}-laws.json"
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "text", "kind"),
+    [
+        ("KK", "2 of 2 seen", "good"),
+        ("K", "1 of 1 seen, 1 not tried", "plain"),
+        ("KS", "1 of 2 seen, 1 survived", "bad"),
+    ],
+)
+def test_mutants_are_green_only_where_all_were_tried(outcomes: str, text: str, kind: str) -> None:
+    named = {"K": MutantOutcome.KILLED, "S": MutantOutcome.SURVIVED}
+    lines = tuple(MutantResult(str(i), "cache", named[one], 1.0) for i, one in enumerate(outcomes))
+    commit = Commit(Header(FINGERPRINT, "0" * 16, {"cache": 2}), lines)
+    found = evidence.mutants([commit], GITHUB, "ledger.html")
+    assert (found.text, found.kind) == (text, kind)
 
 
 def test_without_a_judged_case_the_first_page_does_not_say_no(tmp_path: Path) -> None:
