@@ -103,8 +103,7 @@ def recipe(family: str, base_image: str | None = None, wheels: Path | None = Non
 def sources() -> Iterator[Path]:
     """Every file that .dockerignore lets in, in one order."""
     kept = [line[1:] for line in (repository.ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
-    for name in sorted(kept):
-        top = repository.ROOT / name
+    for top in sorted(top for pattern in kept for top in repository.ROOT.glob(pattern)):
         for path in [top] if top.is_file() else sorted(top.rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:
                 yield path

@@ -45,6 +45,7 @@ def test_sources_are_what_the_dockerignore_lets_in() -> None:
     assert {"nsa", "harness", "benchmarks", "regression", "tests", "containers", "docker", "noxfile.py"} <= found
     assert not {".git", ".nox"} & found
     assert not [path for path in image.sources() if path.is_relative_to(repository.ROOT / "results" / "runs")]
+    assert repository.ROOT / "results" / "calibration" / "cpu.json" in image.sources()  # by a pattern
 
 
 def test_pytorchs_cpu_build_is_taken_where_it_lies(tmp_path: Path) -> None:

@@ -141,7 +141,8 @@ def test_the_example_writes_its_text_in_one_piece(tmp_path: Path) -> None:
     text.write_bytes(b"ab" * 400)
     command = [sys.executable, "examples/generate.py", "--text", str(text), "--train-steps", "1"]
     command += ["--prompt", "abab", "--max-new-tokens", "20"]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
+    own = os.environ | {"PYTHONPATH": str(ROOT)}  # in an image the package is not installed
+    done = subprocess.run(command, cwd=ROOT, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
     written = done.stdout.partition(b"nats per byte\n")[2]
     assert done.returncode == 0
     assert written.startswith(b"abab")
