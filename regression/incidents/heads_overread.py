@@ -6,6 +6,7 @@ of the tile it reads on into the next token's heads, or past the end of the tens
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor
 import nsa
 from nsa.geometry import Layout
 from nsa.torch_backend import window_attention as healthy
-from regression.contract import Evidence, Incident, ReproVerdict
+from regression.contract import Evidence, Incident, ReproVerdict, Step
 from regression.detectors import memory
-from regression.detectors.backends import COMPILING_S, each_backend, in_every_backend, interpreted, nonfinite, proofs
+from regression.detectors.backends import COMPILING_S, in_every_backend, interpreted, nonfinite, proofs
 from regression.detectors.calls import SMALL, Call, draw
 
 INCIDENT = Incident(
@@ -80,28 +81,48 @@ def _run(call: Call, backend: str, upstream: Tensor) -> dict[str, Tensor]:
     return found | {"lse": torch.stack([x.detach().nan_to_num(neginf=0.0) for x in aux.lse.values()])}
 
 
-def _detect(backend: str, device: str) -> Evidence:
-    bad, wrong = [], []
-    few = backend == "reference" or interpreted(backend, device)
-    for kv_heads, group in FEW_HEADS if few else HEADS:
-        call = draw(6 if few else 18, device, config=SMALL, kv_heads=kv_heads, group=group)
-        upstream = torch.ones_like(call.q)
-        inside, around = _inside(call)
-        before = [int(x.isnan().sum()) for x in around]
-        found = _run(inside, backend, memory.surrounded_by_nan(upstream)[0])
-        shape = f"{backend}, Hkv {kv_heads}, G {group}"
-        bad += nonfinite(shape, found)
-        if [int(x.isnan().sum()) for x in around] != before:
-            wrong.append(f"{shape}: memory beside the inputs was written")
-        if interpreted(backend, device):
-            continue  # seconds each; what is read of the NaN around shows without it
+def _findings(backend: str, call: Call) -> tuple[list[str], list[str]]:
+    """(what is not finite, what is wrong) of one call inside larger tensors of NaN."""
+    upstream = torch.ones_like(call.q)
+    inside, around = _inside(call)
+    before = [int(x.isnan().sum()) for x in around]
+    found = _run(inside, backend, memory.surrounded_by_nan(upstream)[0])
+    kv_heads = call.k.shape[2]
+    shape = f"{backend}, Hkv {kv_heads}, G {call.q.shape[2] // kv_heads}"
+    wrong = []
+    if [int(x.isnan().sum()) for x in around] != before:
+        wrong.append(f"{shape}: memory beside the inputs was written")
+    if not interpreted(backend, call.q.device.type):  # seconds each; what is read of the NaN around shows without it
         plain = _run(call.leaves(), backend, upstream)
         wrong += [
             f"{shape}: {name} is not what it is alone in memory"
             for name, x in plain.items()
             if not torch.allclose(x, found[name], rtol=1e-5, atol=1e-5)
         ]
-    return Evidence(nonfinite=tuple(bad), wrong=tuple(wrong))
+    return nonfinite(shape, found), wrong
+
+
+def _examine(step: Step, backends: Sequence[str]) -> Evidence:
+    """With a heartbeat after each number of heads: every one of them may have to be compiled."""
+    bad, wrong = [], []
+    cases = [
+        (backend, kv_heads, group)
+        for backend in backends
+        for kv_heads, group in (FEW_HEADS if _slow(backend, step.device) else HEADS)
+    ]
+    for n, (backend, kv_heads, group) in enumerate(cases):
+        tokens = 6 if _slow(backend, step.device) else 18
+        nonfinite_here, wrong_here = _findings(
+            backend, draw(tokens, step.device, config=SMALL, kv_heads=kv_heads, group=group)
+        )
+        bad += nonfinite_here
+        wrong += wrong_here
+        step(n)
+    return Evidence(nonfinite=tuple(bad), wrong=tuple(wrong), paths=tuple(backends))
+
+
+def _slow(backend: str, device: str) -> bool:
+    return backend == "reference" or interpreted(backend, device)
 
 
 def inject() -> AbstractContextManager[None]:
@@ -109,4 +130,4 @@ def inject() -> AbstractContextManager[None]:
     return in_every_backend("window_attention", _whole_tiles)
 
 
-faulty, product = proofs(each_backend(_detect), inject)
+faulty, product = proofs(_examine, inject)

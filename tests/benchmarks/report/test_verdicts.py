@@ -241,6 +241,11 @@ def test_laws_incidents_and_mutants_are_of_the_newest_that_has_them(tmp_path: Pa
     found = evidence.laws(tmp_path, GITHUB)
     assert (found.text, found.kind, found.commit) == ("3 of 13 failed", "bad", GITHUB.commit("b" * 10))
     assert found.file == f"laws/h200-20261122-{'b' * 10}-laws.json"
+    for day, passed_tests, text, kind in (("23", 6, "6 passed, a part of 13", "plain"), ("24", 7, "7 passed", "good")):
+        summary = {"utc": f"2026-11-{day}T00:00:00", "passed": passed_tests, "failed": 0, "skipped": 1}
+        (folder / f"h200-202611{day}-{'c' * 10}-laws.json").write_text(json.dumps(summary))
+        found = evidence.laws(tmp_path, GITHUB)
+        assert (found.text, found.kind) == (text, kind)
 
 
 @pytest.mark.parametrize(
