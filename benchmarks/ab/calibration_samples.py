@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from benchmarks.ab import trial
-from benchmarks.ab.checkout import Sources
 from benchmarks.ab.result import Rules
 from benchmarks.ab.sequential import PairFailure
+from benchmarks.ab.trial import PairStarter
 from benchmarks.cases.key import Key
 from harness import fingerprint, jsonl
 from harness.fingerprint import Fingerprint
@@ -75,16 +75,15 @@ class LostPairError(Exception):
 
 
 def measure(
-    results: Path, machine: str, sources: Sequence[Sources], keys: Sequence[Key], rules: Rules, wanted: str, count: int
+    results: Path, machine: str, starter: PairStarter, keys: Sequence[Key], rules: Rules, wanted: str, numbers: range
 ) -> Iterator[CalibrationPair]:
-    """So many new pairs, each in the file before it is yielded. Raises LostPairError naming the case.
+    """A new pair for each number, in the file before it is yielded. Raises LostPairError naming the case.
 
     The oracle is asked in the first one: what is published of identical code are rates, not latencies.
     """
-    base, head = sources
-    for number in range(count):
+    for number in numbers:
         begin = time.perf_counter()
-        found = trial.run(base, head, "cpu", keys, rules, number % 2, SLOWDOWNS, check=number == 0)
+        found = trial.run(starter, keys, rules, number % 2, SLOWDOWNS, check=number == 0)
         cases = tuple(_samples(key, result) for key, result in zip(keys, found, strict=True))
         pair = CalibrationPair(wanted, round(time.perf_counter() - begin, 1), cases)
         jsonl.append(path(results, machine), pair)

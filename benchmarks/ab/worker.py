@@ -14,7 +14,6 @@ An exception of the case becomes its outcome. `finish` asks the oracle again, on
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 import os
@@ -91,8 +90,7 @@ class _Case:
         """Warm up, find how many ms a call takes, and add the slowdowns to it; for a time when nothing else runs."""
         latency_ms = min(self._rotating.time(_plan(_WARM_UPS)).samples_ms)
         if slowdowns:
-            self._staged = injection.StagedSlowdown(self._work.call, latency_ms, slowdowns)
-            self._rotating = RotatingInputs(dataclasses.replace(self._work, call=self._staged), self._key, self._device)
+            self._staged = injection.StagedSlowdown(latency_ms, slowdowns, self._device)
         return latency_ms
 
     def sample(self, calls: int) -> list[float]:
@@ -104,9 +102,9 @@ class _Case:
         counted = slice(min(calls - 1, 1), None)
         if self._staged is None:
             return [statistics.median(self._rotating.time(_plan(calls)).samples_ms[counted])]
-        self._staged.samples_ms.clear()
-        self._rotating.time(_plan(calls))
-        return [statistics.median(stage) for stage in zip(*self._staged.samples_ms[counted], strict=True)]
+        self._rotating.time(_plan(calls), self._staged)
+        taken_ms = self._staged.take_samples_ms()[-calls:]  # those before tried how long the GPU must be kept waiting
+        return [statistics.median(stage) for stage in zip(*taken_ms[counted], strict=True)]
 
     def finish(self) -> None:
         """Raises where the calls changed their inputs or are wrong on other ones."""
