@@ -67,6 +67,11 @@ class Rules:
         if not analyses or list(analyses) != sorted(set(analyses)) or analyses[0] < 2:
             raise ValueError(f"rules.interim_analyses must ascend from two pairs or more; got {analyses}")
 
+    @classmethod
+    def of_device(cls, device: str) -> Rules:
+        """The defaults; on a GPU fewer samples tell as much."""
+        return cls(min_samples=4) if device == "cuda" else cls()
+
     def up_to(self, pairs: int) -> Rules:
         """Without the analyses after so many pairs of processes. ValueError where none is left."""
         kept = tuple(analysis for analysis in self.interim_analyses if analysis <= pairs)

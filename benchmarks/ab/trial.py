@@ -16,18 +16,18 @@ import math
 import os
 import statistics
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.ab import moderated
-from benchmarks.ab.checkout import Sources
-from benchmarks.ab.child import WorkerError, WorkerProcess
+from benchmarks.ab.child import WorkerProcess
 from benchmarks.ab.result import Rules
 from benchmarks.ab.sequential import PairFailure, PairTiming
+from benchmarks.ab.starter import PairStarter, SideError, blame
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import FAULTS, CaseOutcome
 
@@ -36,7 +36,8 @@ PREPARE_DEADLINE_S = 600.0
 SAMPLE_DEADLINE_S = 120.0
 _SAMPLE_MS = {"cpu": 50.0, "cuda": 15.0}
 """A sample of short calls lasts about this long, beside its first call."""
-_MOST_CALLS = 20
+_MOST_CALLS = {"cpu": 20, "cuda": 8}
+"""On a GPU two samples of one process differ by 0.1 to 0.4 %, and each call takes some ms of the host's time."""
 _ONE_CALL_MS = 20.0
 """From here on a sample on a CPU is one call. Where the host's speed changes within a tenth of a second, neighbouring
 calls differ by 7 %, medians of calls further apart by 8 % in twice the time; caches weigh little in such a call."""
@@ -133,52 +134,7 @@ def calls_per_sample(latency_ms: float, device: str) -> int:
     """For either side alike, or one of them would count its first call and the other not."""
     if device == "cpu" and latency_ms >= _ONE_CALL_MS:
         return 1
-    return 1 + max(1, min(_MOST_CALLS, math.ceil(_SAMPLE_MS[device] / latency_ms)))
-
-
-class SideError(Exception):
-    """A child of this side (0 BASE, 1 HEAD) was lost."""
-
-    def __init__(self, side: int, error: WorkerError) -> None:
-        outcomes = [CaseOutcome.PASSED, CaseOutcome.PASSED]
-        outcomes[side] = error.outcome
-        reason = f"{('BASE', 'HEAD')[side]} {error.outcome.value}: {error}"
-        self.result = PairFailure(outcomes[0], outcomes[1], reason)
-        super().__init__(reason)
-
-
-@contextmanager
-def blame(side: int) -> Iterator[None]:
-    """A child that is lost in here is of this side. Raises SideError."""
-    try:
-        yield
-    except WorkerError as error:
-        raise SideError(side, error) from error
-
-
-class PairStarter:
-    """Starts pairs of children. On a GPU the next pair imports while this one measures, which takes as long."""
-
-    def __init__(self, base: Sources, head: Sources, device: str) -> None:
-        self.device = device
-        self._sides, self._next = (base, head), list[WorkerProcess]()
-
-    def __enter__(self) -> PairStarter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for child in self._next:
-            child.close()
-
-    def start(self) -> list[WorkerProcess]:
-        """A new pair, BASE and HEAD, whom the caller closes."""
-        started, self._next = self._next or self._pair(), []
-        if self.device == "cuda":
-            self._next = self._pair()
-        return started
-
-    def _pair(self) -> list[WorkerProcess]:
-        return [WorkerProcess(side) for side in self._sides]
+    return 1 + max(1, min(_MOST_CALLS[device], math.ceil(_SAMPLE_MS[device] / latency_ms)))
 
 
 def run(
@@ -253,12 +209,9 @@ class _CoreRunner:
         with self._lock:
             if self._stopped:
                 raise InterruptedError("the trial was stopped")
-            self._children = self._starter.start()
+            self._children = self._starter.start(self._core)
             for child in self._children:
                 stack.callback(child.close)
-        for side, child in enumerate(self._children):
-            with blame(side):
-                child.begin(self._core)
         return WorkerPair(self._children[0], self._children[1], self._starter.device)
 
     def _until_fault(self, pair: WorkerPair, keys: Sequence[Key], found: list[PairedSamples | PairFailure]) -> None:

@@ -4,6 +4,7 @@ Usage: python -m benchmarks.ab.worker, with the sources of one side first on the
 stdin, each is answered by one JSON line on stdout; end of file ends the process, so that none outlives its parent.
 
     {"threads": 1, "core": 0}                    -> {"nsa": "/.../nsa/__init__.py"}
+    {"launch_interval": true}                    -> {"launch_interval_ns": of this process on the GPU}
     {"prepare": {...key...}, "device": "cpu", "check": true}    -> {"outcome": "PASSED", "reason": null}
     {"slowdowns": [0.01, 0.03]}                  -> {"latency_ms": of a call}
     {"sample": 3}                                -> {"sample_ms": [latency, latency of each slowdown]}, of so many calls
@@ -30,7 +31,7 @@ from benchmarks.ab import injection
 from benchmarks.cases.key import NSA, Key
 from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.correctness import anti_cheat, row_sampling
-from benchmarks.timing import latency
+from benchmarks.timing import latency, launch_interval
 from benchmarks.timing.rotating_inputs import RotatingInputs
 from benchmarks.workloads.prepare import prepare
 
@@ -51,6 +52,8 @@ class Worker:
             if request["core"] is not None:
                 os.sched_setaffinity(0, {request["core"]})
             return {"nsa": nsa.__file__}
+        if "launch_interval" in request:
+            return {"launch_interval_ns": launch_interval.measure_ns()}
         if "prepare" in request:
             self._case = None  # its tensors go before the next one's come
             return self._outcome(lambda: self._prepare(**request))

@@ -19,7 +19,7 @@ from benchmarks.ab.calibration import Calibration, CalibrationRate
 from benchmarks.ab.calibration_samples import CalibrationPair
 from benchmarks.ab.child import THREADS
 from benchmarks.ab.result import Rules
-from benchmarks.ab.trial import PairStarter
+from benchmarks.ab.starter import PairStarter
 from benchmarks.cases.key import NSA, Key
 from benchmarks.commands import options
 from harness import fingerprint, machines
@@ -111,7 +111,7 @@ def main(arguments: argparse.Namespace) -> int:
     if len(pairs) < _LEAST_PAIRS:
         print(f"{len(pairs)} of at least {_LEAST_PAIRS} pairs: the same command goes on with them", file=sys.stderr)
         return 1
-    classes, cases = calibration.calibrate(calibration.timings(pairs), Rules())
+    classes, cases = calibration.calibrate(calibration.timings(pairs), Rules.of_device(machine.device))
     found = Calibration(
         identity,
         classes,
@@ -144,7 +144,7 @@ def _command(arguments: argparse.Namespace, machine: Machine) -> str:
 
 
 def _pairs(arguments: argparse.Namespace, machine: Machine, identity: fingerprint.Fingerprint) -> list[CalibrationPair]:
-    cases, rules = keys(machine), Rules()
+    cases, rules = keys(machine), Rules.of_device(machine.device)
     word = calibration_samples.identity(identity, [key.name for key in cases], rules)
     pairs = calibration_samples.read(arguments.out, machine.id, word)[: arguments.pairs]
     print(f"{len(cases)} cases, {arguments.pairs} pairs of processes, of which {len(pairs)} are there", flush=True)

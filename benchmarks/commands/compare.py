@@ -21,6 +21,7 @@ from benchmarks.ab.checkout import Sources
 from benchmarks.ab.child import THREADS
 from benchmarks.ab.result import CompareVerdict, ComparisonResult, Rules
 from benchmarks.ab.sequential import PairFailure, PairTiming
+from benchmarks.ab.starter import PairStarter
 from benchmarks.cases.key import Key
 from benchmarks.commands import options
 from harness import fingerprint, jsonl, machines
@@ -102,7 +103,7 @@ def rules_for(results: Path, machine: Machine, pairs: int) -> CaseRules:
 
     Machines of one name ("cpu") differ in their noise: thresholds of another processor or GPU are not taken.
     """
-    schedule = Rules().up_to(pairs)
+    schedule = Rules.of_device(machine.device).up_to(pairs)
     found, here = calibration.load(results, machine.id), fingerprint.device_name(machine)
     if found is None:
         print(f"thresholds: the defaults, which need more pairs; calibrate --gpu {machine.id} measures better ones")
@@ -121,7 +122,7 @@ def measure(
     if machine.device == "cpu":
         identity = dataclasses.replace(identity, threads=THREADS)
     tested, interrupted = [sequential.CaseResult(key.name) for key in keys], False
-    with trial.PairStarter(base, head, machine.device) as starter:
+    with PairStarter(base, head, machine.device) as starter:
         measure_pair = _Measure(starter, {key.name: key for key in keys}, rules.schedule)
         try:
             sequential.extend(tested, measure_pair, rules, rules.schedule.interim_analyses)
@@ -137,7 +138,7 @@ def measure(
 class _Measure:
     """Measures pairs of processes for `sequential.extend` and prints the progress."""
 
-    def __init__(self, starter: trial.PairStarter, keys: Mapping[str, Key], rules: Rules) -> None:
+    def __init__(self, starter: PairStarter, keys: Mapping[str, Key], rules: Rules) -> None:
         self._starter, self._keys, self._rules = starter, keys, rules
         self._done, self._seconds, self._cases = 0, 0.0, 0
 
