@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from scipy import optimize, special, stats
 
 _CLIPPED_AT = 3.0
+_CONTRADICTION = 0.001
+"""How improbable a case's own variance may be under the prior before the prior is not used for it."""
 _MOST_DF = 30.0
 """What a calibration may count for: its pairs are of one afternoon, so that a case's own pairs keep their say."""
 
@@ -55,16 +57,27 @@ class Estimate:
 
 
 def estimate(log_ratios: Sequence[float], prior: NoisePrior) -> Estimate:
-    """From two pairs on. A pair further than 3 known standard deviations from the median counts as if it were there."""
+    """From two pairs on."""
     if len(log_ratios) < 2:
         raise ValueError(f"log_ratios must be two at least; got {len(log_ratios)}")
-    values = list(log_ratios)
-    if prior.df > 0:
-        centre, most = statistics.median(values), _CLIPPED_AT * prior.sd
-        values = [min(max(value, centre - most), centre + most) for value in values]
-    own_df = len(values) - 1
-    variance = (prior.df * prior.sd**2 + own_df * statistics.variance(values)) / (prior.df + own_df)
+    values = _without_outliers(log_ratios, prior)
+    own_df, own = len(values) - 1, statistics.variance(values)
+    if prior.df > 0 and stats.f.sf(own / prior.sd**2, own_df, prior.df) < _CONTRADICTION:
+        prior = UNKNOWN  # this case is noisier than any that was calibrated
+    variance = (prior.df * prior.sd**2 + own_df * own) / (prior.df + own_df)
     return Estimate(statistics.fmean(values), math.sqrt(variance / len(values)), prior.df + own_df)
+
+
+def _without_outliers(log_ratios: Sequence[float], prior: NoisePrior) -> list[float]:
+    """A pair further than 3 known standard deviations from the median counts as if it were there.
+
+    Not where that is more than one pair in three: then this case is noisier than is known.
+    """
+    values, centre, most = list(log_ratios), statistics.median(log_ratios), _CLIPPED_AT * prior.sd
+    outside = sum(abs(value - centre) > most for value in values)
+    if prior.df == 0 or 3 * outside > len(values):
+        return values
+    return [min(max(value, centre - most), centre + most) for value in values]
 
 
 def fit(log_ratios: Sequence[Sequence[float]]) -> NoisePrior:

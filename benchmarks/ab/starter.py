@@ -56,34 +56,33 @@ class PairStarter:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End those that stand ready; also from another thread, where `start` then raises SideError."""
         for child in itertools.chain(*self._ready):
             child.close()
 
-    def start(self, core: int | None) -> list[WorkerProcess]:
-        """A new pair, BASE and HEAD, whom the caller closes. Raises SideError where one cannot begin."""
+    def start(self) -> list[WorkerProcess]:
+        """A new pair, BASE and HEAD, which the caller lets begin, and closes. Raises SideError on a GPU."""
         if self.device == "cpu":
-            children = [WorkerProcess(side) for side in self._sides]
-            try:
-                for side, child in enumerate(children):
-                    with blame(side):
-                        child.begin(core)
-            except BaseException:
-                for child in children:
-                    child.close()
-                raise
-            return children
+            return [WorkerProcess(side) for side in self._sides]
         self._fill()
+        base, head = self._nearest()
         for _ in range(_MOST_DRAWS):
-            base, head = min(itertools.product(*self._ready), key=lambda pair: _difference(*pair))
             if _difference(base, head) <= _ALIKE:
                 break
             self._ready[0].remove(base)
             base.close()
             self._fill()
+            base, head = self._nearest()
         for ready, child in zip(self._ready, (base, head), strict=True):
             ready.remove(child)
         self._start_processes()
         return [base, head]
+
+    def _nearest(self) -> tuple[WorkerProcess, WorkerProcess]:
+        return min(itertools.product(*self._ready), key=lambda pair: _difference(*pair))
 
     def _start_processes(self) -> None:
         for sources, ready in zip(self._sides, self._ready, strict=True):

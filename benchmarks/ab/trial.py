@@ -200,6 +200,7 @@ class _CoreRunner:
 
     def stop(self) -> None:
         """From another thread: end the children, whatever they do, and start no others."""
+        self._starter.close()  # `start`, which has the lock, may wait for one of these
         with self._lock:
             self._stopped = True
             for child in self._children:
@@ -209,9 +210,12 @@ class _CoreRunner:
         with self._lock:
             if self._stopped:
                 raise InterruptedError("the trial was stopped")
-            self._children = self._starter.start(self._core)
+            self._children = self._starter.start()
             for child in self._children:
                 stack.callback(child.close)
+        for side, child in enumerate(self._children):
+            with blame(side):
+                child.begin(self._core)
         return WorkerPair(self._children[0], self._children[1], self._starter.device)
 
     def _until_fault(self, pair: WorkerPair, keys: Sequence[Key], found: list[PairedSamples | PairFailure]) -> None:

@@ -145,8 +145,7 @@ class _Measure:
     def __call__(self, cases: Sequence[str]) -> Mapping[str, PairTiming | PairFailure]:
         begin = time.perf_counter()
         keys = [self._keys[case] for case in cases]
-        check = self._done in (0, *self._rules.interim_analyses)  # the oracle's word, and again on what goes on
-        found = trial.run(self._starter, keys, self._rules, self._done % 2, check=check)
+        found = trial.run(self._starter, keys, self._rules, self._done % 2, check=self._done == 0)
         self._done += 1
         self._seconds += time.perf_counter() - begin
         self._cases += len(cases)
