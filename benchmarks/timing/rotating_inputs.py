@@ -30,11 +30,14 @@ class RotatingInputs:
         ]
         self._device, self._cache = device, key.cache
 
-    def time(self, plan: SamplingPlan) -> Timing:
-        """Time them in turn; ahead of each call one value of each input changes, and at last back."""
+    def time(self, plan: SamplingPlan, around: Callable[[Callable[[], object]], object] | None = None) -> Timing:
+        """Time them in turn; ahead of each call one value of each input changes, and at last back.
+
+        `around` makes the call, and what else is to be in the sample.
+        """
         touch = anti_cheat.Touch(x for work in self._works for x in work.inputs.values())
         try:
-            return latency.measure(self._in_turn(), self._device, self._cache, plan, touch)
+            return latency.measure(self._in_turn(around), self._device, self._cache, plan, touch)
         finally:
             touch.undo()
 
@@ -43,9 +46,9 @@ class RotatingInputs:
         recheck = self._works[-1].recheck
         return None if recheck is None else recheck(self._calls[-1], seed)
 
-    def _in_turn(self) -> Callable[[], object]:
+    def _in_turn(self, around: Callable[[Callable[[], object]], object] | None) -> Callable[[], object]:
         calls = itertools.cycle(self._calls)
-        return lambda: next(calls)()
+        return (lambda: next(calls)()) if around is None else (lambda: around(next(calls)))
 
 
 def _has_room(work: Work) -> bool:
