@@ -35,7 +35,7 @@ class SeriesTrend:
 
 def follow(history: Iterable[LatencySeries]) -> list[SeriesTrend]:
     """Find the changes of every series."""
-    return [SeriesTrend(series, trend.of_points(series.points)) for series in history]
+    return [SeriesTrend(series, trend.of(series)) for series in history]
 
 
 def news(followed: Sequence[SeriesTrend], found: Sequence[Standing]) -> str:

@@ -33,7 +33,8 @@ NOW = datetime(2026, 3, 20, tzinfo=timezone.utc)
 def night(number: int, latency_ms: float, **conditions: object) -> Record:
     """NSA's record of one night, on a commit of its own."""
     utc = f"2026-{2 + number // 28:02d}-{1 + number % 28:02d}T00:00:00.000Z"
-    where = dataclasses.replace(FINGERPRINT, utc=utc, commit=f"{number:07x}" + "0" * 33, **conditions)  # type: ignore[arg-type]
+    conditions = {"commit": f"{number:07x}" + "0" * 33, "nsa_sha256": f"{number:016x}", **conditions}
+    where = dataclasses.replace(FINGERPRINT, utc=utc, **conditions)  # type: ignore[arg-type]
     return dataclasses.replace(passed(key(), latency_ms), fingerprint=where)
 
 
