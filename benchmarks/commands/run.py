@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="COMMIT",
         help="measure some cases of that commit too, which tells what an upgrade does to the series; 'none': never"
         " (default: auto, where a driver, CUDA, PyTorch, Triton, ... changed since the machine's runs: up to"
-        f" {sum(CLASSES.values())} cases, a minute or two)",
+        f" {sum(CLASSES.values())} cases, about a minute on a GPU)",
     )
     parser.add_argument("--list", action="store_true", help="print the names of the cases and measure nothing")
     options.add_out(parser)
@@ -129,7 +129,7 @@ def _measure_anchors(
     """Add them to the run's file: those of the first commit that can be had. They do not decide the exit code."""
     changed = "; ".join(beside.differences) or "as asked"
     for one in beside.plans:
-        of_commit = f"{command.removesuffix(' --cases')} --anchors {one.commit} --cases"
+        of_commit = f"{command.removesuffix(' --cases')} --anchors {shlex.quote(one.commit)} --cases"
         print(f"\nAnchors: {len(one.keys)} cases at {one.commit[:10]} ({changed})", flush=True)
         found: list[Record] = []
         try:

@@ -40,7 +40,7 @@ def wanted(store: Store, now: Fingerprint, keys: Sequence[Key], preferred: Seque
     next. Nothing is measured twice, also not what failed. `preferred`: commits to take where the earlier runs measured
     them (the last release, say), before that of the machine's last run under the earlier conditions.
     """
-    runs = [run for run in store.runs(now.machine) if run.utc < now.utc]
+    runs = [run for run in store.runs(now.machine) if run.utc < now.utc and _same_computer(run, now)]
     first = next((i for i, run in enumerate(runs) if _alike(run, now)), len(runs))
     if first == 0:
         return None
@@ -65,6 +65,11 @@ def wanted(store: Store, now: Fingerprint, keys: Sequence[Key], preferred: Seque
     told = fingerprint.differences(before, now)
     hard_ones = tuple(one for one in told if one.partition(" ")[0] not in SOFT)
     return Wanted(hard_ones, tuple(plans)) if plans else None
+
+
+def _same_computer(a: Fingerprint, b: Fingerprint) -> bool:
+    """Records of another processor are no history of this one; a GPU's board may be exchanged."""
+    return a.driver is not None or a.cpu == b.cpu
 
 
 def _alike(a: Fingerprint, b: Fingerprint) -> bool:

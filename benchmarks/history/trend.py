@@ -106,11 +106,15 @@ def of_series(
     changes: list[Change] = []
     for part in joined.parts:
         own = [logs[i] - joined.offsets[i] for i in part]
-        found = _changes(own, smallest, _within(joined, part))
-        placed = [Change(part[one.index], one.change, one.confirmed, one.uncertainty) for one in found]
-        if (first := _first_alone(own, part, fingerprints, dense_ms, found, smallest)) is not None:
-            step = joined.uncertainty(part[:1], part[1:])
-            placed = [Change(part[1], math.expm1(first), True, step), *placed] if abs(first) > step else placed
+        alone = _first_alone(own, part, fingerprints, dense_ms, smallest)
+        found = _changes(own[alone:], smallest, _within(joined, part[alone:]))
+        placed = [Change(part[alone + one.index], one.change, one.confirmed, one.uncertainty) for one in found]
+        if alone:
+            end = 1 + found[0].index if found else len(part)
+            unsure = joined.uncertainty(part[:1], part[1:end])
+            step = statistics.median(own[1:end]) - own[0]
+            if abs(step) > max(math.log1p(smallest), unsure):
+                placed.insert(0, Change(part[1], math.expm1(step), True, unsure))
         changes += [change for change in placed if change.confirmed or change.index == last]
         if part[-1] == last:
             confirmed = [change.index for change in placed if change.confirmed]
@@ -138,28 +142,26 @@ def _first_alone(
     part: Sequence[int],
     fingerprints: Sequence[Fingerprint],
     dense_ms: Sequence[Mapping[str, float]],
-    found: Sequence[Change],
     smallest: float,
-) -> float | None:
-    """The step from the first run of a part, which alone is no level, to the level after it; else None.
+) -> int:
+    """1 where the first run of a part is a level of its own, which one run alone is not elsewhere; else 0.
 
-    It counts where other sources were measured then, and dense attention ran on both sides, of whose own step (on a
-    machine that was busy, say) nothing is NSA's.
+    It is one where the runs after it agree on another level, other sources were measured then, and dense attention ran
+    on both sides: what that shows of the step (of a machine that was busy, say) is not NSA's.
     """
-    level = logs[1 : found[0].index if found else len(logs)]
-    if len(level) < _FEWEST_OF_LEVEL or fingerprints[part[0]].nsa_sha256 == fingerprints[part[1]].nsa_sha256:
-        return None
     near = part[1 : 1 + _FEWEST_OF_LEVEL]
+    if len(near) < _FEWEST_OF_LEVEL or fingerprints[part[0]].nsa_sha256 == fingerprints[part[1]].nsa_sha256:
+        return 0
     dense = [
         statistics.median(math.log(dense_ms[i][name]) for i in near) - math.log(ms)
         for name, ms in dense_ms[part[0]].items()
         if all(name in dense_ms[i] for i in near)
     ]
     if not dense:
-        return None
-    step = statistics.median(level) - logs[0]
-    shown = max(map(abs, dense))
-    return step if abs(step) - shown >= max(math.log1p(smallest), _SIGMAS * _sigma(level)) else None
+        return 0
+    after = logs[1 : 1 + len(near)]
+    step = abs(statistics.median(after) - logs[0]) - max(map(abs, dense))
+    return int(step >= max(math.log1p(smallest), _SIGMAS * _sigma(after)))
 
 
 def _changes(logs: Sequence[float], smallest: float, uncertainty: Callable[[range, range], float]) -> list[Change]:

@@ -7,7 +7,6 @@ point from the page's list of runs, which all charts of the page share.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
@@ -19,7 +18,7 @@ from benchmarks.report import judgement, references, words
 from benchmarks.report.changes import SeriesTrend
 from benchmarks.report.chart import AXIS, LAYOUT, Chart, digits, log_axis, safe
 from benchmarks.report.published import PublishedSeries
-from benchmarks.report.table import percent
+from benchmarks.report.table import percent, plus_minus
 
 _FEW = 120
 """More points than this are small, so that they do not hide one another."""
@@ -213,7 +212,7 @@ def _changes(one: SeriesTrend) -> list[Chart]:
         at = [one.series.points[change.index] for change in found]
         commits = [(point.fingerprint.commit or "unknown")[:7] for point in at]
         sides = [_side(point, one.series.points) for point in at]
-        said = [f"{percent(abs(change.change)).lstrip('+')} {name}" for change in found]
+        said = [f"{percent(abs(change.change)).lstrip('+')}{plus_minus(change.uncertainty)} {name}" for change in found]
         seen = ["" if change.confirmed else "? (not yet seen again)" for change in found]
         traces.append(
             {
@@ -274,7 +273,7 @@ def _condition_marks(one: SeriesTrend, indices: Sequence[int]) -> Chart:
         "y": [digits(words.throughput(point)) for point in at], "yaxis": "y2", "mode": "markers+text",
         "marker": {"symbol": "line-ns-open", "size": 16, "color": "var(--faint)"}, "hovertext": said,
         "text": [_ratio(by_index[i]) for i in indices], "textfont": {"color": "var(--faint)"}, "cliponaxis": False,
-        "textposition": [f"bottom {_side(point, one.series.points)}" for point in at],
+        "textposition": ["bottom " + _side(point, one.series.points).replace("center", "right") for point in at],
         "hovertemplate": "%{hovertext}<extra></extra>",
     }  # fmt: skip
 
@@ -284,7 +283,7 @@ def _ratio(found: Break) -> str:
     if found.ratio is None or not found.commits:
         return ""
     commits = ", ".join(safe(commit[:7]) for commit in found.commits)
-    return f"time {percent(found.ratio - 1)} ± {percent(math.expm1(found.uncertainty)).lstrip('+')}, {commits}"
+    return f"time {percent(found.ratio - 1)}{plus_minus(found.uncertainty)}, {commits}"
 
 
 def _bridged(found: Break) -> str:
@@ -293,9 +292,9 @@ def _bridged(found: Break) -> str:
         return "not comparable with the runs before"
     if found.ratio is None:
         return "followed beside the dense baseline"
-    unsure = f"± {percent(math.expm1(found.uncertainty)).lstrip('+')}: a smaller step here is no change"
+    did = f"{percent(found.ratio - 1)}{plus_minus(found.uncertainty)}: a smaller step here is no change"
     if not found.commits:
-        return f"an earlier record does not know this; by dense attention it did {percent(found.ratio - 1)}, {unsure}"
+        return f"an earlier record does not know this; by dense attention it did {did}"
     who = f"{found.cases} other cases of its class" if found.cases else "this case"
     commits = ", ".join(safe(commit[:7]) for commit in found.commits)
-    return f"bridged: {who} at {commits}, measured on both sides, took {percent(found.ratio - 1)}, {unsure}"
+    return f"bridged: {who} at {commits}, measured on both sides, took {did}"

@@ -136,6 +136,7 @@ def test_an_upgrade_asks_for_the_last_commit_on_the_cases_that_it_was_measured_o
     nightly(tmp_path, [10.0] * 6)
     assert wanted(tmp_path, night(6)) is None, "nothing changed"
     assert wanted(tmp_path, night(6, platform="Linux 6.18.45", threads=8)) is None, "only soft conditions"
+    assert wanted(tmp_path, night(6, cpu="Another CPU", torch=UPGRADED)) is None, "another computer"
     found = wanted(tmp_path, upgraded(6), FORWARD, LONG, DECODE, key("train-step"), key(implementation="sdpa-flash"))
     assert found is not None
     assert found.differences == ("torch 2.13.0 -> 2.14.0",)
@@ -149,6 +150,13 @@ def test_a_release_or_an_accepted_commit_comes_first_where_it_was_measured(tmp_p
     found = wanted(tmp_path, upgraded(6), preferred=("f" * 40, str(night(2).commit)))
     assert found is not None
     assert [plan.commit for plan in found.plans] == [night(2).commit, night(5).commit]
+
+
+def test_another_board_of_a_gpu_asks_for_anchors(tmp_path: Path) -> None:
+    nightly(tmp_path, [10.0] * 6, driver="580.10", device="NVIDIA H200", cpu="A host")
+    found = wanted(tmp_path, night(6, driver="580.10", device="NVIDIA H200 NVL", cpu="Another host"))
+    assert found is not None
+    assert found.differences == ("device NVIDIA H200 -> NVIDIA H200 NVL", "cpu A host -> Another host")
 
 
 def test_sources_that_cannot_be_had_again_are_no_anchor(tmp_path: Path) -> None:

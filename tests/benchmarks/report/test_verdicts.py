@@ -130,6 +130,19 @@ def test_runs_on_a_busy_cpu_alone_do_not_make_a_case_slower(tmp_path: Path) -> N
     assert judgement.judge(followed(tmp_path / "always", *always), None).state is CaseState.SLOWER
 
 
+@pytest.mark.parametrize(("load", "state"), [(None, CaseState.SLOWER), (4.0, CaseState.MAYBE_SLOWER)])
+def test_one_first_run_that_is_not_to_be_relied_on_makes_no_case_slower(
+    load: float | None, state: CaseState, tmp_path: Path
+) -> None:
+    runs = [night(0, 10.0, load=load), *(night(i, 12.0) for i in range(1, 6))]
+    dense = [dataclasses.replace(run, key=key(implementation="sdpa-flash"), latency_ms=30.0) for run in runs]
+    for both in zip(runs, dense, strict=True):
+        write(tmp_path, *both)
+    (one,) = changes.follow(Store(tmp_path).history("cpu"))
+    found = judgement.judge(one, None)
+    assert (found.state, found.since) == (state, 1)
+
+
 @pytest.mark.parametrize(
     ("remote", "address"),
     [
