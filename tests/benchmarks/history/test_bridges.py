@@ -73,6 +73,11 @@ def test_a_step_at_the_upgrade_that_the_bridge_could_explain_is_not_reported(
     assert changes(of) == told
 
 
+def test_two_odd_runs_after_an_upgrade_are_no_change_that_the_bridge_could_explain() -> None:
+    of = found([10.0] * 10 + [11.5] * 2 + [12.0] * 8, UPGRADE, ratio(1.2, noise=0.03))
+    assert changes(of) == []
+
+
 def test_a_later_step_under_the_new_conditions_is_as_certain_as_ever() -> None:
     of = found([10.0] * 10 + [12.0] * 5 + [12.6] * 5, UPGRADE, ratio(1.2, noise=0.03))
     assert [(*one, change.uncertainty) for one, change in zip(changes(of), of.changes, strict=True)] == [
