@@ -117,17 +117,23 @@ class SeriesAnchors:
     series: Series
     mode: str
 
-    def bridge(self, offsets: Mapping[Conditions, float], new: Conditions) -> Bridge | None:
-        """From the conditions of a part of the series, with the offsets that these have, to `new`; None without any."""
+    def bridge(self, offsets: Mapping[Conditions, float], new: Conditions, noise: float = NOISE) -> Bridge | None:
+        """From the conditions of a part of the series, with the offsets that these have, to `new`; None without any.
+
+        `noise`: of the series from run to run, relative, which its anchors share where it is more than `NOISE`.
+        """
+        noisier = max(1.0, noise / NOISE)
         usable = [one for one in self.ratios.get(new, ()) if one.old in offsets]
         own = [one for one in usable if one.series == self.series]
         if own:
             offset = statistics.mean(one.log_ratio + offsets[one.old] for one in own)
-            noise = math.sqrt(sum(one.noise**2 for one in own)) / len(own)
-            return Bridge(offset, Z * noise, own[-1].old, _commits(own), 0)
-        return self._of_class(usable, offsets)
+            of_mean = noisier * math.sqrt(sum(one.noise**2 for one in own)) / len(own)
+            return Bridge(offset, Z * of_mean, own[-1].old, _commits(own), 0)
+        return self._of_class(usable, offsets, noisier)
 
-    def _of_class(self, usable: Sequence[AnchorRatio], offsets: Mapping[Conditions, float]) -> Bridge | None:
+    def _of_class(
+        self, usable: Sequence[AnchorRatio], offsets: Mapping[Conditions, float], noisier: float
+    ) -> Bridge | None:
         """The mean of at least two other cases of the class: one alone does not show how much cases differ."""
         by_class: dict[str, dict[Series, list[float]]] = {}
         for one in usable:
@@ -139,7 +145,7 @@ class SeriesAnchors:
         free = sum(len(of_mode) - 1 for of_mode in means.values())
         squares = sum((x - statistics.mean(of_mode)) ** 2 for of_mode in means.values() for x in of_mode)
         same = [one for one in usable if one.mode == self.mode]
-        spread = max(math.sqrt(squares / free), statistics.mean(one.noise for one in same))
+        spread = max(math.sqrt(squares / free), noisier * statistics.mean(one.noise for one in same))
         uncertainty = student_t(free) * spread * math.sqrt(1 + 1 / len(ours))
         return Bridge(statistics.mean(ours), uncertainty, same[-1].old, _commits(same), len(ours))
 

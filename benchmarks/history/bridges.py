@@ -14,10 +14,11 @@ Without any of them the series is cut, and starts anew.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.history import conditions
 from benchmarks.history.anchors import NOISE, AnchorRatio, SeriesAnchors, Z
@@ -26,6 +27,9 @@ from harness import fingerprint
 from harness.fingerprint import Fingerprint
 
 _NEAR = 5  # runs on each side of a change that tell what it did
+_SMALLEST_SIGMA = 0.002
+_SIGMA_OF_FEW = 0.01  # at least, while fewer differences of neighbours than this tell the noise:
+_FEW = 5
 
 
 @dataclass(frozen=True)
@@ -136,36 +140,41 @@ class Joined:
             return None
         shown = self._shown_by_dense(before, after, steps)
         uncertainty = max(Z * NOISE, *(abs(step) for step, _ in steps.values()))
-        parent = self._group_of[before[-1]]
-        offset = self._own_within(before, after, shown, self._total(uncertainty, parent, before))
-        return _Link(offset, parent, uncertainty, math.exp(shown))
+        told = _Link(shown, self._group_of[before[-1]], uncertainty, math.exp(shown))
+        return self._with_own_step(told, before, after, self._noise(part))
 
     def _by_anchors(self, number: int, part: Sequence[int]) -> _Link | None:
         if self._anchors is None:
             return None
         offsets = {self._conditions[other]: self.offsets[self._groups[other][0]] for other in part}
-        found = self._anchors.bridge(offsets, self._conditions[number])
+        noise = self._noise(part)
+        found = self._anchors.bridge(offsets, self._conditions[number], noise)
         if found is None:
             return None
         parent = next(other for other in part if self._conditions[other] == found.old)
         before, after = self._before(number, part), self._groups[number][:_NEAR]
-        offset = self._own_within(before, after, found.offset, self._total(found.uncertainty, parent, before))
         ratio = math.exp(found.offset - offsets[found.old])
-        return _Link(offset, parent, found.uncertainty, ratio, found.commits, found.cases)
+        told = _Link(found.offset, parent, found.uncertainty, ratio, found.commits, found.cases)
+        return self._with_own_step(told, before, after, noise)
+
+    def _noise(self, part: Sequence[int]) -> float:
+        return sigma([self._logs[i] - self.offsets[i] for i in sorted(i for one in part for i in self._groups[one])])
+
+    def _with_own_step(self, told: _Link, before: Sequence[int], after: Sequence[int], noise: float) -> _Link:
+        """The series' own step in place of what is told of it, where it lies within the interval: nothing else is seen.
+
+        The interval holds the way from the link's parent to most of the runs before, and the noise of both medians.
+        """
+        way = min(self._path(told.parent, other) for other in self._well_seen(before))
+        medians = Z * noise * math.sqrt(math.pi / 2 * (1 / len(before) + 1 / len(after)))
+        own = self._own_step(before, after)
+        within = abs(own - told.offset) <= math.hypot(told.uncertainty, way, medians)
+        return replace(told, offset=own) if within else told
 
     def _own_step(self, before: Sequence[int], after: Sequence[int]) -> float:
         """Of the series itself, as log of the latency."""
         level = statistics.median(self._logs[i] - self.offsets[i] for i in before)
         return statistics.median(self._logs[i] for i in after) - level
-
-    def _own_within(self, before: Sequence[int], after: Sequence[int], told: float, uncertainty: float) -> float:
-        """The series' own step where it lies within the interval of what is told of it: then nothing else is seen."""
-        own = self._own_step(before, after)
-        return own if abs(own - told) <= uncertainty else told
-
-    def _total(self, uncertainty: float, parent: int, before: Sequence[int]) -> float:
-        """Of a bridge that stands on `parent`, and of the way from there to most of the runs before it."""
-        return math.hypot(uncertainty, min(self._path(parent, other) for other in self._well_seen(before)))
 
     def _dense_steps(self, before: Sequence[int], after: Sequence[int]) -> dict[str, tuple[float, float]]:
         """By baseline that ran on both sides: the step of the log of its latency, and that log after it."""
@@ -229,3 +238,10 @@ def breaks(
         commits = () if alike else tuple(dict.fromkeys(one.commit for one in usable))
         found.append(Break(group[0], told, alike or bool(commits), commits=commits))
     return found
+
+
+def sigma(logs: Sequence[float]) -> float:
+    """Noise of one point, from the differences of neighbours, which a few changes of level do not widen."""
+    steps = [abs(b - a) for a, b in itertools.pairwise(logs)]
+    smallest = _SIGMA_OF_FEW if len(steps) < _FEW else _SMALLEST_SIGMA
+    return max(smallest, 1.4826 * statistics.median(steps) / math.sqrt(2)) if steps else smallest

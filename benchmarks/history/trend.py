@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.history.anchors import SeriesAnchors
-from benchmarks.history.bridges import Break, Joined
+from benchmarks.history.bridges import Break, Joined, sigma
 from benchmarks.history.store import LatencySeries, Point
 from harness.fingerprint import Fingerprint
 
@@ -31,9 +31,6 @@ SMALLEST_CHANGE = 0.03
 """Of a change that is reported; runs of different days differ more than processes of one hour."""
 _SIGMAS = 4.0  # by how much the last point must leave its level to be asked about
 _PENALTY = 3.0  # of one more level, in variances times log(points): ruptures' advice for a mean that jumps
-_SMALLEST_SIGMA = 0.002
-_SIGMA_OF_FEW = 0.01  # at least, while fewer differences of neighbours than this tell the noise:
-_FEW = 5
 _FEWEST_OF_LEVEL = 2
 """Runs after a first one that must agree before that one counts."""
 
@@ -123,9 +120,9 @@ def of_series(
             newest = joined.offsets[last]
             comparable = [(i, latencies_ms[i] * math.exp(newest - joined.offsets[i])) for i in part]
             level = [ms for i, ms in comparable if i >= level_begin and not (unconfirmed and i == last)]
-            sigma = _sigma([math.log(ms) for _, ms in comparable])
+            noise = sigma([math.log(ms) for _, ms in comparable])
     changes.sort(key=lambda change: change.index)
-    return Trend(tuple(changes), tuple(joined.breaks), statistics.median(level), level_begin, tuple(comparable), sigma)
+    return Trend(tuple(changes), tuple(joined.breaks), statistics.median(level), level_begin, tuple(comparable), noise)
 
 
 def _within(joined: Joined, part: Sequence[int]) -> Callable[[range, range], float]:
@@ -161,7 +158,7 @@ def _first_alone(
         return 0
     after = logs[1 : 1 + len(near)]
     step = abs(statistics.median(after) - logs[0]) - max(map(abs, dense))
-    return int(step >= max(math.log1p(smallest), _SIGMAS * _sigma(after)))
+    return int(step >= max(math.log1p(smallest), _SIGMAS * sigma(after)))
 
 
 def _changes(logs: Sequence[float], smallest: float, uncertainty: Callable[[range, range], float]) -> list[Change]:
@@ -198,7 +195,7 @@ def _level_starts(logs: Sequence[float]) -> list[int]:
     smooth = [logs[0], *map(statistics.median, zip(logs, logs[1:], logs[2:], strict=False)), logs[-1]]
     smooth[-1] = smooth[-2]  # one point alone is no level; _unconfirmed looks at it
     smooth[0] = smooth[1]
-    penalty = _PENALTY * _sigma(logs) ** 2 * math.log(len(logs))
+    penalty = _PENALTY * sigma(logs) ** 2 * math.log(len(logs))
     signal = np.asarray(smooth).reshape(-1, 1)
     ends = ruptures.KernelCPD(kernel="linear", min_size=2).fit(signal).predict(pen=penalty)
     return [int(end) for end in ends[:-1]]
@@ -226,12 +223,5 @@ def _unconfirmed(logs: Sequence[float], starts: Sequence[int], smallest: float) 
     if len(level) < 2:
         return None
     step = logs[-1] - statistics.median(level)
-    noise = _sigma(logs[:-1])  # without the step, which would hide itself among few points
+    noise = sigma(logs[:-1])  # without the step, which would hide itself among few points
     return math.expm1(step) if abs(step) >= max(math.log1p(smallest), _SIGMAS * noise) else None
-
-
-def _sigma(logs: Sequence[float]) -> float:
-    """Noise of one point, from the differences of neighbours, which a few changes of level do not widen."""
-    steps = [abs(b - a) for a, b in itertools.pairwise(logs)]
-    smallest = _SIGMA_OF_FEW if len(steps) < _FEW else _SMALLEST_SIGMA
-    return max(smallest, 1.4826 * statistics.median(steps) / math.sqrt(2)) if steps else smallest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -71,6 +72,31 @@ def test_a_step_at_the_upgrade_that_the_bridge_could_explain_is_not_reported(
 ) -> None:
     of = found([10.0] * 10 + [12.0 * step] * 10, UPGRADE, ratio(1.2, noise=0.03))
     assert changes(of) == told
+
+
+def test_a_noisy_series_has_a_less_certain_bridge() -> None:
+    noisy = [10.0, 10.4] * 5
+    assert found([*noisy, *[12.0] * 10], UPGRADE, ratio(1.2)).breaks[0].uncertainty == pytest.approx(
+        anchors.Z * bridges.sigma([math.log(ms) for ms in noisy])
+    )
+    of_class = found([*noisy, *[12.0] * 10], UPGRADE, ratio(1.2, case="a"), ratio(1.2, case="b")).breaks[0]
+    assert of_class.uncertainty > anchors.student_t(1) * bridges.sigma([math.log(ms) for ms in noisy])
+
+
+@pytest.mark.parametrize(("noise", "most"), [(0.006, 0), (0.015, 10)], ids=["a GPU's noise", "a CPU's noise"])
+def test_an_upgrade_alone_raises_hardly_an_alarm_and_hides_no_large_step(noise: float, most: int) -> None:
+    """100 upgrades with a figure of one process on each side; 95 % intervals leave one in twenty open."""
+    alarms = 0
+    for seed in range(100):
+        random_ms = random.Random(seed)
+        before = [10.0 * random_ms.lognormvariate(0, noise) for _ in range(random_ms.randint(4, 20))]
+        after = [11.0 * random_ms.lognormvariate(0, noise) for _ in range(random_ms.randint(4, 20))]
+        told = ratio(1.1 * random_ms.lognormvariate(0, noise * math.sqrt(2)), noise=0.01 * math.sqrt(2))
+        runs = [OLD] * len(before) + [NEW] * len(after)
+        alarms += bool(found([*before, *after], runs, told).changes)
+        slower = found([*before, *(ms * 1.25 for ms in after)], runs, told).changes
+        assert len(before) in [change.index for change in slower if change.change > 0.1]
+    assert alarms <= most
 
 
 def test_two_odd_runs_after_an_upgrade_are_no_change_that_the_bridge_could_explain() -> None:
