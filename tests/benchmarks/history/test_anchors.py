@@ -10,13 +10,14 @@ import pytest
 
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome
-from benchmarks.history import anchor_plan, anchors, merge, run_file, speedup
+from benchmarks.history import anchor_plan, anchors, merge, run_file, speedup, trend
 from benchmarks.history.accepted import Acceptance
 from benchmarks.history.anchor_plan import Wanted
 from benchmarks.history.records import Anchor, Record
 from benchmarks.history.store import Store
 from benchmarks.report import changes, judgement, run_chart, trends
 from benchmarks.report.judgement import CaseState
+from harness import repository
 from harness.fingerprint import Fingerprint
 from tests.benchmarks.stored import write
 from tests.benchmarks.synthetic import FINGERPRINT, failed, key, passed
@@ -217,3 +218,17 @@ def test_the_parts_of_the_forward_are_followed_beside_the_dense_baseline_of_the_
     one = followed(tmp_path, part)
     assert [(change.index, round(change.change, 3)) for change in one.trend.changes] == [(6, 0.1)]
     assert not one.series.points[-1].dense_ms, "it is compared with no baseline all the same"
+
+
+def test_the_stored_runs_of_the_h200_show_the_forward_of_64k_at_twice_its_first_throughput() -> None:
+    """From 1.0 to 2.0 million tokens/s in two changes of level: what no early record knew of cuDNN cuts nothing."""
+    name = "prefill-forward/64x4x128/b1/s65536/bfloat16/cold/nsa"
+    found = [one for one in Store(repository.ROOT / "results").history("h200") if one.newest.key.name == name]
+    points = [point for one in found for point in one.points if point.utc < "2026-11-23T07"]
+    if not points:
+        pytest.skip("no stored runs of an H200 here")
+    of = trend.of_points(points)
+    steps = [(str(points[one.index].fingerprint.commit)[:7], one.change) for one in of.changes]
+    assert steps == [("81592ac", pytest.approx(-0.430, abs=0.002)), ("9c59cda", pytest.approx(-0.140, abs=0.002))]
+    assert [one.uncertainty for one in of.changes] == pytest.approx([0.02, 0.0], abs=0.001)
+    assert [round(65536 / ms * 1e3 / 1e6, 1) for ms in (points[0].latency_ms, of.level_ms)] == [1.0, 2.0]
