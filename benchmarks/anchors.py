@@ -14,7 +14,7 @@ from benchmarks import worker
 from benchmarks.ab import checkout
 from benchmarks.cases.key import NSA, Key
 from benchmarks.history import accepted, anchors
-from benchmarks.history.anchor_plan import AnchorPlan, Wanted, wanted
+from benchmarks.history.anchor_plan import AnchorPlan, AnchorRequest, request
 from benchmarks.history.records import Anchor, Record
 from benchmarks.history.store import Store
 from benchmarks.timing.latency import SamplingPlan
@@ -24,14 +24,14 @@ from harness.fingerprint import Fingerprint
 AUTO, NONE = "auto", "none"
 
 
-def find(asked: str, results: Path, now: Fingerprint, keys: Sequence[Key]) -> Wanted | None:
+def find(asked: str, results: Path, now: Fingerprint, keys: Sequence[Key]) -> AnchorRequest | None:
     """What to measure; `asked` is `AUTO`, `NONE` or a commit, whose cases then need no earlier figure."""
     if asked == NONE:
         return None
     if asked == AUTO:
-        return wanted(Store(results, now.machine), now, keys, _preferred(results, now.machine))
+        return request(Store(results, now.machine), now, keys, _preferred(results, now.machine))
     of_nsa = [key for key in keys if key.implementation == NSA]
-    return Wanted((), (AnchorPlan(checkout.resolve(asked), None, tuple(anchors.cases(of_nsa))),))
+    return AnchorRequest((), (AnchorPlan(checkout.resolve(asked), None, tuple(anchors.cases(of_nsa))),))
 
 
 def _preferred(results: Path, machine: str) -> list[str]:

@@ -16,7 +16,7 @@ from benchmarks.commands import options
 from benchmarks.commands.report import build_page
 from benchmarks.correctness import row_sampling
 from benchmarks.history import reservations, run_file, speedup
-from benchmarks.history.anchor_plan import Wanted
+from benchmarks.history.anchor_plan import AnchorRequest
 from benchmarks.history.anchors import CLASSES
 from benchmarks.history.records import Record
 from benchmarks.timing import peak
@@ -124,7 +124,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _measure_anchors(
-    beside: Wanted, path: Path, device: str, plan: SamplingPlan, now: Fingerprint, command: str, seed: int
+    beside: AnchorRequest, path: Path, device: str, plan: SamplingPlan, now: Fingerprint, command: str, seed: int
 ) -> list[Record]:
     """Add them to the run's file: those of the first commit that can be had. They do not decide the exit code."""
     changed = "; ".join(beside.differences) or "as asked"

@@ -24,7 +24,7 @@ class AnchorPlan:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class AnchorRequest:
     """After a change of a hard condition."""
 
     differences: tuple[str, ...]
@@ -33,7 +33,7 @@ class Wanted:
     """The best first; the next one serves where a commit cannot be had."""
 
 
-def wanted(store: Store, now: Fingerprint, keys: Sequence[Key], preferred: Sequence[str]) -> Wanted | None:
+def request(store: Store, now: Fingerprint, keys: Sequence[Key], preferred: Sequence[str]) -> AnchorRequest | None:
     """What the run that `now` begins should measure beside its own `keys`; None where nothing is to be bridged.
 
     The change is that before the first run under these hard conditions: an interrupted run leaves its anchors to the
@@ -64,7 +64,7 @@ def wanted(store: Store, now: Fingerprint, keys: Sequence[Key], preferred: Seque
             plans.append(AnchorPlan(run.commit, run.nsa_sha256, chosen))
     told = fingerprint.differences(before, now)
     hard_ones = tuple(one for one in told if one.partition(" ")[0] not in SOFT)
-    return Wanted(hard_ones, tuple(plans)) if plans else None
+    return AnchorRequest(hard_ones, tuple(plans)) if plans else None
 
 
 def _same_computer(a: Fingerprint, b: Fingerprint) -> bool:

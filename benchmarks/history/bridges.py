@@ -65,7 +65,7 @@ class _Link:
     cases: int = 0
 
 
-class Joined:
+class JoinedSeries:
     """A series whose runs under different conditions were made comparable, as far as something tells how."""
 
     def __init__(
@@ -97,17 +97,13 @@ class Joined:
 
     def _join(self, number: int, fingerprints: Sequence[Fingerprint]) -> None:
         group = self._groups[number]
-        link = None
-        for how in (self._over_soft, self._by_anchors, self._over_unrecorded):
-            for part in reversed(self._parts):  # the newest that is alike
-                link = how(number, part)
-                if link is not None:
-                    part.append(number)
-                    break
-            if link is not None:
-                break
-        else:
+        ways = (self._over_soft, self._by_anchors, self._over_unrecorded)
+        tried = ((how(number, part), part) for how in ways for part in reversed(self._parts))  # the newest part first
+        link, part = next(((link, part) for link, part in tried if link is not None), (None, None))
+        if part is None:
             self._parts.append([number])
+        else:
+            part.append(number)
         self._links.append(link)
         for i in group:
             self.offsets[i] = link.offset if link else 0.0

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.history.anchors import SeriesAnchors
-from benchmarks.history.bridges import Break, Joined, sigma
+from benchmarks.history.bridges import Break, JoinedSeries, sigma
 from benchmarks.history.store import LatencySeries, Point
 from harness.fingerprint import Fingerprint
 
@@ -99,7 +99,7 @@ def of_series(
     last = len(latencies_ms) - 1
     logs = [math.log(latency_ms) for latency_ms in latencies_ms]
     dense_ms = dense_ms or [{}] * len(logs)
-    joined = Joined(logs, fingerprints, dense_ms, anchors)
+    joined = JoinedSeries(logs, fingerprints, dense_ms, anchors)
     changes: list[Change] = []
     for part in joined.parts:
         own = [logs[i] - joined.offsets[i] for i in part]
@@ -125,8 +125,8 @@ def of_series(
     return Trend(tuple(changes), tuple(joined.breaks), statistics.median(level), level_begin, tuple(comparable), noise)
 
 
-def _within(joined: Joined, part: Sequence[int]) -> Callable[[range, range], float]:
-    """`Joined.uncertainty` for two stretches of one part."""
+def _within(joined: JoinedSeries, part: Sequence[int]) -> Callable[[range, range], float]:
+    """`JoinedSeries.uncertainty` for two stretches of one part."""
 
     def uncertainty(before: range, after: range) -> float:
         return joined.uncertainty([part[i] for i in before], [part[i] for i in after])

@@ -12,7 +12,7 @@ from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.history import anchor_plan, anchors, merge, run_file, speedup, trend
 from benchmarks.history.accepted import Acceptance
-from benchmarks.history.anchor_plan import Wanted
+from benchmarks.history.anchor_plan import AnchorRequest
 from benchmarks.history.records import Anchor, Record
 from benchmarks.history.store import Store
 from benchmarks.report import changes, judgement, run_chart, trends
@@ -128,17 +128,17 @@ def test_anchors_survive_the_file_and_a_merge(tmp_path: Path) -> None:
     assert "anchor" in damaged.why
 
 
-def wanted(results: Path, now: Fingerprint, *keys: Key, preferred: tuple[str, ...] = ()) -> Wanted | None:
-    return anchor_plan.wanted(Store(results, "cpu"), now, keys or (FORWARD, LONG, DECODE), preferred)
+def requested(results: Path, now: Fingerprint, *keys: Key, preferred: tuple[str, ...] = ()) -> AnchorRequest | None:
+    return anchor_plan.request(Store(results, "cpu"), now, keys or (FORWARD, LONG, DECODE), preferred)
 
 
 def test_an_upgrade_asks_for_the_last_commit_on_the_cases_that_it_was_measured_on(tmp_path: Path) -> None:
-    assert wanted(tmp_path, upgraded(6)) is None, "the first run of a machine"
+    assert requested(tmp_path, upgraded(6)) is None, "the first run of a machine"
     nightly(tmp_path, [10.0] * 6)
-    assert wanted(tmp_path, night(6)) is None, "nothing changed"
-    assert wanted(tmp_path, night(6, platform="Linux 6.18.45", threads=8)) is None, "only soft conditions"
-    assert wanted(tmp_path, night(6, cpu="Another CPU", torch=UPGRADED)) is None, "another computer"
-    found = wanted(tmp_path, upgraded(6), FORWARD, LONG, DECODE, key("train-step"), key(implementation="sdpa-flash"))
+    assert requested(tmp_path, night(6)) is None, "nothing changed"
+    assert requested(tmp_path, night(6, platform="Linux 6.18.45", threads=8)) is None, "only soft conditions"
+    assert requested(tmp_path, night(6, cpu="Another CPU", torch=UPGRADED)) is None, "another computer"
+    found = requested(tmp_path, upgraded(6), FORWARD, LONG, DECODE, key("train-step"), key(implementation="sdpa-flash"))
     assert found is not None
     assert found.differences == ("torch 2.13.0 -> 2.14.0",)
     (plan,) = found.plans
@@ -148,14 +148,14 @@ def test_an_upgrade_asks_for_the_last_commit_on_the_cases_that_it_was_measured_o
 
 def test_a_release_or_an_accepted_commit_comes_first_where_it_was_measured(tmp_path: Path) -> None:
     nightly(tmp_path, [10.0] * 6)
-    found = wanted(tmp_path, upgraded(6), preferred=("f" * 40, str(night(2).commit)))
+    found = requested(tmp_path, upgraded(6), preferred=("f" * 40, str(night(2).commit)))
     assert found is not None
     assert [plan.commit for plan in found.plans] == [night(2).commit, night(5).commit]
 
 
 def test_another_board_of_a_gpu_asks_for_anchors(tmp_path: Path) -> None:
     nightly(tmp_path, [10.0] * 6, driver="580.10", device="NVIDIA H200", cpu="A host")
-    found = wanted(tmp_path, night(6, driver="580.10", device="NVIDIA H200 NVL", cpu="Another host"))
+    found = requested(tmp_path, night(6, driver="580.10", device="NVIDIA H200 NVL", cpu="Another host"))
     assert found is not None
     assert found.differences == ("device NVIDIA H200 -> NVIDIA H200 NVL", "cpu A host -> Another host")
 
@@ -163,12 +163,12 @@ def test_another_board_of_a_gpu_asks_for_anchors(tmp_path: Path) -> None:
 def test_sources_that_cannot_be_had_again_are_no_anchor(tmp_path: Path) -> None:
     nightly(tmp_path, [10.0], dirty=True)
     nightly(tmp_path, [10.0], begin=1, commit=None)
-    assert wanted(tmp_path, upgraded(6)) is None
+    assert requested(tmp_path, upgraded(6)) is None
 
 
 def test_a_run_of_the_same_sources_needs_no_anchors(tmp_path: Path) -> None:
     nightly(tmp_path, [10.0] * 3)
-    assert wanted(tmp_path, night(6, torch=UPGRADED, nsa_sha256=night(2).nsa_sha256)) is None
+    assert requested(tmp_path, night(6, torch=UPGRADED, nsa_sha256=night(2).nsa_sha256)) is None
 
 
 def test_what_an_interrupted_run_left_is_measured_by_the_next_one_and_nothing_twice(tmp_path: Path) -> None:
@@ -176,11 +176,11 @@ def test_what_an_interrupted_run_left_is_measured_by_the_next_one_and_nothing_tw
     broken = dataclasses.replace(failed(DECODE, CaseOutcome.CRASHED, "boom"), fingerprint=upgraded(6))
     broken = dataclasses.replace(broken, anchor=Anchor(str(night(5).commit), night(5).nsa_sha256))
     write(tmp_path, figure(11.0, upgraded(6)), figure(11.0, upgraded(6), of=5), broken)
-    found = wanted(tmp_path, upgraded(7))
+    found = requested(tmp_path, upgraded(7))
     assert found is not None
     assert [plan.keys for plan in found.plans] == [(LONG,)]
     write(tmp_path, figure(11.0, upgraded(7), LONG), figure(11.0, upgraded(7), LONG, of=5))
-    assert wanted(tmp_path, upgraded(8)) is None
+    assert requested(tmp_path, upgraded(8)) is None
 
 
 def test_the_smallest_and_the_largest_of_each_class_are_anchors() -> None:
