@@ -16,13 +16,14 @@ from benchmarks.ab import checkout
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.history import run_file
+from benchmarks.history.anchor_plan import AnchorPlan, AnchorRequest
 from benchmarks.history.records import Anchor, Record
 from benchmarks.runner import Measurement
 from benchmarks.workloads import suite
 from harness import fingerprint, repository
 from tests.benchmarks.repository import Repository
 from tests.benchmarks.stored import write
-from tests.benchmarks.synthetic import FINGERPRINT, passed
+from tests.benchmarks.synthetic import FINGERPRINT, failed, passed
 
 NAME = "prefill-forward/8x2x64/b1/s512/float32/nsa"
 SLOWED_MS = 200.0
@@ -129,6 +130,27 @@ def test_anchors_can_be_left_out_or_asked_for_at_any_commit(
     assert run(tmp_path / "results", "--anchors", "no-such-commit") == 2
     assert "'no-such-commit' must name a commit of" in capsys.readouterr().err
     assert list((tmp_path / "results" / "runs" / "cpu").iterdir()) == before
+
+
+def test_where_a_commit_gives_no_figure_the_next_one_is_measured(
+    earlier: Anchor, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured_here(monkeypatch)
+    broken = dataclasses.replace(earlier, commit="a" * 40)
+    plans = tuple(AnchorPlan(one.commit, one.nsa_sha256, (the_key(),)) for one in (broken, earlier, earlier))
+    monkeypatch.setattr(anchors, "find", lambda *_: AnchorRequest((), plans))
+
+    def measure(plan: AnchorPlan, *arguments: object) -> Iterator[Record]:
+        now = arguments[2]
+        assert isinstance(now, fingerprint.Fingerprint)
+        good = plan.commit == earlier.commit
+        record = passed(the_key()) if good else failed(the_key(), CaseOutcome.CRASHED, "too old")
+        yield dataclasses.replace(record, fingerprint=now, anchor=earlier if good else broken)
+
+    monkeypatch.setattr(anchors, "measure", measure)
+    assert run(tmp_path / "results") == 0
+    assert [record.anchor for record in newest(tmp_path / "results")] == [None, broken, earlier]
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["anchors"] == {"CRASHED": 1, "PASSED": 1}
 
 
 def test_interrupted_among_the_anchors_a_run_keeps_all_that_it_measured(
