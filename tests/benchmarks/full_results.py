@@ -45,6 +45,7 @@ def run_of(number: int, machine: str = "h200", device: str = "NVIDIA H200") -> F
         cuda="12.8",
         triton="3.7.1",
         commit=f"{random.Random(number).getrandbits(160):040x}",
+        nsa_sha256=f"{number:016x}",
         measured_peak=PEAK,
     )
 
