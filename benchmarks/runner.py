@@ -155,5 +155,7 @@ def _require_possible(timed: Timing, work: Work, limits: MeasuredPeak | None, de
 
 def _finite_outputs(work: Work) -> None:
     """What was timed must still be right after many calls; a train step may have diverged."""
-    for i, x in enumerate(work.call()):
+    outputs = work.call()
+    anti_cheat.require_plain_tensors(outputs)
+    for i, x in enumerate(outputs):
         require_finite(f"output {i} after the last sample", x)

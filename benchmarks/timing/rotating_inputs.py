@@ -11,7 +11,7 @@ from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import Correctness
 from benchmarks.cases.work import Work
 from benchmarks.correctness import anti_cheat
-from benchmarks.timing import cuda_graphs, latency
+from benchmarks.timing import cross_check, cuda_graphs, latency
 from benchmarks.timing.latency import SamplingPlan, Timing
 
 _ROOM = 4
@@ -29,19 +29,23 @@ class RotatingInputs:
             cuda_graphs.capture(one.call) if captured and not one.replays else one.call for one in self._works
         ]
         self._device, self._cache = device, key.cache
+        self._timing: Timing | None = None
 
     def time(self, plan: SamplingPlan) -> Timing:
-        """Time them in turn; ahead of each call one value of each input changes, and at last back."""
+        """Time them in turn; ahead of each call one value of each input changes, and at last all of them back."""
         touch = anti_cheat.Touch(x for work in self._works for x in work.inputs.values())
         try:
-            return latency.measure(self._in_turn(), self._device, self._cache, plan, touch)
+            self._timing = latency.measure(self._in_turn(), self._device, self._cache, plan, touch)
         finally:
             touch.undo()
+        return self._timing
 
     def recheck(self, seed: int) -> Correctness | None:
-        """The last of them on inputs that no call has seen; None where the work cannot."""
-        recheck = self._works[-1].recheck
-        return None if recheck is None else recheck(self._calls[-1], seed)
+        """The last of them on inputs that no call has seen, watched from outside; None where the work cannot."""
+        work = self._works[-1]
+        if work.recheck is None:
+            return None
+        return cross_check.recheck(work, self._calls[-1], self._timing, self._device, seed)
 
     def _in_turn(self) -> Callable[[], object]:
         calls = itertools.cycle(self._calls)

@@ -155,13 +155,16 @@ def _work(key: Key, implementation: Implementation, problem: Problem) -> Work:
     names = implementation.differentiated if backward else ()
     d_o = _output_gradient(problem) if backward else None
 
+    def redraw(seed: int) -> None:
+        _overwrite(problem.tensors, _problem(key, problem.q.device.type, seed).tensors)
+
     def recheck(call: Call, seed: int) -> Correctness:
         picked = oracle.random_rows(problem, FRESH_ROWS, seed)
         before = call()
         if d_o is not None:
             d_o.copy_(verify.sparse_gradient(before[0], picked))
         anti_cheat.poison(before)
-        _overwrite(problem.tensors, _problem(key, problem.q.device.type, seed).tensors)
+        redraw(seed)
         answer, aux = _answer(call, names, d_o), implementation.chosen(problem)
         correctness = implementation.compare(problem, answer, aux, picked)
         queries, sequences = problem.q.shape[1], problem.q.shape[0]
@@ -185,6 +188,7 @@ def _work(key: Key, implementation: Implementation, problem: Problem) -> Work:
         refusals=implementation.refusals,
         inputs=problem.tensors,
         recheck=recheck,
+        redraw=redraw,
         copy=lambda: _work(key, implementation, problem.map(torch.clone)),
     )
 
