@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +12,8 @@ from benchmarks import memory_worker
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome, Correctness
 from benchmarks.cases.work import Work
-from benchmarks.correctness import anti_cheat, row_sampling
-from benchmarks.correctness.verify import IncorrectError, joined, require_finite
+from benchmarks.correctness import anti_cheat, integrity, process_state, row_sampling
+from benchmarks.correctness.verify import IncorrectError, NonFiniteError, joined, require_finite
 from benchmarks.errors import ThrottledError, classify
 from benchmarks.history.records import Record
 from benchmarks.history.samples import RawSamples, SampleSummary
@@ -54,7 +54,12 @@ def run(
     unless given. The inputs that are timed are the same in every run."""
     seed = row_sampling.new_seed() if seed is None else seed
     for key in keys:
-        yield measure(key, device, plan, fingerprint, command(key), prepare, seed)
+        measured = measure(key, device, plan, fingerprint, command(key), prepare, seed)
+        try:
+            integrity.require_intact()
+        except IncorrectError as error:
+            measured = Measurement(Record(key, CaseOutcome.INCORRECT, str(error), fingerprint, command(key)))
+        yield measured
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
@@ -72,6 +77,7 @@ def measure(
     """One measurement. Only KeyboardInterrupt and the like leave it."""
     correctness: Correctness | None = None
     seed = row_sampling.new_seed() if seed is None else seed
+    settings = process_state.read()
     try:
         if key.mode == "memory":
             correctness, peak = memory_worker.measure(key, MEMORY_DEADLINE_S, seed)
@@ -101,7 +107,9 @@ def measure(
         device_peak = memory.of_cuda(work.call) if device == "cuda" else None
         _finite_outputs(work)
         fresh = rotating.recheck(seed)
-    except Exception as error:
+        process_state.require_unchanged(settings)
+    except Exception as raised:
+        error = _cause(raised, settings)
         outcome, reason = classify(error, key.implementation)
         clocks = error.clocks if isinstance(error, ThrottledError) else None
         summary = clocks.summary if clocks else None
@@ -136,6 +144,16 @@ def measure(
         bytes_moved=work.bytes_moved,
     )
     return Measurement(record, RawSamples(key.name, timed.samples_ms, timed.clocks))
+
+
+def _cause(error: Exception, settings: Mapping[str, object]) -> Exception:
+    """A setting of the process that the case has changed, which says more than what came of it; else the error."""
+    if isinstance(error, (IncorrectError, NonFiniteError)):
+        try:
+            process_state.require_unchanged(settings)
+        except IncorrectError as changed:
+            return changed
+    return error
 
 
 def _require_steady(timed: Timing) -> None:

@@ -72,7 +72,7 @@ class Observer:
         return outputs
 
     def best_ms(self) -> float:
-        """The faster of two calls in a row, as they are in the timing: the first may find inputs that were just drawn."""
+        """The faster of two calls in a row, as they are in the timing: the first may find inputs just drawn."""
         for _ in range(2):
             self.observe()
         return min(one.wall_ms for one in self.seen[-2:])

@@ -10,7 +10,7 @@ import torch
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import Correctness
 from benchmarks.cases.work import Work
-from benchmarks.correctness import anti_cheat
+from benchmarks.correctness import anti_cheat, known_answer, process_state
 from benchmarks.timing import cross_check, cuda_graphs, latency
 from benchmarks.timing.latency import SamplingPlan, Timing
 
@@ -30,6 +30,7 @@ class RotatingInputs:
         ]
         self._device, self._cache = device, key.cache
         self._timing: Timing | None = None
+        self._settings = process_state.read()
 
     def time(self, plan: SamplingPlan) -> Timing:
         """Time them in turn; ahead of each call one value of each input changes, and at last all of them back."""
@@ -41,11 +42,18 @@ class RotatingInputs:
         return self._timing
 
     def recheck(self, seed: int) -> Correctness | None:
-        """The last of them on inputs that no call has seen, watched from outside; None where the work cannot."""
-        work = self._works[-1]
-        if work.recheck is None:
-            return None
-        return cross_check.recheck(work, self._calls[-1], self._timing, self._device, seed)
+        """The last of them on inputs that no call has seen, watched from outside; None where the work cannot.
+
+        Raises IncorrectError also where a setting of the process, the oracle or the comparison was changed meanwhile.
+        """
+        work, found = self._works[-1], None
+        try:
+            if work.recheck is not None:
+                found = cross_check.recheck(work, self._calls[-1], self._timing, self._device, seed)
+        finally:  # a changed setting names the cause of whatever else was found
+            process_state.require_unchanged(self._settings)
+        known_answer.require_known_answers()
+        return found
 
     def _in_turn(self) -> Callable[[], object]:
         calls = itertools.cycle(self._calls)

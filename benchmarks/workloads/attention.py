@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.baselines import BASELINES, Baseline
+from benchmarks.baselines import BASELINES, Baseline, require_kernel
 from benchmarks.cases import inputs
 from benchmarks.cases.inputs import Problem
 from benchmarks.cases.key import NSA, Key
@@ -136,6 +136,7 @@ def _dense(baseline: Baseline) -> Implementation:
     name = baseline.name
 
     def check(p: Problem, backward: bool, seed: int) -> Correctness:
+        require_kernel(baseline, p)
         return verify.check_dense(p, baseline.attend, name, rows=DENSE_ROWS, backward=backward, seed=seed)
 
     def compare(p: Problem, answer: Answer, _: Aux | None, picked: Sequence[QueryRow]) -> Correctness:
