@@ -70,9 +70,9 @@ def require_intact() -> None:
 
 
 def _altered() -> Iterator[str]:
-    for name, module in list(sys.modules.items()):
-        if name.startswith(_OWN) and getattr(module, "__file__", None):
-            yield from altered(module, data=True)
+    own = [one for name, one in sys.modules.items() if name.startswith(_OWN) and getattr(one, "__file__", None)]
+    for module in own:
+        yield from altered(module, data=True)
     for name in _ORACLE:
         module = importlib.import_module(name)
         yield from altered(module, only=tuple(name for name, one in vars(module).items() if inspect.isroutine(one)))
@@ -86,23 +86,33 @@ def _altered() -> Iterator[str]:
             found = getattr(holder, _PUBLIC.get(function, function))
             if not isinstance(found, (BuiltinFunctionType, MethodDescriptorType)) or found.__name__ != function:
                 yield f"{name}.{_PUBLIC.get(function, function)}"
+    for module in own:
+        yield from other_imports(module)
 
 
 def altered(module: ModuleType, only: tuple[str, ...] | None = None, *, data: bool = False) -> Iterator[str]:
-    """The names in a module that are not what its file says; `only` these functions, with its constants and imports."""
-    path = Path(str(module.__file__))
-    status = path.stat()
-    source = _read(path, status.st_mtime_ns, status.st_size)
+    """The names in a module that are not what its file says; `only` these functions; `data`: its constants too."""
+    source = _source(module)
     for name, codes in source.functions.items():
         if (only is None or name in only) and (found := _function(module, name)) is not None and found not in codes:
             yield f"{module.__name__}.{name}"
     for name, value in source.constants.items() if data else ():
         if vars(module).get(name) != value:
             yield f"{module.__name__}.{name}"
-    for origin, there, here in source.imports if data else ():
+
+
+def other_imports(module: ModuleType) -> Iterator[str]:
+    """The names that a module has imported and that are now another thing here than there."""
+    for origin, there, here in _source(module).imports:
         imported = sys.modules.get(origin)
         if imported is not None and hasattr(imported, there) and vars(module).get(here) is not getattr(imported, there):
             yield f"{module.__name__}.{here}"
+
+
+def _source(module: ModuleType) -> Source:
+    path = Path(str(module.__file__))
+    status = path.stat()
+    return _read(path, status.st_mtime_ns, status.st_size)
 
 
 @cache

@@ -13,29 +13,12 @@ from torch import Tensor
 from benchmarks import runner
 from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.correctness import anti_cheat
-from benchmarks.history import records
-from benchmarks.history.records import Record
-from benchmarks.timing.latency import SamplingPlan
 from benchmarks.workloads import attention
 from nsa import nsa_attention
+from tests.benchmarks.honesty.cheats import PLAN, Attend, Remembering, caught, measured
 from tests.benchmarks.synthetic import FINGERPRINT, key
 
-PLAN = SamplingPlan(min_samples=5, min_time_s=0.0, wall_limit_s=5.0, warmup_calls=1)
 MODES = ["prefill-forward", "decode"]
-
-Attend = Callable[..., Any]
-
-
-def measured(monkeypatch: pytest.MonkeyPatch, attend: Attend, mode: str = "prefill-forward", **changes: Any) -> Record:
-    """The record of an implementation that stands in for NSA."""
-    monkeypatch.setattr(attention, "nsa_attention", attend)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return runner.measure(key(mode, **changes), device, PLAN, FINGERPRINT, "command").record
-
-
-def caught(record: Record, outcome: CaseOutcome, said: str) -> None:
-    assert (record.outcome, said in (record.reason or "")) == (outcome, True), record.reason
-    assert all(getattr(record, name) is None for name in records.NUMBERS)
 
 
 @pytest.mark.parametrize("mode", [*MODES, "prefill-forward-backward"])
@@ -46,24 +29,6 @@ def test_an_honest_implementation_is_let_through(mode: str, monkeypatch: pytest.
     fresh = [check.name for check in record.correctness.checks if check.name.endswith(", fresh inputs")]
     assert fresh[:2] == ["block_indices, fresh inputs", "o, fresh inputs"]
     assert ("dq, fresh inputs" in fresh) == (mode == "prefill-forward-backward")
-
-
-class Remembering:
-    """Returns what it returned before for inputs that have the same word."""
-
-    def __init__(self, word: Callable[[Tensor], object], give: Callable[[Tensor], Tensor]) -> None:
-        self._word, self._give = word, give
-        self._memory: dict[object, Tensor] = {}
-        self.computed = 0
-
-    def __call__(self, q: Tensor, *arguments: Any, return_aux: bool = False, **options: Any) -> Any:
-        if return_aux:
-            return nsa_attention(q, *arguments, return_aux=True, **options)
-        word = self._word(q)
-        if word not in self._memory:
-            self.computed += 1
-            self._memory[word] = nsa_attention(q, *arguments, **options)
-        return self._give(self._memory[word])
 
 
 @pytest.mark.parametrize("mode", MODES)
