@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ import torch
 from benchmarks.correctness.verify import IncorrectError
 
 _OWN = ("benchmarks.", "harness.")
+_PYTEST = re.compile(r"\.(conftest|test_\w+)$")
+"""Modules that pytest rewrites."""
 _ORACLE = ("nsa.reference", "nsa.geometry")
 """Of the product, whose other versions are measured too: their functions alone."""
 _WHOLE = ("torch.cuda.streams", "torch.cuda.graphs", "torch.nn.attention")
@@ -34,7 +37,7 @@ _FUNCTIONS = {
 }
 """Of modules that do more than the benches need."""
 _BUILT_IN = (
-    ("time", ("perf_counter", "thread_time", "monotonic")),
+    ("time", ("perf_counter", "process_time", "monotonic")),
     ("torch", ("equal", "stack", "cat", "maximum", "randn")),
     ("torch.linalg", ("linalg_vector_norm",)),
     ("torch.nn.functional", ("scaled_dot_product_attention",)),
@@ -70,12 +73,12 @@ def require_intact() -> None:
 
 
 def _altered() -> Iterator[str]:
-    own = [one for name, one in sys.modules.items() if name.startswith(_OWN) and getattr(one, "__file__", None)]
+    own = [one for name, one in sys.modules.items() if name.startswith(_OWN) and not _PYTEST.search(name)]
     for module in own:
         yield from altered(module, data=True)
     for name in _ORACLE:
         module = importlib.import_module(name)
-        yield from altered(module, only=tuple(name for name, one in vars(module).items() if inspect.isroutine(one)))
+        yield from altered(module, only=tuple(name for name in _source(module).functions if "." not in name))
     for name in _WHOLE:
         yield from altered(importlib.import_module(name))
     for name, functions in _FUNCTIONS.items():
