@@ -54,15 +54,20 @@ def run(
     unless given. The inputs that are timed are the same in every run."""
     seed = row_sampling.new_seed() if seed is None else seed
     for key in keys:
-        measured = measure(key, device, plan, fingerprint, command(key), prepare, seed)
-        try:
-            integrity.require_intact()
-        except IncorrectError as error:
-            measured = Measurement(Record(key, CaseOutcome.INCORRECT, str(error), fingerprint, command(key)))
-        yield measured
+        yield measure(key, device, plan, fingerprint, command(key), prepare, seed)
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
+
+
+def unless_changed(measured: Measurement) -> Measurement:
+    """The measurement, refused where the benches of this process are no longer what their files say."""
+    try:
+        integrity.require_intact()
+    except IncorrectError as error:
+        old = measured.record
+        return Measurement(Record(old.key, CaseOutcome.INCORRECT, str(error), old.fingerprint, old.command))
+    return measured
 
 
 def measure(

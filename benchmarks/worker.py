@@ -152,7 +152,7 @@ def main() -> None:
         except EOFError:
             return
         (measured,) = runner.run([key], device, plan, fingerprint, partial(_first, command), prepare, seed)
-        pipe.send(measured)
+        pipe.send(runner.unless_changed(measured))
 
 
 if __name__ == "__main__":

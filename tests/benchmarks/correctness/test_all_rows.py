@@ -73,7 +73,6 @@ def short_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peak, "measure", lambda _: None)
     monkeypatch.setattr(bench_run, "build_page", lambda results: results)
     monkeypatch.setattr(runner, "QUICK", PLAN)
-    monkeypatch.setattr(runner.integrity, "require_intact", lambda: None)  # which would name all of this
 
 
 @pytest.mark.usefixtures("short_run")
