@@ -8,6 +8,7 @@ the time, wait and compare. A file that was rewritten meanwhile differs as well.
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
 import re
@@ -145,11 +146,16 @@ def _key(code: CodeType) -> Code:
 
 def _constants(tree: ast.Module) -> Iterator[tuple[str, object]]:
     for node in tree.body:
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            try:
-                yield node.targets[0].id, ast.literal_eval(node.value)
-            except (ValueError, TypeError):
-                continue
+        if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+            continue
+        target, value = node.targets[0], node.value
+        pairs = [(target, value)]
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            pairs = list(zip(target.elts, value.elts, strict=True))
+        for name, expression in pairs:
+            with contextlib.suppress(ValueError, TypeError):
+                if isinstance(name, ast.Name):
+                    yield name.id, ast.literal_eval(expression)
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
