@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing import Pipe
@@ -98,9 +99,11 @@ class _Worker:
                 self._pipe.send(self._measures)
                 self._started = self._pipe.poll(_START_S) and self._imported_ours(self._pipe.recv())
             self._pipe.send((key, command))
+            begin = time.perf_counter()
             if self._pipe.poll(deadline_s):
                 measured: Measurement = self._pipe.recv()
-                return measured
+                reason = impossible(measured, key, time.perf_counter() - begin)
+                return measured if reason is None else self._refused(key, CaseOutcome.INCORRECT, reason, command)
             reason = f"no answer within {deadline_s:.0f} s; it stood {self._where()}"
             outcome = CaseOutcome.STALLED
         except ImportError as error:
@@ -108,7 +111,7 @@ class _Worker:
         except (EOFError, OSError):
             reason, outcome = f"the process that measured it {_ending(self._child.wait())}", CaseOutcome.CRASHED
         self.ended = True
-        return Measurement(Record(key, outcome, reason, self._fingerprint, command))
+        return self._refused(key, outcome, reason, command)
 
     def _imported_ours(self, imported: str) -> bool:
         """Raises ImportError where the process would measure another nsa/ than that of its path."""
@@ -122,10 +125,23 @@ class _Worker:
         self._child.close()
         self._pipe.close()
 
+    def _refused(self, key: Key, outcome: CaseOutcome, reason: str, command: str) -> Measurement:
+        return Measurement(Record(key, outcome, reason, self._fingerprint, command))
+
     def _where(self) -> str:
         """Where its main thread stands: the innermost line of this project, or of anything."""
         self._child.events(0.0)  # the worker's process id, for one
         return innermost(self._child.threads(_STACKS_S))
+
+
+def impossible(measured: Measurement, key: Key, elapsed_s: float) -> str | None:
+    """Why a measurement that came after so many seconds, by this process's clock, cannot be one of this key."""
+    if measured.record.key != key:
+        return f"the process that measured it sent a record of {measured.record.key.name}"
+    covered_s = sum(measured.raw.samples_ms) / 1e3 if measured.raw else 0.0
+    if covered_s > elapsed_s:
+        return f"its samples cover {covered_s:.4g} s of the {elapsed_s:.4g} s that it took: its timer was replaced"
+    return None
 
 
 def innermost(stacks: str) -> str:
@@ -160,7 +176,7 @@ def main() -> None:
         except EOFError:
             return
         (measured,) = runner.run([key], device, plan, fingerprint, partial(_first, command), prepare, seed)
-        pipe.send(measured)
+        pipe.send(runner.unless_changed(measured))
 
 
 if __name__ == "__main__":

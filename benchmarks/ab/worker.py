@@ -30,7 +30,7 @@ from benchmarks import errors
 from benchmarks.ab import injection
 from benchmarks.cases.key import NSA, Key
 from benchmarks.cases.outcome import CaseOutcome
-from benchmarks.correctness import anti_cheat, row_sampling
+from benchmarks.correctness import anti_cheat, integrity, row_sampling
 from benchmarks.timing import latency, launch_interval
 from benchmarks.timing.rotating_inputs import RotatingInputs
 from benchmarks.workloads.prepare import prepare
@@ -110,9 +110,10 @@ class _Case:
         return [statistics.median(stage) for stage in zip(*taken_ms[counted], strict=True)]
 
     def finish(self) -> None:
-        """Raises where the calls changed their inputs or are wrong on other ones."""
+        """Raises where the calls changed their inputs, or the benches, or are wrong on other inputs."""
         anti_cheat.require_unchanged(self._work.inputs, self._inputs)
         self._rotating.recheck(self._seed)
+        integrity.require_intact()
 
 
 def _plan(samples: int) -> latency.SamplingPlan:

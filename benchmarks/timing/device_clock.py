@@ -74,12 +74,18 @@ class EventSampler:
 
     def end_to_end_sample(self) -> float:
         """Wall time, ms, from the call to the end of the GPU's work."""
-        self._make_ready()
+        self.make_ready()
         wait()
         begin = time.perf_counter()
         self._call()
         wait()
         return (time.perf_counter() - begin) * 1e3
+
+    def make_ready(self) -> None:
+        """Run what goes ahead of a call, and flush L2 where calls are cold."""
+        self._before()
+        if self._flush is not None:
+            self._flush.zero_()
 
     def require_joined(self, latency_ms: float) -> None:
         """Raises UnjoinedWorkError where the GPU, at the call's last event, was not done."""
@@ -90,15 +96,10 @@ class EventSampler:
                 " stream: work on another stream is not waited for"
             )
 
-    def _make_ready(self) -> None:
-        self._before()
-        if self._flush is not None:
-            self._flush.zero_()
-
     def _sample(self, spin_cycles: int) -> tuple[float, bool]:
         """(ms, whether the GPU had not come to the first event when everything was queued)."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._make_ready()
+        self.make_ready()
         if spin_cycles:
             torch.cuda._sleep(spin_cycles)
         begin.record()
