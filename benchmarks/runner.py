@@ -17,7 +17,7 @@ from benchmarks.correctness.verify import IncorrectError, NonFiniteError, joined
 from benchmarks.errors import ThrottledError, classify
 from benchmarks.history.records import Record
 from benchmarks.history.samples import RawSamples, SampleSummary
-from benchmarks.timing import latency, memory, peak
+from benchmarks.timing import l2_persistence, latency, memory, peak
 from benchmarks.timing.latency import Timing
 from benchmarks.timing.other_load import OtherLoad
 from benchmarks.timing.rotating_inputs import RotatingInputs
@@ -83,6 +83,8 @@ def measure(
     correctness: Correctness | None = None
     seed = row_sampling.new_seed() if seed is None else seed
     settings = process_state.read()
+    if device == "cuda":
+        l2_persistence.bytes_at_first()
     try:
         if key.mode == "memory":
             correctness, peak = memory_worker.measure(key, MEMORY_DEADLINE_S, seed)
