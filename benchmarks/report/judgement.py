@@ -51,7 +51,7 @@ class Judgement:
 
 
 @dataclass(frozen=True)
-class _Level:
+class Level:
     """A stretch of comparable runs between two changes."""
 
     begin: int
@@ -81,7 +81,7 @@ def judge(one: SeriesTrend, accepted_level_ms: float | None) -> Judgement:
     few = _too_few(one) if accepted_level_ms is None else None
     found = few or _noisy(one) or _by_level(one, accepted_level_ms)
     if found.state is CaseState.SLOWER:
-        return _only_if_reliable(one, found)
+        return only_if_reliable(one, found)
     if found.state is CaseState.NOT_JUDGED:
         return found
     last = one.trend.changes[-1] if one.trend.confirmation_wanted else None
@@ -118,19 +118,19 @@ def _steps(one: SeriesTrend) -> list[Change]:
     return [step for step in one.trend.changes if step.confirmed and step.index in comparable and step.index > first]
 
 
-def _levels(one: SeriesTrend) -> list[_Level]:
-    """Oldest first; the last is the trend's."""
+def levels_of(one: SeriesTrend) -> list[Level]:
+    """Of the runs that can be compared with the newest, oldest first; the last is the trend's."""
     begins = [(one.trend.comparable[0][0], 0.0), *((step.index, step.change) for step in _steps(one))]
     ends = [begin for begin, _ in begins[1:]]
     levels = [
-        _Level(begin, statistics.median(ms for i, ms in one.trend.comparable if begin <= i < end), change)
+        Level(begin, statistics.median(ms for i, ms in one.trend.comparable if begin <= i < end), change)
         for (begin, change), end in zip(begins, ends, strict=False)
     ]
-    return [*levels, _Level(begins[-1][0], one.trend.level_ms, begins[-1][1])]
+    return [*levels, Level(begins[-1][0], one.trend.level_ms, begins[-1][1])]
 
 
 def _by_level(one: SeriesTrend, accepted_level_ms: float | None) -> Judgement:
-    levels = _levels(one)
+    levels = levels_of(one)
     now, before = levels[-1], levels[:-1]
     wanted_ms = accepted_level_ms or min((level.latency_ms for level in before), default=now.latency_ms)
     than = "than accepted" if accepted_level_ms else ""
@@ -152,13 +152,13 @@ def _by_level(one: SeriesTrend, accepted_level_ms: float | None) -> Judgement:
     return Judgement(CaseState.SAME)
 
 
-def _rose(levels: Sequence[_Level], wanted_ms: float) -> int | None:
+def _rose(levels: Sequence[Level], wanted_ms: float) -> int | None:
     """Where the latency went above the wanted level for good; None where no level is as low as that."""
     low = [number for number, level in enumerate(levels) if level.latency_ms <= wanted_ms * (1 + SMALLEST_CHANGE)]
     return levels[low[-1] + 1].begin if low else None
 
 
-def _only_if_reliable(one: SeriesTrend, found: Judgement) -> Judgement:
+def only_if_reliable(one: SeriesTrend, found: Judgement) -> Judgement:
     """Runs with a reservation alone do not show that a case is slower where the runs before had none."""
     since = one.trend.level_begin if found.since is None else found.since
     after = [one.series.points[i].reservations for i, _ in one.trend.comparable if i >= since]

@@ -1,0 +1,214 @@
+"""Alerts follow the records: one per cause, opened once, closed where the level is back or a person accepted it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from benchmarks.ab.result import CompareVerdict
+from benchmarks.history import alerts
+from benchmarks.history.alerts import AlertState
+from tests.benchmarks.alerts.project import CASES, Project
+
+ALL = len(CASES)
+
+
+def test_nineteen_cases_at_one_commit_are_one_alert(project: Project) -> None:
+    before = project.nights(6, *[10.0] * ALL)
+    slow = project.nights(3, *[11.0] * ALL)
+    assert project.update() == ["new"]
+    alert = project.alert
+    assert (alert.state, alert.machine, alert.id) == (AlertState.NEW, "cpu", f"cpu-{slow[0][:10]}")
+    assert (alert.good, alert.suspects, alert.owner) == (before[-1], (slow[0],), "Test")
+    assert len(alert.cases) == ALL
+    assert alert.why == "19 cases are slower, the worst by 10.0%"
+    (first, *_) = alert.cases
+    assert first.change == pytest.approx(0.1)
+    assert first.interval is not None
+    assert 0.07 < first.interval[0] < 0.1 < first.interval[1] < 0.13
+    (command,) = alert.commands
+    assert command.startswith(f"python -m benchmarks compare {before[-1]} {slow[0]} --gpu cpu --cases prefill-forward/")
+
+
+def test_the_same_records_again_change_nothing(project: Project) -> None:
+    project.nights(6, 10.0, 10.0)
+    project.nights(3, 11.0, 12.0)
+    project.update(day=1)
+    before = project.alert
+    assert project.update(day=2) == []
+    assert project.alert == before
+
+
+def test_two_causes_at_neighbouring_commits_stay_two(project: Project) -> None:
+    project.nights(6, 10.0, 10.0, 10.0)
+    first = project.night(11.0, 10.0, 11.5)
+    second = project.night(11.0, 12.0, 11.5)
+    project.nights(3, 11.0, 12.0, 11.5)
+    assert project.update() == ["new", "new"]
+    by_cause = {alert.suspects: [case.case for case in alert.cases] for alert in project.alerts}
+    assert by_cause == {(first,): [CASES[2].name, CASES[0].name], (second,): [CASES[1].name]}
+    assert project.update(day=2) == []
+
+
+def test_a_case_with_a_wider_range_of_suspects_belongs_to_the_commit_that_the_others_know(project: Project) -> None:
+    """A case that a quick run left out was last fast some commits earlier."""
+    project.nights(6, 10.0, 10.0)
+    project.night(10.0)
+    before = project.night(10.0)
+    slow = project.night(11.0, 11.0)
+    project.nights(3, 11.0, 11.0)
+    project.update()
+    assert (project.alert.good, project.alert.suspects) == (before, (slow,))
+    assert len(project.alert.cases) == 2
+
+
+def test_several_commits_between_two_runs_are_all_suspect(project: Project) -> None:
+    good = project.nights(6, 10.0)[-1]
+    between = [project.night(measured=False) for _ in range(2)]
+    slow = project.nights(3, 11.0)[0]
+    project.update()
+    alert = project.alert
+    assert (alert.good, alert.suspects, alert.owner) == (good, (*between, slow), "unknown: 3 commits")
+    assert alert.commands[1] == f"python -m benchmarks bisect {good} {slow} --gpu cpu --case {CASES[0].name}"
+
+
+def test_a_commit_that_leaves_the_code_alone_is_not_suspect(project: Project) -> None:
+    good = project.nights(6, 10.0)[-1]
+    page = project.repository.commit("version 5", page="a page")
+    project.run(page, 11.0)
+    for _ in range(2):
+        project.run(page, 11.0)
+    project.update()
+    assert (project.alert.suspects, project.alert.owner) == ((), "unknown: no commit")
+    assert project.alert.good == good
+    assert project.alert.commands == ()
+    assert project.update(day=2) == []
+
+
+def test_neither_a_single_run_nor_a_speed_up_opens_an_alert(project: Project) -> None:
+    project.nights(6, 10.0, 10.0)
+    project.nights(3, 10.0, 8.0)
+    project.night(12.0, 8.0)
+    assert project.update() == []
+
+
+def test_runs_of_changed_sources_name_no_commit(project: Project) -> None:
+    good = project.nights(6, 10.0)[-1]
+    project.run(good, 10.0, dirty=True)
+    project.run(good, 11.0, dirty=True)
+    slow = project.nights(2, 11.0)[0]
+    project.update()
+    assert (project.alert.good, project.alert.suspects) == (good, (slow,))
+
+
+def test_a_slowdown_that_was_over_before_the_first_update_opens_none(project: Project) -> None:
+    for latency_ms in (10.0, 11.0, 10.0):
+        project.nights(5, latency_ms)
+    assert project.update() == []
+
+
+def test_an_alert_is_fixed_when_every_case_is_back(project: Project) -> None:
+    project.nights(6, 10.0, 10.0)
+    project.nights(3, 11.0, 12.0)
+    project.update(day=1)
+    project.nights(3, 10.0, 12.0)
+    assert project.update(day=2) == []
+    project.nights(3, 10.0, 10.1)
+    assert project.update(day=3) == ["fixed"]
+    assert not project.alert.is_open
+    assert project.update(day=4) == []
+    project.nights(3, 11.0, 10.0)
+    assert project.update(day=5) == ["new"], "another commit, another alert"
+    assert len(project.alerts) == 2
+
+
+def test_an_alert_is_accepted_with_the_reason_that_a_person_gave(project: Project) -> None:
+    project.nights(6, 10.0, 10.0)
+    project.nights(3, 11.0, 12.0)
+    project.update(day=1)
+    project.accept(CASES[0], 11.0)
+    assert project.update(day=2) == []
+    project.accept(CASES[1], 12.0, "gradients are checked too")
+    assert project.update(day=3) == ["accepted"]
+    who = "A Maintainer <a@example.org>"
+    assert project.alert.why == f"gradients are checked too ({who}); keys are checked now ({who})"
+    assert project.update(day=4) == []
+    project.nights(4, 11.0, 13.0)
+    assert project.update(day=5) == ["new"], "slower than accepted"
+
+
+def test_a_further_case_joins_the_alert_of_its_commit_and_opens_it_again(project: Project) -> None:
+    project.nights(6, 10.0, 10.0)
+    slow = project.night(11.0, 12.0)
+    project.nights(2, 11.0)
+    project.update(day=1)
+    assert [case.case for case in project.alert.cases] == [CASES[0].name]
+    project.accept(CASES[0], 11.0)
+    assert project.update(day=2) == ["accepted"]
+    project.nights(2, 11.0, 12.0)
+    assert project.update(day=3) == ["new"]
+    assert project.alert.why == "opened again; 1 case is slower too"
+    assert [case.case for case in project.alert.cases] == [CASES[1].name, CASES[0].name]
+    assert project.alert.suspects == (slow,)
+
+
+def test_a_change_that_is_found_one_run_later_is_still_its_alert(project: Project) -> None:
+    before, good = project.nights(6, 10.0)[-2:]
+    project.nights(3, 11.0)
+    project.update(day=1)
+    stored = project.alert
+    early = dataclasses.replace(stored.history[0], good=before, suspects=(good,))
+    alerts.folder(project.results).joinpath(f"{stored.id}.jsonl").unlink()
+    assert alerts.append(project.results, early, lambda now: now is None)
+    assert project.update(day=2) == ["new"]
+    assert project.alert.suspects == stored.suspects
+    assert project.update(day=3) == []
+
+
+def test_a_slower_of_compare_opens_an_alert(project: Project) -> None:
+    commits = project.nights(4, 10.0)
+    project.compared(commits[1], commits[3], CompareVerdict.SLOWER)
+    assert project.update() == ["new"]
+    alert = project.alert
+    assert (alert.good, alert.suspects) == (commits[1], tuple(commits[2:]))
+    assert alert.cases[0].interval == (pytest.approx(0.09), pytest.approx(0.11))
+    assert project.update(day=2) == []
+
+
+def test_compare_and_runs_that_show_the_same_slowdown_are_one_alert(project: Project) -> None:
+    good = project.nights(6, 10.0, 10.0)[-1]
+    slow = project.night(11.0, 11.0)
+    project.compared(good, slow, CompareVerdict.SLOWER)
+    project.update(day=1)
+    assert len(project.alert.cases) == 1
+    project.nights(2, 11.0, 11.0)
+    assert project.update(day=2) == ["new"]
+    assert [event.why for event in project.alert.history][1:] == ["1 case is slower too"]
+    assert len(project.alert.cases) == 2
+
+
+def test_a_comparison_of_other_code_than_todays_opens_none(project: Project) -> None:
+    commits = project.nights(4, 10.0)
+    project.compared(commits[0], commits[2], CompareVerdict.SLOWER)  # nsa/ has changed since
+    project.repository.git("checkout", "--quiet", "-b", "experiment")
+    other = project.repository.commit("an experiment")
+    project.repository.git("checkout", "--quiet", "-")
+    project.compared(commits[3], other, CompareVerdict.SLOWER)
+    project.compared(commits[1], commits[3], CompareVerdict.UNDECIDED)
+    assert project.update() == []
+
+
+@pytest.mark.parametrize("undone", ["no slower than the good commit", "faster than the slow one"])
+def test_an_alert_of_compare_is_fixed_by_a_later_comparison(project: Project, undone: str) -> None:
+    good, slow = project.nights(2, 10.0)
+    project.compared(good, slow, CompareVerdict.SLOWER)
+    project.update(day=1)
+    fix = project.night(10.0)
+    project.compared(slow, fix, CompareVerdict.FASTER, change=-0.05, day=2)
+    assert project.update(day=2) == [], "faster, but not by as much"
+    if undone == "faster than the slow one":
+        project.compared(slow, fix, CompareVerdict.FASTER, change=-0.09, day=3)
+    else:
+        project.compared(good, fix, CompareVerdict.SAME, change=0.0, day=3)
+    assert project.update(day=3) == ["fixed"]
