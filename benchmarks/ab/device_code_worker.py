@@ -49,7 +49,7 @@ def sha256(key: Key, architecture: int) -> str:
         launched.clear()  # preparing is not timed; a kernel that it compiled keeps its number
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiled:
             work.call()
-    code = [instructions(kernel) for kernel in kernels]
+    code = {number: instructions(kernels[number]) for number in {number for number, _ in launched}}
     for number, arguments in launched:
         digest.update(f"{kernels[number].name} {code[number]} {arguments}\n".encode())
     for event in profiled.events() or ():

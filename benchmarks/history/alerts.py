@@ -91,7 +91,7 @@ class Alert:
     """What all lines of a file say together."""
 
     history: tuple[AlertEvent, ...]
-    """Oldest first, at least one."""
+    """Oldest first; at least one of them names a case."""
 
     @property
     def id(self) -> str:
@@ -170,16 +170,18 @@ def read(results: Path) -> tuple[list[Alert], list[str]]:
         events, wrong = jsonl.read(path, AlertEvent)
         damaged += wrong
         damaged += [f"{path.name}: an event of {event.alert}" for event in events if event.alert != path.stem]
-        alert = _alert(path.stem, events)
-        found += [alert] if alert else []
+        if (alert := _alert(path.stem, events)) is not None:
+            found.append(alert)
+        elif not wrong:
+            damaged.append(f"{path.name}: no event names a case")
     return sorted(found, key=lambda alert: (alert.opened, alert.id), reverse=True), damaged
 
 
 def _alert(name: str, events: Iterable[AlertEvent]) -> Alert | None:
-    """None without an event of this alert. Of one moment what leaves it open counts."""
+    """None where no event of this alert names a case. Of one moment what leaves it open counts."""
     own = {event for event in events if event.alert == name}
     ordered = sorted(own, key=lambda event: (event.utc, event.state in OPEN, event.why))
-    return Alert(tuple(ordered)) if ordered else None
+    return Alert(tuple(ordered)) if any(event.cases for event in ordered) else None
 
 
 def append(results: Path, event: AlertEvent, wanted: Callable[[Alert | None], bool]) -> bool:
