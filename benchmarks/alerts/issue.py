@@ -15,7 +15,7 @@ from benchmarks.report.table import percent
 MARK = "<!-- nsa alert: {} -->"
 """The first line of an issue says which alert it is of."""
 _SHOWN_CASES, _SHOWN_COMMITS = 30, 20
-_UNSAFE = re.compile(r"[`|\s]+")
+_UNSAFE = re.compile(r"[`|\n\r\t ]+")
 _ENDS = {
     AlertState.FIXED: "Fixed: ",
     AlertState.ACCEPTED: "Accepted: ",
@@ -48,11 +48,11 @@ def of(alert: Alert, repository: Repository) -> Issue:
     ]
     if count > _SHOWN_CASES:
         parts.append(f"and {count - _SHOWN_CASES} more cases")
-    if alert.commands:
-        parts.append("To repeat it:\n\n```bash\n" + "\n".join(alert.commands) + "\n```")
+    if commands := [command for command in alert.commands if not re.search(r"[`\n]", command)]:
+        parts.append("To repeat it:\n\n```bash\n" + "\n".join(commands) + "\n```")
     history = [f"- {event.utc[:16]} {event.state.value}: {_code(event.why)}" for event in alert.history]
     parts.append("\n".join(history))
-    return Issue(alert.id, alert.is_open, title, "\n\n".join(parts) + "\n")
+    return Issue(alert.id, alert.is_open, _UNSAFE.sub(" ", title), "\n\n".join(parts) + "\n")
 
 
 def _cause(alert: Alert) -> str:

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What is to be done, and with which alert."""
     parser.add_argument("action", nargs="?", choices=("update", "confirm"), default="update", help="(default: update)")
     parser.add_argument("--alert", metavar="ID", help="confirm this open alert only, also one that is confirmed")
-    parser.add_argument("--issues", type=Path, metavar="FILE", help="write the issue of every alert there, as JSON")
+    parser.add_argument("--file", type=Path, metavar="FILE", help="write the issue of every alert there, as JSON")
     parser.add_argument("--repository-url", metavar="URL", help="where the issues show commits (default: git's origin)")
     options.add_gpu(parser)
     compare.add_pairs(parser)
@@ -63,10 +63,10 @@ def main(arguments: argparse.Namespace) -> int:
             print(_line(alert))
     for line in damaged:
         print(f"not read: {line}")
-    if arguments.issues is not None:
+    if arguments.file is not None:
         repository = links.Repository(arguments.repository_url or links.of_checkout())
         issues = [dataclasses.asdict(issue.of(alert, repository)) for alert in stored]
-        atomic_write(arguments.issues, json.dumps(issues, indent=1))
+        atomic_write(arguments.file, json.dumps(issues, indent=1))
     summary = {
         "states": dict(Counter(alert.state.value for alert in stored)),
         "open": [alert.id for alert in stored if alert.is_open],
