@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Sequence
 from functools import cache
 
 from benchmarks.ab import checkout
 
+_COMMIT = re.compile(r"[0-9a-f]{7,64}", re.ASCII)
+"""What a record may hand to git."""
+
 
 class Commits:
     """The commits of this repository that change nsa/, along the first parents of HEAD.
 
-    Where there is no git, or it does not know a commit, a slowdown has that one commit as its suspect.
+    Where there is no git, or it does not know a commit, a slowdown has that one commit as its suspect. What is no
+    commit's name counts as unknown.
     """
 
     def __init__(self) -> None:
@@ -30,9 +35,9 @@ class Commits:
 
     def suspects(self, good: str | None, bad: str | None) -> tuple[str, ...]:
         """The commits after the good one up to the bad one, oldest first; none where nsa/ is the same in both."""
-        if bad is None:
+        if bad is None or not _COMMIT.fullmatch(bad):
             return ()
-        found = self._between(good, bad) if good is not None else None
+        found = self._between(good, bad) if good is not None and _COMMIT.fullmatch(good) else None
         return (bad,) if found is None else found
 
 

@@ -6,7 +6,8 @@ rest is grouped by cause, and each cause that still makes a case slower opens an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.ab import result
@@ -54,7 +55,8 @@ def _wanted(
         alert = _of(one, stored, slower)
         (others if alert is None else joined[alert.id]).append(one)
     events = [(alert, _next(alert, joined[alert.id], taken, commits, utc)) for alert in stored]
-    opened = [_opened(cause, utc) for cause in causes((one for one in others if one.lasts), commits)]
+    ids = {alert.id for alert in stored}
+    opened = [_opened(cause, ids, utc) for cause in causes((one for one in others if one.lasts), commits)]
     return [*((None, event) for event in opened), *((alert, event) for alert, event in events if event is not None)]
 
 
@@ -89,13 +91,16 @@ def _knows(alert: Alert, case: AlertCase) -> bool:
     return any(known.name == case.name for known in alert.cases)
 
 
-def _opened(cause: Cause, utc: str) -> AlertEvent:
+def _opened(cause: Cause, taken: Collection[str], utc: str) -> AlertEvent:
+    """The first event of an alert, whose id none of those that are taken has."""
+    names = itertools.chain([cause.id], (f"{cause.id}.{number}" for number in itertools.count(2)))
+    name = next(name for name in names if name not in taken)
     cases = {one.case.name: one.case for one in cause.movements}  # `compare` comes after the runs: it is paired
     worst = max(case.change for case in cases.values())
     why = f"{_cases(len(cases))} slower, the worst by {worst:.1%}"
     suspects = cause.suspects
     return AlertEvent(
-        utc, cause.id, cause.movements[0].machine, AlertState.NEW, why, cause.good, suspects, owner(suspects),
+        utc, name, cause.movements[0].machine, AlertState.NEW, why, cause.good, suspects, owner(suspects),
         tuple(cases.values()),
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.ab import checkout, result
 from benchmarks.ab.checkout import Sources
-from benchmarks.ab.result import CompareVerdict, ComparisonResult, Rules, Side
+from benchmarks.ab.result import CompareVerdict, ComparisonResult, Side
 from benchmarks.alerts.update import update
 from benchmarks.cases.key import Key
 from benchmarks.commands import compare
@@ -18,6 +18,7 @@ from benchmarks.history import accepted, alerts
 from benchmarks.history.accepted import Acceptance
 from benchmarks.history.alerts import Alert
 from harness import fingerprint, jsonl, machines
+from tests.benchmarks.comparisons import comparison_result
 from tests.benchmarks.repository import Repository
 from tests.benchmarks.stored import write
 from tests.benchmarks.synthetic import FINGERPRINT, key, passed
@@ -91,12 +92,18 @@ def comparison(
     good: str, head: str, verdict: CompareVerdict, case: Key, change: float = 0.1, utc: str = FINGERPRINT.utc
 ) -> ComparisonResult:
     """What `compare` says of one case, with an interval of ±1 %."""
-    where = dataclasses.replace(FINGERPRINT, utc=utc, device=DEVICE)
     base, other = (Side(commit, commit, False, commit[:16]) for commit in (good, head))
-    reason = "too noisy: 2 pairs were allowed" if verdict is CompareVerdict.UNDECIDED else None
-    measured = {"change": change, "interval": (change - 0.01, change + 0.01)}
-    found = ComparisonResult(utc, base, other, where, case, Rules(), verdict, reason, "python -m benchmarks compare")
-    return dataclasses.replace(found, **measured)  # type: ignore[arg-type]
+    return dataclasses.replace(
+        comparison_result(verdict),
+        utc=utc,
+        base=base,
+        head=other,
+        fingerprint=dataclasses.replace(FINGERPRINT, utc=utc, device=DEVICE),
+        key=case,
+        reason="too noisy: 2 pairs were allowed" if verdict is CompareVerdict.UNDECIDED else None,
+        change=change,
+        interval=(change - 0.01, change + 0.01),
+    )
 
 
 def answer_compare(

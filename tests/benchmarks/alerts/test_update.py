@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from benchmarks.ab import checkout
 from benchmarks.ab.result import CompareVerdict
 from benchmarks.history import alerts
-from benchmarks.history.alerts import AlertState
+from benchmarks.history.alerts import Alert, AlertEvent, AlertState
 from tests.benchmarks.alerts.project import CASES, Project
 
 ALL = len(CASES)
@@ -212,3 +215,61 @@ def test_an_alert_of_compare_is_fixed_by_a_later_comparison(project: Project, un
     else:
         project.compared(good, fix, CompareVerdict.SAME, change=0.0, day=3)
     assert project.update(day=3) == ["fixed"]
+
+
+def test_a_second_cause_that_ends_at_the_commit_of_a_narrowed_alert_has_a_file_of_its_own(project: Project) -> None:
+    project.nights(6, 10.0, 10.0)
+    culprit = project.night(measured=False)
+    last = project.nights(1, 11.0, 10.0)[0]
+    project.run(last, 11.0, 10.0)
+    project.update(day=1)
+    alert = project.alert
+    narrowed = dataclasses.replace(alert.history[0], utc="2026-08-02T00:00:00Z", state=AlertState.CONFIRMED)
+    assert alerts.append(project.results, dataclasses.replace(narrowed, suspects=(culprit,), cases=()), lambda _: True)
+    project.compared(culprit, last, CompareVerdict.SLOWER, CASES[1])
+    assert project.update(day=3) == ["new"]
+    assert {one.id: one.suspects for one in project.alerts} == {alert.id: (culprit,), f"{alert.id}.2": (last,)}
+    assert project.update(day=4) == []
+
+
+def test_a_record_whose_commit_is_no_name_reaches_neither_git_nor_another_folder(project: Project) -> None:
+    project.nights(6, 10.0)
+    for letter, hostile in (("d", "--output=x"), ("e", "../../../x")):
+        project.run(letter * 40, 11.0)
+        newest = max((project.results / "runs" / "cpu").iterdir())
+        newest.write_text(newest.read_text().replace(letter * 40, hostile))
+    assert project.update() == ["new"]
+    assert (project.alert.suspects, project.alert.id) == ((), "cpu-20260207T000000.000Z")
+    assert list(project.results.parent.rglob("x*")) == []
+
+
+def test_without_git_the_first_slow_commit_is_suspect(
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    good = project.nights(6, 10.0)[-1]
+    slow = project.nights(3, 11.0)[0]
+    monkeypatch.setattr(checkout, "REPOSITORY", tmp_path)
+    assert project.update() == ["new"]
+    assert (project.alert.good, project.alert.suspects) == (good, (slow,))
+    assert project.alert.owner == "unknown: git does not know the commit"
+
+
+def test_what_another_writer_did_meanwhile_is_seen_before_the_next_event(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project.nights(6, 10.0, 10.0)
+    project.nights(3, 11.0, 11.0)
+    project.update(day=1)
+    project.nights(3, 10.0, 10.0)
+    append, others = alerts.append, [project.alert.history[0]]
+
+    def first(results: Path, event: AlertEvent, wanted: Callable[[Alert | None], bool]) -> bool:
+        if others:
+            other = dataclasses.replace(others.pop(), utc="2026-08-02T00:00:00Z", why="of another writer", cases=())
+            append(results, other, lambda _: True)
+        return append(results, event, wanted)
+
+    monkeypatch.setattr(alerts, "append", first)
+    assert project.update(day=3) == ["fixed"]
+    whys = [event.why for event in project.alert.history]
+    assert whys[1:] == ["of another writer", "every case is as fast again as before"]
