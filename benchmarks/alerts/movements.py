@@ -47,8 +47,8 @@ class Movement:
 
     @property
     def lasts(self) -> bool:
-        """Whether the case is slower still, and nobody has accepted that."""
-        return self.case.change > 0 and self.of_today and not self.back and self.accepted is None
+        """Whether the level is not as before, and nobody has accepted that."""
+        return self.of_today and not self.back and self.accepted is None
 
 
 def of_runs(store: Store, machine: str, accepted: Accepted, commits: Commits) -> list[Movement]:
