@@ -1,7 +1,8 @@
-"""Movements that one commit explains, as few causes as possible."""
+"""Movements that one commit explains, the commit that explains most of them first."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -37,7 +38,7 @@ class Cause:
 
 
 def causes(movements: Iterable[Movement], commits: Commits) -> list[Cause]:
-    """The fewest causes: all that suspect the commit at which the earliest range of suspects ends, then the rest.
+    """The commit that most movements suspect is the cause of these, then of the rest likewise.
 
     Movements without a suspect belong together where the same run was the first slow one.
     """
@@ -49,21 +50,20 @@ def causes(movements: Iterable[Movement], commits: Commits) -> list[Cause]:
 
 def _of_one_direction(movements: Sequence[Movement], commits: Commits) -> list[list[Movement]]:
     found: list[list[Movement]] = []
-    left = sorted(movements, key=lambda one: _end(one, commits))
+    left = [one for one in movements if one.suspects]
     while left:
-        first = left[0]
-        together = [one for one in left if _shares_end(one, first)]
-        found.append(together)
-        left = [one for one in left if one not in together]
-    return found
+        counts = Counter(commit for one in left for commit in one.suspects)
+        first = min(counts, key=lambda commit: (-counts[commit], _place(commit, commits)))
+        found.append([one for one in left if first in one.suspects])
+        left = [one for one in left if first not in one.suspects]
+    by_run: dict[str, list[Movement]] = {}
+    for one in movements:
+        if not one.suspects:
+            by_run.setdefault(one.case.utc, []).append(one)
+    return [*found, *by_run.values()]
 
 
-def _end(one: Movement, commits: Commits) -> tuple[float, str]:
-    position = commits.position(one.suspects[-1]) if one.suspects else None
-    return (float("inf") if position is None else position), one.case.utc
-
-
-def _shares_end(one: Movement, first: Movement) -> bool:
-    if not first.suspects:
-        return not one.suspects and one.case.utc == first.case.utc
-    return first.suspects[-1] in one.suspects
+def _place(commit: str, commits: Commits) -> tuple[float, str]:
+    """Of several the oldest one; what HEAD did not come from is last."""
+    position = commits.position(commit)
+    return (float("inf") if position is None else position), commit

@@ -6,7 +6,6 @@ A movement of the runs is a change of level that a second run has seen, where th
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,10 @@ from benchmarks.report.judgement import CaseState, Judgement, Level
 _Z95 = 1.96
 _MEDIAN = math.sqrt(math.pi / 2)
 """The standard error of a median over that of a mean."""
+_UNLIKELY = 3.0
+"""In log-likelihood: a run that is exp(3) = 20 times less likely to be the first is not."""
+_AT_LEAST = 2
+"""Runs of a level."""
 Accepted = Mapping[tuple[str, str, str], Acceptance]
 """The newest acceptance by (machine, device, case)."""
 
@@ -67,12 +70,14 @@ def _of_series(one: SeriesTrend, machine: str, acceptance: Acceptance | None, co
         return
     levels = judgement.levels_of(one)
     now_ms = levels[-1].latency_ms
-    for before, level in itertools.pairwise(levels):
+    ends = [*(level.begin for level in levels[2:]), len(one.series.points)]
+    for before, level, end in zip(levels, levels[1:], ends, strict=False):
         slower = level.change > 0
         step = Judgement(CaseState.SLOWER, level.change, level.begin)
         if slower and judgement.only_if_reliable(one, step).state is not CaseState.SLOWER:
             continue
-        good, bad = _last_clean(one, before.begin, level.begin), _first_clean(one, level.begin)
+        earliest, latest = _begins(one, before, level, end)
+        good, bad = _last_clean(one, before.begin, earliest), _first_clean(one, latest)
         took = accepted_ms is not None and level.latency_ms <= accepted_ms * (1 + SMALLEST_CHANGE)
         yield Movement(
             machine,
@@ -91,6 +96,22 @@ def _of_series(one: SeriesTrend, machine: str, acceptance: Acceptance | None, co
 def _case(one: SeriesTrend, level: Level, interval: tuple[float, float] | None) -> AlertCase:
     newest, point = one.series.newest, one.series.points[level.begin]
     return AlertCase(newest.key.name, newest.fingerprint.device, level.change, interval, point.utc, "runs")
+
+
+def _begins(one: SeriesTrend, before: Level, level: Level, end: int) -> tuple[int, int]:
+    """The earliest and the latest run with which a level, which ends before `end`, may have begun, by the noise.
+
+    Each run at which it may have begun has a likelihood; those are left out that are `_UNLIKELY` beside the best.
+    """
+    low, high = math.log(before.latency_ms), math.log(before.latency_ms * (1 + level.change))
+    runs = [(i, math.log(ms)) for i, ms in one.trend.comparable if before.begin <= i < end]
+    unlikely, total = dict[int, float](), 0.0  # by the run with which it begins; of each run before: at the old level
+    for i, log_ms in runs[: -_AT_LEAST + 1]:
+        if i > before.begin:
+            unlikely[i] = total
+        total += ((log_ms - low) ** 2 - (log_ms - high) ** 2) / (2 * one.trend.sigma**2)
+    likely = [i for i, cost in unlikely.items() if cost <= min(unlikely.values()) + _UNLIKELY]
+    return min([*likely, level.begin]), max([*likely, level.begin])
 
 
 def _interval(one: SeriesTrend, before: Level, level: Level) -> tuple[float, float]:

@@ -123,7 +123,8 @@ def _next(alert: Alert, joined: Sequence[Movement], taken: Accepted, commits: Co
         said.append("a later comparison is SLOWER")
     if fresh:
         said.append(f"{_cases(len(fresh))} slower too")
-    if alert.state is AlertState.NEW and (cause := _narrowed(lasting, suspects, commits)) is not None:
+    confirmed = alert.cause.state is AlertState.CONFIRMED
+    if alert.is_open and not confirmed and (cause := _narrowed(lasting, suspects, commits)) is not None:
         good, suspects = cause.good, cause.suspects
         said.append(f"suspect since the newest runs: {len(suspects)} commit{'s' * (len(suspects) != 1)}")
     if not fresh and not again and (end := _end(alert, joined, taken)) is not None:
@@ -138,10 +139,10 @@ def _next(alert: Alert, joined: Sequence[Movement], taken: Accepted, commits: Co
 
 
 def _narrowed(lasting: Sequence[Movement], suspects: tuple[str, ...], commits: Commits) -> Cause | None:
-    """The cause as the movements have it now, where it has other suspects than these."""
+    """The cause as the movements have it now, where it leaves out some of these suspects."""
     found = causes((one for one in lasting if one.suspects), commits)
-    same = any(set(cause.suspects) == set(suspects) for cause in found)
-    return None if same or not found else max(found, key=lambda cause: len(cause.movements))
+    known = any(set(cause.suspects) >= set(suspects) for cause in found)
+    return None if known or not found else max(found, key=lambda cause: len(cause.movements))
 
 
 def _end(alert: Alert, joined: Sequence[Movement], taken: Accepted) -> tuple[AlertState, str] | None:
