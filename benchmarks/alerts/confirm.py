@@ -38,21 +38,21 @@ def confirm(alert: Alert, compare: Compare, utc: Callable[[], str]) -> tuple[Ale
     last = alert.history[-1]
     if not alert.suspects:
         why = "no commit between the last fast and the first slow run changes nsa/: the code is the same"
-        return replace(last, utc=utc(), state=AlertState.NOT_REPRODUCED, why=why, cases=()), None
+        return replace(last, utc=alert.after(utc()), state=AlertState.NOT_REPRODUCED, why=why, cases=()), None
     if alert.good is None:
         why = "cannot be measured again: no fast commit is known"
-        return replace(last, utc=utc(), why=why, cases=()), None
+        return replace(last, utc=alert.after(utc()), why=why, cases=()), None
     found = compare(alert.good, alert.suspects[-1], worst(alert))
     counts = Counter(one.verdict for one in found)
     if not found:
         return replace(
-            last, utc=utc(), why="cannot be measured again: today's suite has none of its cases", cases=()
+            last, utc=alert.after(utc()), why="cannot be measured again: today's suite has none of its cases", cases=()
         ), None
     said = f"{alert.suspects[-1][:10]} beside {alert.good[:10]}: " + ", ".join(
         f"{count} {verdict.value}" for verdict, count in counts.most_common()
     )
     slower = [one for one in found if one.verdict is CompareVerdict.SLOWER]
-    event = replace(last, utc=utc(), good=alert.good, suspects=alert.suspects, owner=alert.owner, cases=())
+    event = replace(last, utc=alert.after(utc()), good=alert.good, suspects=alert.suspects, owner=alert.owner, cases=())
     if slower:
         cases = tuple(map(_case, slower))
         return replace(event, state=AlertState.CONFIRMED, why=said, cases=cases), max(slower, key=_change)
@@ -128,6 +128,6 @@ def find_commit(
         why += f"; {search.equal} of them have the same kernels as the good or the slow commit and were not measured"
     return replace(
         alert.history[-1],
-        utc=utc(), state=AlertState.CONFIRMED, why=why, good=good, suspects=found.commits,
+        utc=alert.after(utc()), state=AlertState.CONFIRMED, why=why, good=good, suspects=found.commits,
         owner=owner(found.commits), cases=(),
     )  # fmt: skip

@@ -134,7 +134,7 @@ def _next(alert: Alert, joined: Sequence[Movement], taken: Accepted, commits: Co
         return None
     cases = tuple(fresh.values())
     return AlertEvent(
-        utc, alert.id, alert.machine, state, "; ".join(said), good, suspects, owner(suspects), cases
+        alert.after(utc), alert.id, alert.machine, state, "; ".join(said), good, suspects, owner(suspects), cases
     )  # fmt: skip
 
 

@@ -108,7 +108,10 @@ def _events(alert: Alert, again: _Remeasure, results: Path) -> Iterator[AlertEve
     try:
         event, shown = confirm.confirm(alert, again.compare, _now)
     except ValueError as error:  # a commit that git does not have here
-        event, shown = dataclasses.replace(alert.history[-1], utc=_now(), cases=(), why=f"not decided: {error}"), None
+        event, shown = (
+            dataclasses.replace(alert.history[-1], utc=alert.after(_now()), cases=(), why=f"not decided: {error}"),
+            None,
+        )
     if _append(results, event):
         yield event
     if shown is not None and len(alert.suspects) > 1:

@@ -115,6 +115,10 @@ class Alert:
         """Whether somebody has to do something about it."""
         return self.state in OPEN
 
+    def after(self, utc: str) -> str:
+        """The time of a next event: not before the last one's, also where that machine's clock is ahead."""
+        return max(utc, self.history[-1].utc)
+
     @property
     def opened(self) -> str:
         """UTC."""
@@ -178,9 +182,9 @@ def read(results: Path) -> tuple[list[Alert], list[str]]:
 
 
 def _alert(name: str, events: Iterable[AlertEvent]) -> Alert | None:
-    """None where no event of this alert names a case. Of one moment what leaves it open counts."""
-    own = {event for event in events if event.alert == name}
-    ordered = sorted(own, key=lambda event: (event.utc, event.state in OPEN, event.why))
+    """None where no event of this alert names a case. Of one moment the later line counts."""
+    own = dict.fromkeys(event for event in events if event.alert == name)
+    ordered = sorted(own, key=lambda event: event.utc)
     return Alert(tuple(ordered)) if any(event.cases for event in ordered) else None
 
 

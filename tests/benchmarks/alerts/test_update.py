@@ -126,6 +126,31 @@ def test_an_alert_is_fixed_when_every_case_is_back(project: Project) -> None:
     assert len(project.alerts) == 2
 
 
+def test_a_clock_that_is_behind_that_of_another_runner_closes_an_alert_all_the_same(project: Project) -> None:
+    project.nights(6, 10.0)
+    project.nights(3, 11.0)
+    project.update(day=20)
+    project.nights(3, 10.0)
+    assert project.update(day=19) == ["fixed"]
+    assert not project.alert.is_open
+    assert project.update(day=21) == []
+
+
+@pytest.mark.parametrize(("between_ms", "suspects"), [((10.55, 10.45), 2), ((10.45, 11.0), 1)])
+def test_noise_that_moves_where_a_change_is_found_makes_no_second_alert(
+    project: Project, between_ms: tuple[float, float], suspects: int
+) -> None:
+    """Of the run between, which was half as slow, one case is found to be fast and the other slow."""
+    noise_ms = (0.2, -0.2, 0.1, -0.15, 0.2, -0.1, 0.15, -0.2)
+    for noise in noise_ms:
+        project.night(10.0 + noise, 10.0 + noise)
+    first = project.night(*between_ms)
+    after = [project.night(11.0 + noise, 11.0 + noise) for noise in noise_ms]
+    project.update()
+    assert project.alert.suspects == (first, after[0])[:suspects]
+    assert len(project.alert.cases) == 2
+
+
 def test_an_alert_is_accepted_with_the_reason_that_a_person_gave(project: Project) -> None:
     project.nights(6, 10.0, 10.0)
     project.nights(3, 11.0, 12.0)

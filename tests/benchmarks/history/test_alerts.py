@@ -58,8 +58,8 @@ def test_before_it_is_confirmed_the_newest_suspects_count(tmp_path: Path) -> Non
     assert added(tmp_path, event(4)).suspects == COMMITS
 
 
-def test_of_one_moment_what_leaves_it_open_counts(tmp_path: Path) -> None:
-    assert added(tmp_path, OPENED, event(3, AlertState.CONFIRMED), event(3, AlertState.FIXED)).is_open
+def test_of_one_moment_the_later_line_counts(tmp_path: Path) -> None:
+    assert not added(tmp_path, OPENED, event(3, AlertState.CONFIRMED), event(3, AlertState.FIXED)).is_open
 
 
 def test_two_writers_at_once_lose_nothing(tmp_path: Path) -> None:
