@@ -12,7 +12,6 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from benchmarks.ab.result import ComparisonResult, Rules
 from benchmarks.alerts import confirm, issue
 from benchmarks.alerts.update import update
 from benchmarks.cases.key import Key
-from benchmarks.commands import compare, options
+from benchmarks.commands import accept, compare, options
 from benchmarks.history import alerts
 from benchmarks.history.alerts import Alert, AlertEvent
 from benchmarks.report import links
@@ -54,7 +53,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.alert is not None and arguments.action != "confirm":
         raise ValueError("--alert goes with `alerts confirm`")
     options.check_writable(alerts.folder(results))
-    added = update(results, _now())
+    added = update(results, accept.utc_now())
     if arguments.action == "confirm":
         added += _confirm(arguments, results)
     stored, damaged = alerts.read(results)
@@ -106,16 +105,18 @@ def _events(alert: Alert, again: _Remeasure, results: Path) -> Iterator[AlertEve
     """Measure one alert, write what came of it as it comes."""
     print(f"{alert.id}: {', '.join(case.case for case in alert.cases[:3])}", flush=True)
     try:
-        event, shown = confirm.confirm(alert, again.compare, _now)
+        event, shown = confirm.confirm(alert, again.compare, accept.utc_now)
     except ValueError as error:  # a commit that git does not have here
         event, shown = (
-            dataclasses.replace(alert.history[-1], utc=alert.after(_now()), cases=(), why=f"not decided: {error}"),
+            dataclasses.replace(
+                alert.history[-1], utc=alert.after(accept.utc_now()), cases=(), why=f"not decided: {error}"
+            ),
             None,
         )
     if _append(results, event):
         yield event
     if shown is not None and len(alert.suspects) > 1:
-        event = confirm.find_commit(alert, shown, again.compare, again.compile, _now)
+        event = confirm.find_commit(alert, shown, again.compare, again.compile, accept.utc_now)
         if _append(results, event):
             yield event
 
@@ -157,13 +158,9 @@ class _Remeasure:
 
 
 def _line(alert: Alert) -> str:
-    worst, suspects = alert.cases[0], alert.suspects
+    """One alert, and below it the commands that repeat it."""
+    count, suspects = len(alert.cases), alert.suspects
     cause = "no commit" if not suspects else suspects[-1][:10] if len(suspects) == 1 else f"{len(suspects)} commits"
-    words = [f"{alert.state.value:<10} {alert.id:<24} {len(alert.cases)} cases, {worst.change:+.1%} at worst"]
-    return "\n".join(
-        ["  ".join([*words, f"cause: {cause}", f"owner: {alert.owner}"]), *(f"  {c}" for c in alert.commands)]
-    )
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    cases = f"{count} case{'s' * (count > 1)}, {alert.cases[0].change:+.1%} at worst"
+    words = [f"{alert.state.value:<10} {alert.id:<24} {cases}", f"cause: {cause}", f"owner: {alert.owner}"]
+    return "\n".join(["  ".join(words), *(f"  {command}" for command in alert.commands)])

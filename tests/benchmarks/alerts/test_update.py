@@ -181,6 +181,29 @@ def test_a_further_case_joins_the_alert_of_its_commit_and_opens_it_again(project
     assert project.alert.suspects == (slow,)
 
 
+def test_a_wider_range_of_a_further_case_widens_no_alert_that_is_confirmed(project: Project) -> None:
+    project.nights(6, 10.0, 10.0)
+    culprit = project.night(measured=False)
+    project.nights(3, 11.0)
+    project.update(day=1)
+    event = replace(project.alert.history[0], utc="2026-08-02T00:00:00Z", state=AlertState.CONFIRMED, cases=())
+    assert alerts.append(project.results, replace(event, suspects=(culprit,)), lambda _: True)
+    project.nights(2, 11.0, 12.0)
+    assert project.update(day=3) == ["confirmed"]
+    assert (project.alert.suspects, len(project.alert.cases)) == ((culprit,), 2)
+    assert project.update(day=4) == []
+
+
+def test_a_drift_away_from_the_accepted_level_is_an_alert_since_that_commit(project: Project) -> None:
+    project.night(measured=False)
+    project.accept(CASES[0], 10.0)
+    first = project.nights(6, 10.6)[0]
+    assert project.update() == ["new"]
+    alert = project.alert
+    assert (alert.good, alert.suspects, alert.cases[0].interval) == (project.commits[0], (first,), None)
+    assert project.update(day=2) == []
+
+
 def test_a_change_that_is_found_one_run_later_is_still_its_alert(project: Project) -> None:
     before, good = project.nights(6, 10.0)[-2:]
     project.nights(3, 11.0)
@@ -192,54 +215,6 @@ def test_a_change_that_is_found_one_run_later_is_still_its_alert(project: Projec
     assert project.update(day=2) == ["new"]
     assert project.alert.suspects == stored.suspects
     assert project.update(day=3) == []
-
-
-def test_a_slower_of_compare_opens_an_alert(project: Project) -> None:
-    commits = project.nights(4, 10.0)
-    project.compared(commits[1], commits[3], CompareVerdict.SLOWER)
-    assert project.update() == ["new"]
-    alert = project.alert
-    assert (alert.good, alert.suspects) == (commits[1], tuple(commits[2:]))
-    assert alert.cases[0].interval == (pytest.approx(0.09), pytest.approx(0.11))
-    assert project.update(day=2) == []
-
-
-def test_compare_and_runs_that_show_the_same_slowdown_are_one_alert(project: Project) -> None:
-    good = project.nights(6, 10.0, 10.0)[-1]
-    slow = project.night(11.0, 11.0)
-    project.compared(good, slow, CompareVerdict.SLOWER)
-    project.update(day=1)
-    assert len(project.alert.cases) == 1
-    project.nights(2, 11.0, 11.0)
-    assert project.update(day=2) == ["new"]
-    assert [event.why for event in project.alert.history][1:] == ["1 case is slower too"]
-    assert len(project.alert.cases) == 2
-
-
-def test_a_comparison_of_other_code_than_todays_opens_none(project: Project) -> None:
-    commits = project.nights(4, 10.0)
-    project.compared(commits[0], commits[2], CompareVerdict.SLOWER)  # nsa/ has changed since
-    project.repository.git("checkout", "--quiet", "-b", "experiment")
-    other = project.repository.commit("an experiment")
-    project.repository.git("checkout", "--quiet", "-")
-    project.compared(commits[3], other, CompareVerdict.SLOWER)
-    project.compared(commits[1], commits[3], CompareVerdict.UNDECIDED)
-    assert project.update() == []
-
-
-@pytest.mark.parametrize("undone", ["no slower than the good commit", "faster than the slow one"])
-def test_an_alert_of_compare_is_fixed_by_a_later_comparison(project: Project, undone: str) -> None:
-    good, slow = project.nights(2, 10.0)
-    project.compared(good, slow, CompareVerdict.SLOWER)
-    project.update(day=1)
-    fix = project.night(10.0)
-    project.compared(slow, fix, CompareVerdict.FASTER, change=-0.05, day=2)
-    assert project.update(day=2) == [], "faster, but not by as much"
-    if undone == "faster than the slow one":
-        project.compared(slow, fix, CompareVerdict.FASTER, change=-0.09, day=3)
-    else:
-        project.compared(good, fix, CompareVerdict.SAME, change=0.0, day=3)
-    assert project.update(day=3) == ["fixed"]
 
 
 def test_a_second_cause_that_ends_at_the_commit_of_a_narrowed_alert_has_a_file_of_its_own(project: Project) -> None:
