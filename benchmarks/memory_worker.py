@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome, Correctness
+from benchmarks.correctness import integrity, known_answer
 from benchmarks.correctness.verify import joined
 from benchmarks.errors import MemoryChildError, classify
 from benchmarks.timing import memory
@@ -81,7 +82,10 @@ def _measured(key: Key, seed: int) -> tuple[Correctness, PeakMemory]:
     peak = memory.of_this_process(work.call)
     before = work.check(seed)
     assert work.recheck is not None
-    return joined(before, work.recheck(work.call, seed)), peak
+    found = joined(before, work.recheck(work.call, seed))
+    known_answer.require_known_answers()
+    integrity.require_intact()
+    return found, peak
 
 
 def _print(answer: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +12,8 @@ from benchmarks import memory_worker
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome, Correctness
 from benchmarks.cases.work import Work
-from benchmarks.correctness import anti_cheat, row_sampling
-from benchmarks.correctness.verify import IncorrectError, joined, require_finite
+from benchmarks.correctness import anti_cheat, integrity, process_state, row_sampling
+from benchmarks.correctness.verify import IncorrectError, NonFiniteError, joined, require_finite
 from benchmarks.errors import ThrottledError, classify
 from benchmarks.history.records import Record
 from benchmarks.history.samples import RawSamples, SampleSummary
@@ -60,6 +60,16 @@ def run(
             torch.cuda.empty_cache()
 
 
+def unless_changed(measured: Measurement) -> Measurement:
+    """The measurement, refused where the benches of this process are no longer what their files say."""
+    try:
+        integrity.require_intact()
+    except IncorrectError as error:
+        old = measured.record
+        return Measurement(Record(old.key, CaseOutcome.INCORRECT, str(error), old.fingerprint, old.command))
+    return measured
+
+
 def measure(
     key: Key,
     device: str,
@@ -72,6 +82,7 @@ def measure(
     """One measurement. Only KeyboardInterrupt and the like leave it."""
     correctness: Correctness | None = None
     seed = row_sampling.new_seed() if seed is None else seed
+    settings = process_state.read()
     try:
         if key.mode == "memory":
             correctness, peak = memory_worker.measure(key, MEMORY_DEADLINE_S, seed)
@@ -101,7 +112,9 @@ def measure(
         device_peak = memory.of_cuda(work.call) if device == "cuda" else None
         _finite_outputs(work)
         fresh = rotating.recheck(seed)
-    except Exception as error:
+        process_state.require_unchanged(settings)
+    except Exception as raised:
+        error = _cause(raised, settings)
         outcome, reason = classify(error, key.implementation)
         clocks = error.clocks if isinstance(error, ThrottledError) else None
         summary = clocks.summary if clocks else None
@@ -138,6 +151,16 @@ def measure(
     return Measurement(record, RawSamples(key.name, timed.samples_ms, timed.clocks))
 
 
+def _cause(error: Exception, settings: Mapping[str, object]) -> Exception:
+    """A setting of the process that the case has changed, which says more than what came of it; else the error."""
+    if isinstance(error, (IncorrectError, NonFiniteError)):
+        try:
+            process_state.require_unchanged(settings)
+        except IncorrectError as changed:
+            return changed
+    return error
+
+
 def _require_steady(timed: Timing) -> None:
     """Raises ThrottledError where heat or a failing supply slowed most samples."""
     if timed.clocks is not None and (reason := timed.clocks.void_because):
@@ -155,5 +178,7 @@ def _require_possible(timed: Timing, work: Work, limits: MeasuredPeak | None, de
 
 def _finite_outputs(work: Work) -> None:
     """What was timed must still be right after many calls; a train step may have diverged."""
-    for i, x in enumerate(work.call()):
+    outputs = work.call()
+    anti_cheat.require_plain_tensors(outputs)
+    for i, x in enumerate(outputs):
         require_finite(f"output {i} after the last sample", x)

@@ -8,14 +8,18 @@ that carries Python objects.
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 
+import nsa
 from benchmarks import runner
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome
@@ -24,6 +28,7 @@ from benchmarks.history.records import Record
 from benchmarks.runner import Measurement, Prepare
 from benchmarks.timing.latency import SamplingPlan
 from benchmarks.workloads.prepare import prepare
+from harness import repository
 from harness.fingerprint import Fingerprint
 from harness.isolate import Child
 
@@ -44,15 +49,16 @@ def run(
     prepare: Prepare = prepare,
     deadline_s: float | None = None,
     seed: int | None = None,
+    path: Sequence[Path] = (),
 ) -> Iterator[Measurement]:
     """One measurement per key, in order, whatever happens to the process that measures; `DEADLINE_S` unless given, and
-    for `seed` see `runner.run`."""
+    for `seed` see `runner.run`. `path`: folders that the process searches first, the first of which holds nsa/."""
     deadline_s = DEADLINE_S[device] if deadline_s is None else deadline_s
     seed = row_sampling.new_seed() if seed is None else seed
     worker: _Worker | None = None
     try:
         for key in keys:
-            worker = worker or _Worker(device, plan, fingerprint, prepare, seed)
+            worker = worker or _Worker(device, plan, fingerprint, prepare, seed, path)
             measured = worker.measure(key, command(key), deadline_s)
             if worker.ended or (device == "cuda" and measured.record.outcome is CaseOutcome.CRASHED):
                 worker.close()
@@ -66,11 +72,22 @@ def run(
 class _Worker:
     """The process, and the pipe to it."""
 
-    def __init__(self, device: str, plan: SamplingPlan, fingerprint: Fingerprint, prepare: Prepare, seed: int) -> None:
-        self._fingerprint = fingerprint
+    def __init__(
+        self,
+        device: str,
+        plan: SamplingPlan,
+        fingerprint: Fingerprint,
+        prepare: Prepare,
+        seed: int,
+        path: Sequence[Path] = (),
+    ) -> None:
+        self._fingerprint, self._path = fingerprint, path
         self._pipe, theirs = Pipe()
         with theirs:  # the child holds the only other end: when it dies, this one ends
-            self._child = Child("benchmarks.worker", {"pipe": theirs.fileno()}, log=False, files=[theirs.fileno()])
+            pipe = theirs.fileno()
+            where = {"PYTHONPATH": os.pathsep.join(map(str, path))} if path else {}
+            cwd = path[0] if path else repository.ROOT
+            self._child = Child("benchmarks.worker", {"pipe": pipe}, where, cwd=cwd, log=False, files=[pipe])
         self._measures = (device, plan, fingerprint, prepare, seed)
         self.ended = False
         self._started = False
@@ -80,17 +97,27 @@ class _Worker:
         try:
             if not self._started:  # importing PyTorch counts for no case
                 self._pipe.send(self._measures)
-                self._started = self._pipe.poll(_START_S) and self._pipe.recv()
+                self._started = self._pipe.poll(_START_S) and self._imported_ours(self._pipe.recv())
             self._pipe.send((key, command))
+            begin = time.perf_counter()
             if self._pipe.poll(deadline_s):
                 measured: Measurement = self._pipe.recv()
-                return measured
+                reason = impossible(measured, key, time.perf_counter() - begin)
+                return measured if reason is None else self._refused(key, CaseOutcome.INCORRECT, reason, command)
             reason = f"no answer within {deadline_s:.0f} s; it stood {self._where()}"
             outcome = CaseOutcome.STALLED
+        except ImportError as error:
+            reason, outcome = str(error), CaseOutcome.CRASHED
         except (EOFError, OSError):
             reason, outcome = f"the process that measured it {_ending(self._child.wait())}", CaseOutcome.CRASHED
         self.ended = True
-        return Measurement(Record(key, outcome, reason, self._fingerprint, command))
+        return self._refused(key, outcome, reason, command)
+
+    def _imported_ours(self, imported: str) -> bool:
+        """Raises ImportError where the process would measure another nsa/ than that of its path."""
+        if self._path and not imported.startswith(str(self._path[0])):
+            raise ImportError(f"the process imported {imported}, which is not of {self._path[0]}")
+        return True
 
     def close(self) -> None:
         """End it, whatever it does, and leave nothing behind."""
@@ -98,10 +125,23 @@ class _Worker:
         self._child.close()
         self._pipe.close()
 
+    def _refused(self, key: Key, outcome: CaseOutcome, reason: str, command: str) -> Measurement:
+        return Measurement(Record(key, outcome, reason, self._fingerprint, command))
+
     def _where(self) -> str:
         """Where its main thread stands: the innermost line of this project, or of anything."""
         self._child.events(0.0)  # the worker's process id, for one
         return innermost(self._child.threads(_STACKS_S))
+
+
+def impossible(measured: Measurement, key: Key, elapsed_s: float) -> str | None:
+    """Why a measurement that came after so many seconds, by this process's clock, cannot be one of this key."""
+    if measured.record.key != key:
+        return f"the process that measured it sent a record of {measured.record.key.name}"
+    covered_s = sum(measured.raw.samples_ms) / 1e3 if measured.raw else 0.0
+    if covered_s > elapsed_s:
+        return f"its samples cover {covered_s:.4g} s of the {elapsed_s:.4g} s that it took: its timer was replaced"
+    return None
 
 
 def innermost(stacks: str) -> str:
@@ -129,14 +169,14 @@ def main() -> None:
     """Measure what is asked for until nobody asks any more."""
     pipe: Connection = Connection(json.loads(sys.argv[1])["pipe"])
     device, plan, fingerprint, prepare, seed = pipe.recv()
-    pipe.send(True)
+    pipe.send(nsa.__file__)
     while True:
         try:
             key, command = pipe.recv()
         except EOFError:
             return
         (measured,) = runner.run([key], device, plan, fingerprint, partial(_first, command), prepare, seed)
-        pipe.send(measured)
+        pipe.send(runner.unless_changed(measured))
 
 
 if __name__ == "__main__":

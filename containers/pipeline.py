@@ -36,7 +36,7 @@ QUICK_TESTS = (
     "--ignore",
     "tests/nsa/triton_backend",
 )
-QUICK_COMPARE = ("--quick", "--cases", "part-window", "--pairs", "14")
+QUICK_COMPARE = ("--quick", "--cases", "part-window", "--pairs", "12")
 ALWAYS = ("report", "comment")
 """Steps that run after a red one too: what they make is what a person reads."""
 

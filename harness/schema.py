@@ -2,7 +2,7 @@
 
 What a type asks is worked out once; thousands of records are then read by the same small functions. Files of lines
 (`nsa.io`) hold one such dataclass per line. A dataclass whose fields were renamed says so in `OLD_NAMES` (name in
-earlier files -> field), and earlier files are read as before.
+earlier files -> field), and one that lost fields in `FORMER_FIELDS`; earlier files are read as before.
 """
 
 from __future__ import annotations
@@ -70,12 +70,15 @@ def _dataclass(kind: Any) -> _Reader:
         if field.default is field.default_factory is dataclasses.MISSING
     ]
     old_names: Mapping[str, str] = getattr(kind, "OLD_NAMES", {})
+    former_fields: frozenset[str] = getattr(kind, "FORMER_FIELDS", frozenset())
 
     def read(data: Any) -> Any:
         if not isinstance(data, dict):
             raise _MisfitError(TypeError, f"must be a JSON object; got {reprlib.repr(data)}")
         if not old_names.keys().isdisjoint(data):
             data = _with_new_names(data, old_names)
+        if not former_fields.isdisjoint(data):
+            data = {name: value for name, value in data.items() if name not in former_fields}
         if unknown := [key for key in data if key not in readers]:
             raise _MisfitError(ValueError, f"has no field {reprlib.repr(unknown[0])}")
         if missing := [key for key in needed if key not in data]:

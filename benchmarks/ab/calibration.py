@@ -1,28 +1,52 @@
 """How often `compare` is right on a machine, from pairs of processes in which the slowdown is known.
 
-The pairs are split into groups, each as large as one test; in every test of a group one case is slowed down and the
-others are as they are, and `sequential.run` decides. No pair is in two groups, so that the comparisons of one case and
-one size are independent. The thresholds are chosen on half of the groups and judged on the other half, and the other
-way round: no comparison is judged by thresholds that saw it. The result is kept in results/calibration/<machine>.json.
+The pairs of a case are taken in order: a test uses as many of them as it needs for its answer, the next test begins
+behind it, so that no pair is in two tests of one size of slowdown. What the rules need to know (the noise between
+pairs, the smallest change to call, the margin of SAME) is fitted on one half of the pairs and judged on the other, and
+the other way round: no test is judged by what saw it. Cases are pooled by class. The result is kept in
+results/calibration/<machine>.json.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.ab import sequential
+from scipy import stats
+
+from benchmarks.ab import moderated, sequential
 from benchmarks.ab.calibration_samples import SLOWDOWNS, CalibrationPair
 from benchmarks.ab.result import CompareVerdict, Rules
-from benchmarks.ab.sequential import CaseResult, PairTiming
+from benchmarks.ab.sequential import PairTiming
+from benchmarks.ab.trial import PairedSamples
 from harness import schema
 from harness.fingerprint import Fingerprint
 from nsa.io import atomic_write
+
+LONG, SHORT = "1 ms and more", "below 1 ms"
+_LONG_MS = 1.0
+FALSE_ALARMS = 0.01
+"""Of one case: the smallest change that is called keeps the share of false alarms at or below this."""
+POWER = 0.9
+"""A slowdown that is found this often may be ruled out by SAME."""
+_MARGIN = 0.8
+"""Of the smallest slowdown that is found: SAME rules it out, so that its margin lies below."""
+SMALLEST_CHANGES = (0.0025, 0.005, 0.01, 0.015, 0.02, 0.025)
+LEVELS = (0.0, *SLOWDOWNS)
+_REAL = 0.5
+"""An injected slowdown counts where it is what was wanted within this share: a GPU has no work of 0.3 us."""
+_CONFIDENCE = 0.95
+
+
+def case_class(latency_ms: float) -> str:
+    """Which cases are judged alike: short ones vary more from process to process."""
+    return LONG if latency_ms >= _LONG_MS else SHORT
 
 
 @dataclass(frozen=True)
@@ -42,12 +66,54 @@ class CalibrationRate:
     @property
     def alarms(self) -> float:
         """Share of FASTER and SLOWER: with identical code the false-alarm rate."""
-        return (self.slower + self.faster) / self.comparisons
+        return (self.slower + self.faster) / max(1, self.comparisons)
+
+    @property
+    def most_alarms(self) -> float:
+        """What `alarms` is at most, with 95 % confidence, one-sided."""
+        return bounds(self.slower + self.faster, self.comparisons)[1]
 
     @property
     def power(self) -> float:
         """Share of SLOWER: of an injected slowdown, how often it was found."""
-        return self.slower / self.comparisons
+        return self.slower / max(1, self.comparisons)
+
+    @property
+    def least_power(self) -> float:
+        """What `power` is at least, with 95 % confidence, one-sided."""
+        return bounds(self.slower, self.comparisons)[0]
+
+
+def bounds(hits: int, trials: int) -> tuple[float, float]:
+    """One-sided bounds of a share, each with 95 % confidence (Clopper and Pearson, Biometrika 26, 1934)."""
+    if trials == 0:
+        return 0.0, 1.0
+    found = stats.binomtest(hits, trials).proportion_ci(2 * _CONFIDENCE - 1, "exact")
+    return float(found.low), float(found.high)
+
+
+@dataclass(frozen=True)
+class CaseCalibration:
+    """One case: each test was judged by what was fitted without it."""
+
+    case: str
+    latency_ms: float
+    noise: float
+    """Root mean square of the log-ratios of identical code."""
+    rates: tuple[CalibrationRate, ...]
+    """Ascending by slowdown, the first is 0; without those that could not be injected."""
+
+    @property
+    def kind(self) -> str:
+        return case_class(self.latency_ms)
+
+
+@dataclass(frozen=True)
+class ClassRules:
+    """What `compare` uses on this machine from now on for the cases of one class."""
+
+    name: str
+    rules: Rules
 
 
 @dataclass(frozen=True)
@@ -55,17 +121,34 @@ class Calibration:
     """One calibration of one machine."""
 
     fingerprint: Fingerprint
-    rules: Rules
-    """What `compare` uses on this machine from now on."""
-    rates: tuple[CalibrationRate, ...]
-    """Ascending by slowdown, the first is 0. Each comparison was judged with thresholds chosen on the others."""
-    cases: tuple[str, ...]
-    """Names of the keys that were measured."""
+    classes: tuple[ClassRules, ...]
+    cases: tuple[CaseCalibration, ...]
     pairs: int
-    """Pairs of processes, each of them in one comparison per case only."""
-    noise: float
-    """Median over the cases of the spread (1.4826 MAD) between pairs of identical code."""
+    """Pairs of processes."""
+    seconds: float
+    """What measuring them took."""
     command: str
+
+    def rules(self, latency_ms: float) -> Rules:
+        """For a case that takes so long; the defaults where no such case was calibrated."""
+        return next((one.rules for one in self.classes if one.name == case_class(latency_ms)), Rules())
+
+    def rates(self, name: str) -> tuple[CalibrationRate, ...]:
+        """Of all cases of a class together."""
+        found = [rate for case in self.cases if case.kind == name for rate in case.rates]
+        return tuple(
+            _pooled([rate for rate in found if rate.slowdown == level])
+            for level in LEVELS
+            if any(rate.slowdown == level for rate in found)
+        )
+
+
+def _pooled(rates: Sequence[CalibrationRate]) -> CalibrationRate:
+    counts = {
+        name: sum(getattr(rate, name) for rate in rates)
+        for name in ("comparisons", "slower", "faster", "same", "undecided")
+    }
+    return CalibrationRate(rates[0].slowdown, statistics.median(rate.injected for rate in rates), **counts)
 
 
 def path(results: Path, machine: str) -> Path:
@@ -81,7 +164,9 @@ def load(results: Path, machine: str) -> Calibration | None:
     try:
         return schema.build(Calibration, json.loads(file.read_text()), "calibration")
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{file} is no calibration: {error}; run calibrate again or remove it") from error
+        raise ValueError(
+            f"{file} is no calibration, or of an earlier rule: {error}; run calibrate again or remove it"
+        ) from error
 
 
 def save(results: Path, calibration: Calibration) -> Path:
@@ -92,99 +177,113 @@ def save(results: Path, calibration: Calibration) -> Path:
     return file
 
 
-FALSE_ALARMS = 0.01
-"""The thresholds are the sharpest ones that keep the false-alarm rate at or below this."""
-POWER = 0.9
-"""`Rules.equal_within` is the smallest injected slowdown that is found at least this often."""
-SMALLEST_CHANGES = (0.005, 0.01, 0.015, 0.02, 0.025)
-LEVELS = (0.0, *SLOWDOWNS)
+@dataclass(frozen=True)
+class CaseTimings:
+    """Every pair of one case, in the order measured."""
 
-Group = Sequence[CalibrationPair]
+    case: str
+    pairs: tuple[Mapping[float, PairTiming], ...]
+    """By slowdown."""
+    injected: Mapping[float, float]
+    """What each slowdown was: 0.0 alone where none could be injected."""
 
+    @property
+    def latency_ms(self) -> float:
+        return statistics.median(pair[0.0].base_ms for pair in self.pairs)
 
-def least_effort(rules: Rules) -> Rules:
-    """What is calibrated: `compare` up to the first interim analysis that can find a change. Later ones can find more,
-    and measure on what this one, being the last, calls SAME beyond `plainly_same`."""
-    return rules.up_to(rules.min_pairs)
+    @property
+    def identical(self) -> list[float]:
+        """The log-ratios of identical code."""
+        return [pair[0.0].log_ratio for pair in self.pairs]
 
-
-def groups_for(comparisons: int, cases: int) -> int:
-    """How many groups give at least so many comparisons of each size; two at least, to choose on one."""
-    return max(2, -(-comparisons // cases))
-
-
-def split(pairs: Sequence[CalibrationPair], size: int) -> list[Group]:
-    """Whole groups, in the order measured."""
-    return [pairs[i : i + size] for i in range(0, len(pairs) - size + 1, size)]
-
-
-def calibrate(groups: Sequence[Group], rules: Rules) -> tuple[Rules, tuple[CalibrationRate, ...]]:
-    """(thresholds chosen on all groups, rates where each group was judged with those chosen on the other half)."""
-    tallies: dict[float, Counter[CompareVerdict]] = {level: Counter() for level in LEVELS}
-    for half in (0, 1):
-        chosen = choose(groups[1 - half :: 2], rules)
-        for level, tally in _tallies(groups[half::2], chosen).items():
-            tallies[level] += tally
-    rates = tuple(_rate(level, tally, _injected(groups, level)) for level, tally in tallies.items())
-    return choose(groups, rules), rates
+    def half(self, number: int) -> CaseTimings:
+        """The first (0) or the second half of the pairs."""
+        middle = len(self.pairs) // 2
+        return dataclasses.replace(self, pairs=self.pairs[middle:] if number else self.pairs[:middle])
 
 
-def choose(groups: Sequence[Group], rules: Rules) -> Rules:
-    """The sharpest thresholds that these groups allow; the bluntest where none is good enough."""
-    for smallest_change in SMALLEST_CHANGES:
-        tried = dataclasses.replace(rules, smallest_change=smallest_change)
-        if _rate(0.0, _tallies(groups, tried, (0.0,))[0.0]).alarms <= FALSE_ALARMS:
-            break
-    tallies = _tallies(groups, tried, SLOWDOWNS)
-    found = [level for level in SLOWDOWNS if _rate(level, tallies[level]).power >= POWER]
-    return dataclasses.replace(tried, equal_within=found[0] if found else SLOWDOWNS[-1])
-
-
-def noise(pairs: Sequence[CalibrationPair]) -> float:
-    """Median over the cases of 1.4826 MAD of the log-ratios of identical code."""
-    ratios: dict[str, list[float]] = {}
+def timings(pairs: Sequence[CalibrationPair]) -> list[CaseTimings]:
+    """The measured pairs case by case."""
+    samples: dict[str, list[PairedSamples]] = {}
     for pair in pairs:
         for one in pair.cases:
-            ratios.setdefault(one.case, []).append(one.samples.timed().log_ratio)
-    return statistics.median(1.4826 * statistics.median(map(abs, values)) for values in ratios.values())
+            samples.setdefault(one.case, []).append(one.samples)
+    found = []
+    for case, of_case in samples.items():
+        injected = {level: _injected([one.head_ms for one in of_case], i) for i, level in enumerate(LEVELS)}
+        real = {level: share for level, share in injected.items() if abs(share - level) <= _REAL * level}
+        by_level = tuple({level: paired.timed(LEVELS.index(level)) for level in real} for paired in of_case)
+        found.append(CaseTimings(case, by_level, real))
+    return found
 
 
-def _tallies(
-    groups: Sequence[Group], rules: Rules, levels: Sequence[float] = LEVELS
-) -> dict[float, Counter[CompareVerdict]]:
-    tallies: dict[float, Counter[CompareVerdict]] = {level: Counter() for level in levels}
-    for group in groups:
-        cases = [one.case for one in group[0].cases]
-        for level in levels:
-            if level == 0.0:
-                tallies[level].update(answer.verdict for answer in simulate(group, None, 0, rules))
-                continue
-            for case in cases:
-                answers = simulate(group, case, LEVELS.index(level), rules)
-                tallies[level][next(answer.verdict for answer in answers if answer.case == case)] += 1
-    return tallies
+def _injected(head_ms: Sequence[Sequence[Sequence[float]]], i: int) -> float:
+    """Median share of the injected work in a sample."""
+    return statistics.median(sample[i] / sample[0] - 1 for samples in head_ms for sample in samples)
 
 
-def simulate(group: Group, slowed: str | None, level: int, rules: Rules) -> list[CaseResult]:
-    """One test over all cases, of which one is slowed down, from the pairs of a group."""
-    waiting = iter(group)
+def calibrate(
+    measured: Sequence[CaseTimings], rules: Rules
+) -> tuple[tuple[ClassRules, ...], tuple[CaseCalibration, ...]]:
+    """(rules fitted on all pairs, what each case's tests answered by rules that were fitted without them)."""
+    classes: list[ClassRules] = []
+    cases: list[CaseCalibration] = []
+    for name in (LONG, SHORT):
+        of_class = [one for one in measured if case_class(one.latency_ms) == name]
+        if not of_class:
+            continue
+        fitted = [fit([one.half(1 - number) for one in of_class], rules) for number in (0, 1)]
+        classes.append(ClassRules(name, fit(of_class, rules)))
+        for one in of_class:
+            tallies = {level: Counter[CompareVerdict]() for level in one.injected}
+            for number in (0, 1):
+                for level, tally in tallies.items():
+                    tally.update(verdicts(one.half(number), level, fitted[number]))
+            rates = tuple(_rate(level, one.injected[level], tally) for level, tally in tallies.items())
+            noise = math.sqrt(statistics.fmean(value**2 for value in one.identical))
+            cases.append(CaseCalibration(one.case, one.latency_ms, noise, rates))
+    return tuple(classes), tuple(cases)
 
-    def measure(cases: Sequence[str]) -> Mapping[str, PairTiming]:
-        by_case = {one.case: one.samples for one in next(waiting).cases}
-        return {case: by_case[case].timed(level if case == slowed else 0) for case in cases}
 
-    return sequential.run([one.case for one in group[0].cases], measure, least_effort(rules))
+def fit(measured: Sequence[CaseTimings], rules: Rules) -> Rules:
+    """The noise of these cases, the sharpest smallest change that it allows, and the margin of SAME for what is found.
+
+    The bluntest of each where none is good enough.
+    """
+    rules = dataclasses.replace(rules, noise=moderated.fit([one.identical for one in measured]))
+    for smallest_change in SMALLEST_CHANGES:
+        tried = dataclasses.replace(rules, smallest_change=smallest_change)
+        if _over(measured, 0.0, tried).alarms <= FALSE_ALARMS:
+            break
+    for slowdown in SLOWDOWNS:
+        tried = dataclasses.replace(tried, equal_within=_MARGIN * slowdown)
+        if _over(measured, slowdown, tried).power >= POWER:
+            break
+    return tried
 
 
-def _injected(groups: Sequence[Group], level: float) -> float:
-    """What the slowdown really was: median share of the injected work in a sample."""
-    i = LEVELS.index(level)
-    return statistics.median(
-        sample[i] / sample[0] - 1 for group in groups for pair in group for one in pair.cases for sample in one.head_ms
-    )
+def _over(measured: Sequence[CaseTimings], level: float, rules: Rules) -> CalibrationRate:
+    tally = Counter[CompareVerdict]()
+    for one in measured:
+        if level in one.injected:
+            tally.update(verdicts(one, level, rules))
+    return _rate(level, level, tally)
 
 
-def _rate(level: float, tally: Counter[CompareVerdict], injected: float = 0.0) -> CalibrationRate:
+def verdicts(measured: CaseTimings, level: float, rules: Rules) -> list[CompareVerdict]:
+    """Of one test after the other. One that the pairs do not suffice for counts if it came to its first analysis."""
+    pairs, found = [pair[level] for pair in measured.pairs], []
+    while len(pairs) >= rules.interim_analyses[0]:
+        for analysis in rules.interim_analyses:
+            verdict, _ = sequential.analyse(pairs[:analysis], rules)
+            if verdict is not CompareVerdict.UNDECIDED or len(pairs) < analysis:
+                break
+        found.append(verdict)
+        del pairs[:analysis]
+    return found
+
+
+def _rate(level: float, injected: float, tally: Counter[CompareVerdict]) -> CalibrationRate:
     slower, faster, same, undecided = (
         tally[verdict]
         for verdict in (CompareVerdict.SLOWER, CompareVerdict.FASTER, CompareVerdict.SAME, CompareVerdict.UNDECIDED)

@@ -1,7 +1,8 @@
 """Pairs of processes that measured identical code with slowdowns injected, one line each: what `calibrate` draws from.
 
-A line is added when its pair is done, so that a calibration that was killed goes on where it stopped. Lines of another
-machine state or of other sources have another identity and are left alone.
+A line is added when its pair is done, so that a calibration that was killed goes on where it stopped, also another
+day and at another commit: both sides of a pair are the same code. Lines of another machine state have another identity
+and are left alone.
 """
 
 from __future__ import annotations
@@ -15,15 +16,19 @@ from pathlib import Path
 from typing import ClassVar
 
 from benchmarks.ab import trial
-from benchmarks.ab.checkout import Sources
 from benchmarks.ab.result import Rules
 from benchmarks.ab.sequential import PairFailure
+from benchmarks.ab.starter import PairStarter
 from benchmarks.cases.key import Key
-from harness import fingerprint, jsonl
+from harness import jsonl
 from harness.fingerprint import Fingerprint
 
 SLOWDOWNS = (0.01, 0.03, 0.1)
 """Injected into one side, beside 0."""
+_CONDITIONS = ("machine", "device", "driver", "torch", "triton", "cpu", "threads")
+"""What the noise between two processes of one code depends on."""
+_MEASURED_AS = 2
+"""To be raised where pairs are measured in another way: those of before are then left alone."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +63,9 @@ def path(results: Path, machine: str) -> Path:
 
 def identity(of: Fingerprint, cases: Sequence[str], rules: Rules) -> str:
     """One word for all that pairs must share to be judged together."""
-    conditions = {name: str(getattr(of, name)) for name in fingerprint.CONDITIONS}
-    measured = [rules.min_samples, rules.max_samples, rules.target_standard_error, SLOWDOWNS]
-    text = json.dumps([conditions, of.nsa_sha256, list(cases), measured], sort_keys=True)
+    conditions = {name: str(getattr(of, name)) for name in _CONDITIONS}
+    measured = [_MEASURED_AS, rules.min_samples, rules.max_samples, rules.target_standard_error, SLOWDOWNS]
+    text = json.dumps([conditions, list(cases), measured], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -75,16 +80,15 @@ class LostPairError(Exception):
 
 
 def measure(
-    results: Path, machine: str, sources: Sequence[Sources], keys: Sequence[Key], rules: Rules, wanted: str, count: int
+    results: Path, machine: str, starter: PairStarter, keys: Sequence[Key], rules: Rules, wanted: str, numbers: range
 ) -> Iterator[CalibrationPair]:
-    """So many new pairs, each in the file before it is yielded. Raises LostPairError naming the case.
+    """A new pair for each number, in the file before it is yielded. Raises LostPairError naming the case.
 
-    The oracle is asked in the first one: what is published of identical code are rates, not latencies.
+    The oracle is not asked: what is published of identical code are rates, not latencies.
     """
-    base, head = sources
-    for number in range(count):
+    for number in numbers:
         begin = time.perf_counter()
-        found = trial.run(base, head, "cpu", keys, rules, number % 2, SLOWDOWNS, check=number == 0)
+        found = trial.run(starter, keys, rules, number % 2, SLOWDOWNS, check=False)
         cases = tuple(_samples(key, result) for key, result in zip(keys, found, strict=True))
         pair = CalibrationPair(wanted, round(time.perf_counter() - begin, 1), cases)
         jsonl.append(path(results, machine), pair)

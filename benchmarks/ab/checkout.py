@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.ab.result import Side
-from harness import fingerprint, repository
+from harness import environment, fingerprint, repository
 
 WORKING_TREE = "working tree"
 REPOSITORY = repository.ROOT
@@ -50,13 +50,21 @@ def sources(refs: Sequence[str]) -> Iterator[list[Sources]]:
 def _take(ref: str, folder: Path, benches: Path) -> Sources:
     folder.mkdir()
     if ref == WORKING_TREE:
-        commit = resolve("HEAD")
-        dirty = bool(git("status", "--porcelain", "--", "nsa"))
+        commit, dirty = _working_tree()
         shutil.copytree(REPOSITORY / "nsa", folder / "nsa", ignore=_CACHES)
     else:
         commit, dirty = resolve(ref), False
         _extract(commit, ref, folder)
     return Sources(Side(ref, commit, dirty, fingerprint.sources_sha256(folder / "nsa")), folder, benches)
+
+
+def _working_tree() -> tuple[str | None, bool | None]:
+    """(its commit, whether nsa/ differs from it); of a copy without git what its environment says."""
+    try:
+        return resolve("HEAD"), bool(git("status", "--porcelain", "--", "nsa"))
+    except ValueError:
+        told = environment.read()
+        return told.commit, told.dirty
 
 
 def resolve(ref: str) -> str:

@@ -34,7 +34,7 @@ class WorkerProcess:
     """One `benchmarks.ab.worker` over one version of nsa/."""
 
     def __init__(self, sources: Sources) -> None:
-        """Raises ChildError where it cannot start or would measure another nsa/."""
+        """Raises WorkerError where it cannot start or would measure another nsa/."""
         self._answers = bytearray()
         self._child = isolate.Child(
             "benchmarks.ab.worker",
@@ -49,13 +49,24 @@ class WorkerProcess:
             stdout=subprocess.PIPE,
         )
         self._folder = sources.folder
+        self._begun, self._launch_interval_ns = False, 0.0
 
     def begin(self, core: int | None) -> None:
-        """Wait until it has imported; then it keeps to this core. Raises ChildError where nsa/ is not this side's."""
+        """Wait until it has imported; then it keeps to this core. Raises WorkerError where nsa/ is not this side's."""
+        if self._begun:
+            return
         self.ask({"threads": THREADS, "core": core})
         imported = self.answer(_START_DEADLINE_S)["nsa"]
         if not imported.startswith(str(self._folder)):
             raise WorkerError(CaseOutcome.CRASHED, f"the child imported {imported}, which is not of {self._folder}")
+        self._begun = True
+
+    def launch_interval_ns(self) -> float:
+        """Of this process on the GPU; measured once. Raises WorkerError."""
+        if not self._launch_interval_ns:
+            self.ask({"launch_interval": True})
+            self._launch_interval_ns = self.answer(_START_DEADLINE_S)["launch_interval_ns"]
+        return self._launch_interval_ns
 
     def ask(self, request: Mapping[str, Any]) -> None:
         """Send a request; the answer is fetched with `answer`."""
@@ -66,7 +77,7 @@ class WorkerProcess:
             raise self._ended() from error
 
     def answer(self, deadline_s: float) -> dict[str, Any]:
-        """The next answer. Raises ChildError: STALLED after the deadline, CRASHED where the process ended."""
+        """The next answer. Raises WorkerError: STALLED after the deadline, CRASHED where the process ended."""
         pipe, end = self._child.stdout.fileno(), time.monotonic() + deadline_s
         while b"\n" not in self._answers:
             ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))
@@ -82,7 +93,7 @@ class WorkerProcess:
         return found
 
     def kill(self) -> None:
-        """End it, whatever it does; whoever waits for its answer gets a ChildError. It is gone when this returns."""
+        """End it, whatever it does; whoever waits for its answer gets a WorkerError. It is gone when this returns."""
         self._child.end(grace_s=0.0)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import ClassVar
 
-from benchmarks.ab import signed_rank
+from benchmarks.ab.moderated import UNKNOWN, NoisePrior
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome
 from harness import jsonl
@@ -23,7 +23,7 @@ class CompareVerdict(str, Enum):
 
     FASTER = "FASTER"
     SLOWER = "SLOWER"
-    """Seen, and seen again in new processes."""
+    """Seen, and seen again by other pairs of processes."""
     SAME = "SAME"
     """No change as large as `Rules.equal_within`."""
     UNDECIDED = "UNDECIDED"
@@ -34,21 +34,18 @@ class CompareVerdict(str, Enum):
 
 @dataclass(frozen=True)
 class Rules:
-    """When `compare` answers what. `calibrate` sets the first two for a machine."""
+    """When `compare` answers what of one case. `calibrate` sets the first three for a class of cases on a machine."""
 
     smallest_change: float = 0.01
-    """A median change below this is never called faster or slower."""
+    """A mean change below this is never called faster or slower."""
     equal_within: float = 0.03
     """SAME where the interval lies within this on both sides."""
-    plainly_same: float = 0.03
-    """SAME before the last interim analysis needs the interval within this too: on a machine that cannot tell 3 % at
-    once, further pairs often can."""
-    interim_analyses: tuple[int, ...] = (6, 14, 22)
-    """After how many pairs of processes the undecided cases are analysed; the first analysis can find no change."""
-    false_discovery_rates: tuple[float, ...] = (0.0, 0.04, 0.01)
-    """Of each analysis: the share of its calls FASTER and SLOWER that may be false. Together the share of all."""
-    largest_p: float = 0.005
-    """Of a call FASTER or SLOWER, however few cases share the false discoveries."""
+    noise: NoisePrior = UNKNOWN
+    """Between pairs of processes of identical code."""
+    interim_analyses: tuple[int, ...] = (3, 6, 12)
+    """After how many pairs of processes the undecided cases are analysed."""
+    largest_p: float = 0.0005
+    """Of a call FASTER or SLOWER at one analysis: 100 cases give one false call in seven comparisons at most."""
     alpha: float = 0.05
     """Two-sided error of an interval."""
     min_samples: int = 6
@@ -63,39 +60,24 @@ class Rules:
         "most_turns": "max_samples",
         "turn_precision": "target_standard_error",
     }
+    FORMER_FIELDS: ClassVar[frozenset[str]] = frozenset({"plainly_same", "false_discovery_rates"})
 
     def __post_init__(self) -> None:
         analyses = self.interim_analyses
-        if len(analyses) != len(self.false_discovery_rates) or list(analyses) != sorted(set(analyses)):
-            raise ValueError(
-                "rules.interim_analyses must ascend and have one false_discovery_rates each; got"
-                f" {analyses} and {self.false_discovery_rates}"
-            )
-        if not signed_rank.enough(analyses[0], self.alpha):
-            raise ValueError(
-                f"rules.interim_analyses must begin with enough pairs for alpha {self.alpha}; got {analyses}"
-            )
+        if not analyses or list(analyses) != sorted(set(analyses)) or analyses[0] < 2:
+            raise ValueError(f"rules.interim_analyses must ascend from two pairs or more; got {analyses}")
 
-    @property
-    def min_pairs(self) -> int:
-        """Pairs of processes before a change can be found."""
-        rates = zip(self.interim_analyses, self.false_discovery_rates, strict=True)
-        return next(pairs for pairs, rate in rates if rate > 0)
-
-    def same_within(self, pairs: int) -> float:
-        """What the interval must lie within on both sides, for SAME after so many pairs of processes."""
-        return self.equal_within if pairs == self.interim_analyses[-1] else min(self.equal_within, self.plainly_same)
+    @classmethod
+    def of_device(cls, device: str) -> Rules:
+        """The defaults; on a GPU fewer samples tell as much."""
+        return cls(min_samples=4) if device == "cuda" else cls()
 
     def up_to(self, pairs: int) -> Rules:
-        """Without the analyses after so many pairs of processes. ValueError where none left can find a change."""
-        if pairs < self.min_pairs:
-            raise ValueError(f"pairs must be at least {self.min_pairs}, fewer can show nothing; got {pairs}")
-        kept = sum(analysis <= pairs for analysis in self.interim_analyses)
-        return replace(
-            self,
-            interim_analyses=self.interim_analyses[:kept],
-            false_discovery_rates=self.false_discovery_rates[:kept],
-        )
+        """Without the analyses after so many pairs of processes. ValueError where none is left."""
+        kept = tuple(analysis for analysis in self.interim_analyses if analysis <= pairs)
+        if not kept:
+            raise ValueError(f"pairs must be at least {self.interim_analyses[0]}, fewer can show nothing; got {pairs}")
+        return replace(self, interim_analyses=kept)
 
 
 @dataclass(frozen=True)
@@ -128,7 +110,7 @@ class ComparisonResult:
     command: str
     """What reproduces it, typed in the repository's root."""
     change: float | None = None
-    """Hodges-Lehmann estimate over the pairs of processes (`signed_rank`)."""
+    """Mean over the pairs of processes (`moderated`)."""
     interval: tuple[float, float] | None = None
     """Where it lies with `1 - rules.alpha`."""
     detectable: float | None = None

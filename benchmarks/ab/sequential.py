@@ -1,13 +1,11 @@
 """A group-sequential test of BASE against HEAD on many cases: how many pairs of processes, and what they say of each.
 
-After a few pairs a first interim analysis ends what is plainly the same. Everything else is measured again, in new
-processes: what seems changed, which the new pairs alone must show again, and what is too noisy to tell. Only the last
-analysis calls the same what this machine cannot tell apart. At each later analysis the signed-rank p-values of all
-cases go through Benjamini and Hochberg's procedure, so that the share of false calls is bounded however many cases
-there are; stopping early where nothing is found makes it smaller only. Each later analysis has its own share of that
-bound. What none has decided stays UNDECIDED, and says so.
+After a few pairs a first interim analysis ends what is plainly the same and what is plainly changed. Everything else is
+measured again, in new processes. A change is called where it is far larger than the noise (`moderated`: what these
+pairs show of it, and what a calibration knows), large enough to matter, and seen again by the later pairs alone. What
+no analysis has decided stays UNDECIDED, and says so.
 
-`run` knows no clocks and no processes: `compare` gives it pairs that are measured, `calibrate` pairs of its samples.
+`extend` knows no clocks and no processes: `compare` gives it pairs that are measured, `calibrate` pairs of its samples.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.ab import signed_rank
+from benchmarks.ab import moderated
 from benchmarks.ab.result import CompareVerdict, Rules
 from benchmarks.cases.outcome import FAULTS, CaseOutcome
 
@@ -51,8 +49,14 @@ class PairFailure:
         return CompareVerdict.FAILED if failed else CompareVerdict.UNDECIDED
 
 
+_LEAST_DF = 5.0
+"""Of a call FASTER or SLOWER: three pairs of a machine whose noise is not known can agree by chance, as where a process
+finds itself in one of two states."""
+
 MeasurePair = Callable[[Sequence[str]], Mapping[str, PairTiming | PairFailure]]
 """Measures these cases in one new pair of processes."""
+RulesOf = Callable[[str, float], Rules]
+"""The rules of a case that takes so many ms on BASE. Their interim analyses are those of all cases."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,9 @@ class Effect:
     change: float
     interval: tuple[float, float]
     detectable: float
-    """The smallest change that would have moved such an interval off 0, and that is called one."""
+    """The smallest change that would have been called one with this noise."""
+    p_value: float
+    """The probability that identical code seems as changed as this."""
     base_ms: float
     head_ms: float
 
@@ -78,39 +84,35 @@ class CaseResult:
     reason: str | None = None
 
     @property
-    def p_value(self) -> float:
-        return signed_rank.p_value([pair.log_ratio for pair in self.pairs])
+    def base_ms(self) -> float:
+        return statistics.median(pair.base_ms for pair in self.pairs)
 
     def effect(self, rules: Rules) -> Effect | None:
         """What is measured of HEAD beside BASE; None where the pairs are too few."""
-        if not signed_rank.enough(len(self.pairs), rules.alpha):
-            return None
-        found = signed_rank.hodges_lehmann([pair.log_ratio for pair in self.pairs], rules.alpha)
-        return Effect(
-            math.expm1(found.value),
-            (math.expm1(found.low), math.expm1(found.high)),
-            max(rules.smallest_change, math.expm1(max(found.high - found.value, found.value - found.low))),
-            statistics.median(pair.base_ms for pair in self.pairs),
-            statistics.median(pair.head_ms for pair in self.pairs),
-        )
+        return effect(self.pairs, rules) if len(self.pairs) > 1 else None
 
 
-def run(cases: Sequence[str], measure: MeasurePair, rules: Rules) -> list[CaseResult]:
-    """One result per case, in order."""
-    results = [CaseResult(case) for case in cases]
-    extend(results, measure, rules)
-    return results
+def effect(pairs: Sequence[PairTiming], rules: Rules) -> Effect:
+    """What at least two pairs say of one case."""
+    found = moderated.estimate([pair.log_ratio for pair in pairs], rules.noise)
+    half = found.half_width(rules.alpha)
+    return Effect(
+        math.expm1(found.value),
+        (math.expm1(found.value - half), math.expm1(found.value + half)),
+        max(rules.smallest_change, math.expm1(found.half_width(rules.largest_p))),
+        found.p_value,
+        statistics.median(pair.base_ms for pair in pairs),
+        statistics.median(pair.head_ms for pair in pairs),
+    )
 
 
-def extend(results: Sequence[CaseResult], measure: MeasurePair, rules: Rules) -> None:
+def extend(results: Sequence[CaseResult], measure: MeasurePair, rules_of: RulesOf, analyses: Sequence[int]) -> None:
     """Test cases that the caller holds, so that an exception out of `measure` leaves what was found until then."""
-    for pairs, rate in zip(rules.interim_analyses, rules.false_discovery_rates, strict=True):
+    for pairs in analyses:
         while waiting := [one for one in results if _is_open(one) and len(one.pairs) < pairs]:
             _measure(waiting, measure)
-        discoveries = signed_rank.benjamini_hochberg([one.p_value for one in results], rate)
-        for one, discovered in zip(results, discoveries, strict=True):
-            if _is_open(one):
-                _interim_analysis(one, discovered, rules)
+        for one in filter(_is_open, results):
+            one.verdict, one.reason = analyse(one.pairs, rules_of(one.case, one.base_ms))
 
 
 def _is_open(one: CaseResult) -> bool:
@@ -128,23 +130,22 @@ def _measure(results: Sequence[CaseResult], measure: MeasurePair) -> None:
             one.stopped, one.verdict, one.reason = measured, measured.verdict, measured.reason
 
 
-def _interim_analysis(one: CaseResult, discovered: bool, rules: Rules) -> None:
-    effect = one.effect(rules)
-    assert effect is not None, "Rules holds each interim analysis to enough pairs"
-    low, high = effect.interval
-    within = rules.same_within(len(one.pairs))
-    seems_changed = abs(effect.change) >= rules.smallest_change and low * high > 0
-    if discovered and one.p_value <= rules.largest_p and _seen_again(one, effect, rules):
-        one.verdict, one.reason = CompareVerdict.SLOWER if effect.change > 0 else CompareVerdict.FASTER, None
-    elif -within <= low and high <= within and not seems_changed:
-        one.verdict, one.reason = CompareVerdict.SAME, None
-    else:
-        one.reason = (
-            f"{len(one.pairs)} pairs of processes leave it between {low:+.1%} and {high:+.1%} (p = {one.p_value:.2g})"
-        )
+def analyse(pairs: Sequence[PairTiming], rules: Rules) -> tuple[CompareVerdict, str | None]:
+    """One interim analysis of one case: (verdict, why it is UNDECIDED)."""
+    found = effect(pairs, rules)
+    low, high = found.interval
+    seems_changed = abs(found.change) >= rules.smallest_change and low * high > 0
+    enough = len(pairs) - 1 + rules.noise.df >= _LEAST_DF
+    if found.p_value <= rules.largest_p and seems_changed and enough and _seen_again(pairs, found.change, rules):
+        return (CompareVerdict.SLOWER if found.change > 0 else CompareVerdict.FASTER), None
+    if -rules.equal_within <= low and high <= rules.equal_within and not seems_changed:
+        return CompareVerdict.SAME, None
+    return CompareVerdict.UNDECIDED, (
+        f"{len(pairs)} pairs of processes leave it between {low:+.1%} and {high:+.1%} (p = {found.p_value:.2g})"
+    )
 
 
-def _seen_again(one: CaseResult, effect: Effect, rules: Rules) -> bool:
-    """Whether the pairs since the first interim analysis alone show a change to the same side."""
-    new = signed_rank.pseudomedian([pair.log_ratio for pair in one.pairs[rules.interim_analyses[0] :]])
-    return math.copysign(1, effect.change) * math.expm1(new) >= rules.smallest_change
+def _seen_again(pairs: Sequence[PairTiming], change: float, rules: Rules) -> bool:
+    """Whether the later half of the pairs alone shows a change to the same side."""
+    later = statistics.median(pair.log_ratio for pair in pairs[len(pairs) // 2 :])
+    return math.copysign(1, change) * math.expm1(later) >= rules.smallest_change

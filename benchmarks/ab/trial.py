@@ -16,27 +16,28 @@ import math
 import os
 import statistics
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ab import signed_rank
-from benchmarks.ab.checkout import Sources
-from benchmarks.ab.child import WorkerError, WorkerProcess
+from benchmarks.ab import moderated
+from benchmarks.ab.child import WorkerProcess
 from benchmarks.ab.result import Rules
 from benchmarks.ab.sequential import PairFailure, PairTiming
+from benchmarks.ab.starter import PairStarter, SideError, blame
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import FAULTS, CaseOutcome
 
 PREPARE_DEADLINE_S = 600.0
 """Compilation and the oracle included."""
 SAMPLE_DEADLINE_S = 120.0
-_SAMPLE_MS = 50.0
+_SAMPLE_MS = {"cpu": 50.0, "cuda": 15.0}
 """A sample of short calls lasts about this long, beside its first call."""
-_MOST_CALLS = 20
+_MOST_CALLS = {"cpu": 20, "cuda": 8}
+"""On a GPU two samples of one process differ by 0.1 to 0.4 %, and each call takes some ms of the host's time."""
 _ONE_CALL_MS = 20.0
 """From here on a sample on a CPU is one call. Where the host's speed changes within a tenth of a second, neighbouring
 calls differ by 7 %, medians of calls further apart by 8 % in twice the time; caches weigh little in such a call."""
@@ -55,7 +56,7 @@ class PairedSamples:
     def timed(self, level: int = 0) -> PairTiming:
         """One observation; `level` is 0 for HEAD as it is, i for the i-th slowdown."""
         head_ms = [sample[level] for sample in self.head_ms]
-        ratio = signed_rank.pseudomedian(self._log_ratios(level))
+        ratio = moderated.pseudomedian(self._log_ratios(level))
         return PairTiming(statistics.median(self.base_ms), statistics.median(head_ms), ratio)
 
     def enough(self, rules: Rules) -> bool:
@@ -72,7 +73,7 @@ class PairedSamples:
 
 def standard_error(ratios: Sequence[float]) -> float:
     """Of the Hodges-Lehmann estimate, from the median distance to it, which outliers do not widen."""
-    centre = signed_rank.pseudomedian(ratios)
+    centre = moderated.pseudomedian(ratios)
     spread = 1.4826 * statistics.median(abs(ratio - centre) for ratio in ratios)
     return 1.05 * spread / math.sqrt(len(ratios))  # efficiency pi / 3 under normal noise
 
@@ -91,7 +92,8 @@ class WorkerPair:
         Both sides do the work of the slowdowns, so that it leaves the same caches to either's next call; HEAD's is
         read. `check`: the oracle is asked before the samples, and again after them on other inputs. Raises SideError.
         """
-        if refused := self._ask_both({"prepare": dataclasses.asdict(key), "device": self._device, "check": check}):
+        request = {"prepare": dataclasses.asdict(key), "device": self._device, "check": check}
+        if refused := self._ask_both(request, together=self._device == "cpu" or not check):
             return refused
         latencies_ms = [self._ask_one(side, {"slowdowns": list(slowdowns)})["latency_ms"] for side in (0, 1)]
         calls = calls_per_sample(min(latencies_ms), self._device)
@@ -101,7 +103,7 @@ class WorkerPair:
             for side in (0, 1) if (len(samples.base_ms) + first) % 2 == 0 else (1, 0):
                 sample_ms[side] = self._ask_one(side, {"sample": calls})["sample_ms"]
             samples = PairedSamples((*samples.base_ms, sample_ms[0][0]), (*samples.head_ms, tuple(sample_ms[1])))
-        if check and (refused := self._ask_both({"finish": True})):
+        if check and (refused := self._ask_both({"finish": True}, together=self._device == "cpu")):
             return refused
         return samples
 
@@ -110,11 +112,11 @@ class WorkerPair:
             self._children[side].ask(request)
             return self._children[side].answer(SAMPLE_DEADLINE_S)
 
-    def _ask_both(self, request: Mapping[str, Any]) -> PairFailure | None:
-        """Ask both, at the same time on a CPU; on a GPU the oracle's memory is there for one of them."""
+    def _ask_both(self, request: Mapping[str, Any], *, together: bool) -> PairFailure | None:
+        """Ask both, at the same time or one after the other: a GPU has the oracle's memory for one of them."""
         asked, answers = 0, []
         for side in (0, 1):
-            while asked <= (1 if self._device == "cpu" else side):
+            while asked <= (1 if together else side):
                 with blame(asked):
                     self._children[asked].ask(request)
                 asked += 1
@@ -132,33 +134,11 @@ def calls_per_sample(latency_ms: float, device: str) -> int:
     """For either side alike, or one of them would count its first call and the other not."""
     if device == "cpu" and latency_ms >= _ONE_CALL_MS:
         return 1
-    return 1 + max(1, min(_MOST_CALLS, math.ceil(_SAMPLE_MS / latency_ms)))
-
-
-class SideError(Exception):
-    """A child of this side (0 BASE, 1 HEAD) was lost."""
-
-    def __init__(self, side: int, error: WorkerError) -> None:
-        outcomes = [CaseOutcome.PASSED, CaseOutcome.PASSED]
-        outcomes[side] = error.outcome
-        reason = f"{('BASE', 'HEAD')[side]} {error.outcome.value}: {error}"
-        self.result = PairFailure(outcomes[0], outcomes[1], reason)
-        super().__init__(reason)
-
-
-@contextmanager
-def blame(side: int) -> Iterator[None]:
-    """A child that is lost in here is of this side. Raises SideError."""
-    try:
-        yield
-    except WorkerError as error:
-        raise SideError(side, error) from error
+    return 1 + max(1, min(_MOST_CALLS[device], math.ceil(_SAMPLE_MS[device] / latency_ms)))
 
 
 def run(
-    base: Sources,
-    head: Sources,
-    device: str,
+    starter: PairStarter,
     keys: Sequence[Key],
     rules: Rules,
     first: int,
@@ -168,12 +148,12 @@ def run(
 ) -> list[PairedSamples | PairFailure]:
     """What came of each case, in order; after a fault the rest goes on in a new pair. For the rest see
     `WorkerPair.run`."""
-    cores = _cores()[: len(keys)] if device == "cpu" else [None]
+    cores = _cores()[: len(keys)] if starter.device == "cpu" else [None]
 
     def sample(pair: WorkerPair, key: Key) -> PairedSamples | PairFailure:
         return pair.run(key, rules, first, slowdowns, check=check)
 
-    runners = [_CoreRunner((base, head), device, core, sample) for core in cores]
+    runners = [_CoreRunner(starter, core, sample) for core in cores]
     with ThreadPoolExecutor(len(runners)) as pool:
         try:
             shares = [pool.submit(runner.run, keys[i :: len(runners)]) for i, runner in enumerate(runners)]
@@ -200,13 +180,9 @@ class _CoreRunner:
     """Runs its share of the cases, one pair of processes at a time."""
 
     def __init__(
-        self,
-        sides: Sequence[Sources],
-        device: str,
-        core: int | None,
-        sample: Callable[[WorkerPair, Key], PairedSamples | PairFailure],
+        self, starter: PairStarter, core: int | None, sample: Callable[[WorkerPair, Key], PairedSamples | PairFailure]
     ) -> None:
-        self._sides, self._device, self._core, self._sample = sides, device, core, sample
+        self._starter, self._core, self._sample = starter, core, sample
         self._children: list[WorkerProcess] = []
         self._lock, self._stopped = threading.Lock(), False
 
@@ -224,6 +200,7 @@ class _CoreRunner:
 
     def stop(self) -> None:
         """From another thread: end the children, whatever they do, and start no others."""
+        self._starter.close()  # `start`, which has the lock, may wait for one of these
         with self._lock:
             self._stopped = True
             for child in self._children:
@@ -233,13 +210,13 @@ class _CoreRunner:
         with self._lock:
             if self._stopped:
                 raise InterruptedError("the trial was stopped")
-            self._children = [WorkerProcess(side) for side in self._sides]
+            self._children = self._starter.start()
             for child in self._children:
                 stack.callback(child.close)
         for side, child in enumerate(self._children):
             with blame(side):
                 child.begin(self._core)
-        return WorkerPair(self._children[0], self._children[1], self._device)
+        return WorkerPair(self._children[0], self._children[1], self._starter.device)
 
     def _until_fault(self, pair: WorkerPair, keys: Sequence[Key], found: list[PairedSamples | PairFailure]) -> None:
         """Go on until a case may have left a process that fails at everything, as a kernel's fault does on a GPU."""

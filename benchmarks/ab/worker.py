@@ -4,6 +4,7 @@ Usage: python -m benchmarks.ab.worker, with the sources of one side first on the
 stdin, each is answered by one JSON line on stdout; end of file ends the process, so that none outlives its parent.
 
     {"threads": 1, "core": 0}                    -> {"nsa": "/.../nsa/__init__.py"}
+    {"launch_interval": true}                    -> {"launch_interval_ns": of this process on the GPU}
     {"prepare": {...key...}, "device": "cpu", "check": true}    -> {"outcome": "PASSED", "reason": null}
     {"slowdowns": [0.01, 0.03]}                  -> {"latency_ms": of a call}
     {"sample": 3}                                -> {"sample_ms": [latency, latency of each slowdown]}, of so many calls
@@ -14,7 +15,6 @@ An exception of the case becomes its outcome. `finish` asks the oracle again, on
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 import os
@@ -30,8 +30,8 @@ from benchmarks import errors
 from benchmarks.ab import injection
 from benchmarks.cases.key import NSA, Key
 from benchmarks.cases.outcome import CaseOutcome
-from benchmarks.correctness import anti_cheat, row_sampling
-from benchmarks.timing import latency
+from benchmarks.correctness import anti_cheat, integrity, row_sampling
+from benchmarks.timing import latency, launch_interval
 from benchmarks.timing.rotating_inputs import RotatingInputs
 from benchmarks.workloads.prepare import prepare
 
@@ -52,6 +52,8 @@ class Worker:
             if request["core"] is not None:
                 os.sched_setaffinity(0, {request["core"]})
             return {"nsa": nsa.__file__}
+        if "launch_interval" in request:
+            return {"launch_interval_ns": launch_interval.measure_ns()}
         if "prepare" in request:
             self._case = None  # its tensors go before the next one's come
             return self._outcome(lambda: self._prepare(**request))
@@ -91,8 +93,7 @@ class _Case:
         """Warm up, find how many ms a call takes, and add the slowdowns to it; for a time when nothing else runs."""
         latency_ms = min(self._rotating.time(_plan(_WARM_UPS)).samples_ms)
         if slowdowns:
-            self._staged = injection.StagedSlowdown(self._work.call, latency_ms, slowdowns)
-            self._rotating = RotatingInputs(dataclasses.replace(self._work, call=self._staged), self._key, self._device)
+            self._staged = injection.StagedSlowdown(latency_ms, slowdowns, self._device)
         return latency_ms
 
     def sample(self, calls: int) -> list[float]:
@@ -104,14 +105,15 @@ class _Case:
         counted = slice(min(calls - 1, 1), None)
         if self._staged is None:
             return [statistics.median(self._rotating.time(_plan(calls)).samples_ms[counted])]
-        self._staged.samples_ms.clear()
-        self._rotating.time(_plan(calls))
-        return [statistics.median(stage) for stage in zip(*self._staged.samples_ms[counted], strict=True)]
+        self._rotating.time(_plan(calls), self._staged)
+        taken_ms = self._staged.take_samples_ms()[-calls:]  # those before tried how long the GPU must be kept waiting
+        return [statistics.median(stage) for stage in zip(*taken_ms[counted], strict=True)]
 
     def finish(self) -> None:
-        """Raises where the calls changed their inputs or are wrong on other ones."""
+        """Raises where the calls changed their inputs, or the benches, or are wrong on other inputs."""
         anti_cheat.require_unchanged(self._work.inputs, self._inputs)
         self._rotating.recheck(self._seed)
+        integrity.require_intact()
 
 
 def _plan(samples: int) -> latency.SamplingPlan:

@@ -65,30 +65,31 @@ def of_runs(store: Store, machine: str, accepted: Accepted, commits: Commits) ->
 
 def _of_series(one: SeriesTrend, machine: str, acceptance: Acceptance | None, commits: Commits) -> Iterator[Movement]:
     accepted_ms = judgement.accepted_ms(acceptance, one)
-    said = judgement.judge(one, accepted_ms)
+    said = judgement.judge(one, accepted_ms, acceptance)
     if said.state in (CaseState.NEW, CaseState.NOT_JUDGED):
         return
     levels = judgement.levels_of(one)
-    now_ms = levels[-1].latency_ms
+    now_ms, accepted_at = levels[-1].latency_ms, judgement.last_alike(one, acceptance)
     ends = [*(level.begin for level in levels[2:]), len(one.series.points)]
-    for before, level, end in zip(levels, levels[1:], ends, strict=False):
+    for number, (before, level, end) in enumerate(zip(levels, levels[1:], ends, strict=False), start=1):
         slower = level.change > 0
         step = Judgement(CaseState.SLOWER, level.change, level.begin)
         if slower and judgement.only_if_reliable(one, step).state is not CaseState.SLOWER:
             continue
         earliest, latest = _begins(one, before, level, end)
         good, bad = _last_clean(one, before.begin, earliest), _first_clean(one, latest)
-        took = accepted_ms is not None and level.latency_ms <= accepted_ms * (1 + SMALLEST_CHANGE)
+        since_accepted = judgement.least_change([step for step in levels[: number + 1] if step.begin > accepted_at])
+        took = accepted_ms is not None and level.latency_ms <= accepted_ms * (1 + since_accepted)
         yield Movement(
             machine,
             _case(one, level, _interval(one, before, level)),
             good,
             commits.suspects(good, bad),
-            back=slower and now_ms <= before.latency_ms * (1 + SMALLEST_CHANGE),
+            back=slower and now_ms <= before.latency_ms * (1 + judgement.least_change(levels[number:])),
             accepted=acceptance if slower and took else None,
         )
     if said.state is CaseState.SLOWER and said.since is None and said.change is not None and acceptance is not None:
-        drift = Level(levels[0].begin, now_ms, said.change)  # away from the accepted level, without a step
+        drift = Level(levels[0].begin, now_ms, said.change, 0.0)  # away from the accepted level, without a step
         suspects = commits.suspects(acceptance.commit, _first_clean(one, drift.begin))
         yield Movement(machine, _case(one, drift, None), acceptance.commit, suspects)
 
@@ -115,11 +116,11 @@ def _begins(one: SeriesTrend, before: Level, level: Level, end: int) -> tuple[in
 
 
 def _interval(one: SeriesTrend, before: Level, level: Level) -> tuple[float, float]:
-    """Of the change between two neighbouring levels, from the noise of one run and how many runs each has."""
+    """Of the change between two neighbouring levels: the noise of one run, how many runs each has, bridges between."""
     after = [i for i, _ in one.trend.comparable if i >= level.begin]
     counts = (sum(before.begin <= i < level.begin for i, _ in one.trend.comparable), len(after))
     width = _Z95 * _MEDIAN * one.trend.sigma * math.sqrt(sum(1 / max(count, 1) for count in counts))
-    centre = math.log1p(level.change)
+    width, centre = math.hypot(width, level.uncertainty), math.log1p(level.change)
     return math.expm1(centre - width), math.expm1(centre + width)
 
 

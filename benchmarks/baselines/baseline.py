@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.cases.inputs import Problem
+from benchmarks.correctness.verify import IncorrectError
 from nsa import NSAConfig
 
 
@@ -57,10 +60,40 @@ class Baseline:
     block_indices: Callable[[Problem], Tensor] | None = None
     """What that NSA selects: int32 [B, S, Hkv, n], ascending, padded with -1; None for dense attention."""
 
+    kernels: tuple[str, ...] = ()
+    """Operators of PyTorch's, of which a call runs one; () where it is not PyTorch that runs it, or not one of them."""
+
     def require(self, device: str) -> None:
         """Raises NotPresentError with the reason."""
         if reason := self.absent(device):
             raise NotPresentError(f"{self.name} {reason}")
+
+
+def require_kernel(baseline: Baseline, problem: Problem) -> None:
+    """Raises IncorrectError where a call runs none of the operators that the baseline is named after."""
+    if not baseline.kernels:
+        return
+    with torch.no_grad(), _Operators() as ran:
+        baseline.attend(problem)
+    if not set(baseline.kernels) & set(ran.names):
+        raise IncorrectError(
+            f"{baseline.name} ran {', '.join(ran.names)} and none of {', '.join(baseline.kernels)}: another kernel"
+            " stands under its name"
+        )
+
+
+class _Operators(TorchDispatchMode):
+    """Notes the operators that run, each once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(function.overloadpacket).removeprefix("aten.")
+        if name not in self.names:
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
 
 
 def needs_cuda(device: str) -> str | None:

@@ -20,6 +20,12 @@ BACKENDS = {
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
     "sdpa-math": SDPBackend.MATH,
 }
+KERNELS = {
+    "sdpa-cudnn": ("_scaled_dot_product_cudnn_attention",),
+    "sdpa-flash": ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+    "sdpa-efficient": ("_scaled_dot_product_efficient_attention",),
+}
+"""The operator that each runs; "sdpa-math" is made of several."""
 _CUDA_ONLY = ("sdpa-cudnn", "sdpa-efficient")
 _WITHOUT_GROUPS = ("sdpa-efficient",)
 """Kernels that take as many key heads as query heads: repeating them is part of what such a call costs."""
@@ -67,4 +73,7 @@ def _absent(name: str, device: str) -> str | None:
     return needs_cuda(device) if name in _CUDA_ONLY else None
 
 
-BASELINES = [Baseline(name, partial(attend, name=name), partial(_absent, name), refusals_named) for name in BACKENDS]
+BASELINES = [
+    Baseline(name, partial(attend, name=name), partial(_absent, name), refusals_named, kernels=KERNELS.get(name, ()))
+    for name in BACKENDS
+]

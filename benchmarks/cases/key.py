@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 
 NSA = "nsa"
 """The implementation's name in a key; any other is a baseline's."""
+PART = "part-"
+"""What the modes that time one part of the forward pass begin with."""
 CACHES = ("warm", "cold")
 LAUNCHES = ("eager", "graph")
 
@@ -80,6 +82,11 @@ class Key:
         if self.num_queries != (1 if self.mode == "decode" else self.num_keys):
             words.insert(0, f"/q{self.num_queries}")
         return f"{self.mode}/{self.what}/b{self.batch}/s{self.num_keys}/{self.dtype}{''.join(words)}"
+
+    @cached_property
+    def case_of_whole(self) -> str | None:
+        """Of a part of the forward pass: the case of the whole one, of the same shape, length and inputs; else None."""
+        return dataclasses.replace(self, mode="prefill-forward").case if self.mode.startswith(PART) else None
 
     @property
     def name(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -53,7 +54,7 @@ class OracleCheck:
 
     @property
     def passed(self) -> bool:
-        return self.error is not None and self.error <= self.budget
+        return self.error is not None and math.isfinite(self.budget) and self.error <= self.budget
 
 
 @dataclass(frozen=True)

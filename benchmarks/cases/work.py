@@ -35,6 +35,8 @@ class Work:
     recheck: Callable[[Call, int], Correctness] | None = None
     """Overwrites the inputs with ones that no call has seen (an int is their seed), runs what was timed, which is
     `call` or a graph of it, and compares what that returns; raises unless it is green."""
+    redraw: Callable[[int], object] | None = None
+    """Overwrites the inputs with those of a seed, `row_sampling.TIMED_SEED` being that of the timed ones."""
     copy: Callable[[], Work] | None = None
     """Makes the same work on a copy of its inputs, for cold calls to alternate with; None where there is no point."""
     replays: bool = False

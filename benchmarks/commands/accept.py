@@ -87,7 +87,7 @@ def _chosen(history: Sequence[LatencySeries], patterns: Sequence[str], machine: 
 def _require_trustworthy(store: Store, machine: str, chosen: Sequence[LatencySeries]) -> None:
     """Raises ValueError for a level that half of its runs or more saw under a reservation."""
     seen: dict[str, list[Record]] = {}
-    begins = {one.newest.identity: one.points[trend.of_points(one.points).level_begin].utc for one in chosen}
+    begins = {one.newest.identity: one.points[trend.of(one).level_begin].utc for one in chosen}
     for record in store.records(machine, implementation=NSA, since=min(begins.values())):
         begin = begins.get(record.identity)
         if begin is not None and record.latency_ms is not None and record.fingerprint.utc >= begin:
@@ -111,7 +111,7 @@ def _acceptances(
     found = []
     for series in chosen:
         key, last = series.newest.key, series.points[-1].fingerprint
-        now = trend.of_points(series.points)
+        now = trend.of(series)
         if now.confirmation_wanted:
             change = now.changes[-1].change
             raise ValueError(

@@ -19,11 +19,12 @@ import torch
 
 from benchmarks.ab import checkout, device_code, result
 from benchmarks.ab.device_code import DeviceCode
-from benchmarks.ab.result import ComparisonResult, Rules
+from benchmarks.ab.result import ComparisonResult
 from benchmarks.alerts import confirm, issue
 from benchmarks.alerts.update import update
 from benchmarks.cases.key import Key
 from benchmarks.commands import accept, compare, options
+from benchmarks.commands.compare import CaseRules
 from benchmarks.history import alerts
 from benchmarks.history.alerts import Alert, AlertEvent
 from benchmarks.report import links
@@ -130,7 +131,7 @@ def _append(results: Path, event: AlertEvent) -> bool:
 class _Remeasure:
     """`compare` and the compiler, for the cases of alerts on this machine."""
 
-    def __init__(self, machine: Machine, results: Path, rules: Rules) -> None:
+    def __init__(self, machine: Machine, results: Path, rules: CaseRules) -> None:
         self._machine, self._results, self._rules = machine, results, rules
         self._keys = {key.name: key for key in options.nsa_cases(machine, ["*"])}
         self.compile = cache(self._compile) if machine.device == "cuda" else None

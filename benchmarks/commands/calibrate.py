@@ -1,7 +1,7 @@
 """`calibrate`: how often `compare` is right on this machine, and the thresholds that it uses here from then on.
 
 Identical code is measured against itself in many pairs of processes, with 1, 3 and 10 % of real work injected into one
-side. It takes about 40 minutes on two quiet cores; when it is interrupted, the same command goes on where it stopped.
+side. When it is interrupted, or its minutes are over, the same command goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from benchmarks.ab.calibration import Calibration, CalibrationRate
 from benchmarks.ab.calibration_samples import CalibrationPair
 from benchmarks.ab.child import THREADS
 from benchmarks.ab.result import Rules
+from benchmarks.ab.starter import PairStarter
 from benchmarks.cases.key import NSA, Key
 from benchmarks.commands import options
 from harness import fingerprint, machines
+from harness.machines import Machine
 from nsa import NSAConfig
 
-SUMMARY = "measure false-alarm rate and power of compare on this CPU, and set its thresholds"
+SUMMARY = "measure false-alarm rate and power of compare on this machine, and set its thresholds"
 
 _FORWARD, _BACKWARD = "prefill-forward", "prefill-forward-backward"
 _SHAPES = (  # mode, tokens, heads, key/value heads, head size: 20 to 45 ms each on one core of 2024
@@ -51,12 +53,23 @@ _SHAPES = (  # mode, tokens, heads, key/value heads, head size: 20 to 45 ms each
 )
 
 
-def keys() -> list[Key]:
-    """The cases: prefill, whose calls differ by 2 % from one to the next on a shared host.
+_MOST_QUERIES = 8_192
+"""Of a case that is measured on a GPU: what takes longer says no more."""
+_LEAST_PAIRS = 12
+"""Two halves, each with two tests of identical code."""
 
-    Decode waits for memory, which the host's other guests use as well: its calls differ by 7 %. What `compare` could
-    have seen there is in each of its answers.
+
+def keys(machine: Machine) -> list[Key]:
+    """The cases: on a GPU those of the quick suite that do not take long, on a CPU prefill.
+
+    On a CPU decode waits for memory, which the host's other guests use as well: its calls differ by 7 %. What
+    `compare` could have seen there is in each of its answers.
     """
+    if machine.device == "cuda":
+        quick = options.nsa_cases(machine, None, quick=True)
+        return [
+            key for key in quick if not key.mode.startswith("part-") and key.batch * key.num_queries <= _MOST_QUERIES
+        ]
     config = dataclasses.asdict(NSAConfig())
     return [
         Key(mode, NSA, "torch", "float32", 1, tokens, tokens, heads, num_kv_heads, dim, dim, config)
@@ -65,67 +78,90 @@ def keys() -> list[Key]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """How many comparisons, and where they are written."""
+    """How many pairs and minutes, and where they are written."""
+    options.add_gpu(parser)
     parser.add_argument(
-        "--comparisons", type=int, default=200, metavar="N", help="at least so many of each size (default: 200)"
+        "--pairs",
+        type=int,
+        default=60,
+        metavar="N",
+        help="pairs of processes in all, those of before too (default: 60)",
+    )
+    parser.add_argument(
+        "--minutes", type=float, metavar="M", help="begin no further pair after so many minutes (default: no limit)"
     )
     options.add_out(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure the pairs that are missing, judge all of them; the last line of stdout is JSON."""
-    if arguments.comparisons < 2:
-        raise ValueError(f"--comparisons must be at least 2; got {arguments.comparisons}")
+    if arguments.pairs < _LEAST_PAIRS:
+        raise ValueError(f"--pairs must be at least {_LEAST_PAIRS}; got {arguments.pairs}")
+    machine = machines.machine(arguments.gpu, machines.visible_gpu())
     options.check_writable(arguments.out / "calibration")
-    identity = dataclasses.replace(fingerprint.take(machines.CPU, "cpu"), threads=THREADS)
+    identity = fingerprint.take(machine.id, machine.device)
+    if machine.device == "cpu":
+        identity = dataclasses.replace(identity, threads=THREADS)
     begin = time.perf_counter()
     try:
-        pairs = _pairs(arguments, identity)
+        pairs = _pairs(arguments, machine, identity)
     except calibration_samples.LostPairError as error:
         print(f"python -m benchmarks: {error}", file=sys.stderr)
         return 1
-    groups = calibration.split(pairs, Rules().min_pairs)
-    rules, rates = calibration.calibrate(groups, Rules())
+    if len(pairs) < _LEAST_PAIRS:
+        print(f"{len(pairs)} of at least {_LEAST_PAIRS} pairs: the same command goes on with them", file=sys.stderr)
+        return 1
+    classes, cases = calibration.calibrate(calibration.timings(pairs), Rules.of_device(machine.device))
     found = Calibration(
         identity,
-        rules,
-        rates,
-        tuple(key.name for key in keys()),
+        classes,
+        cases,
         len(pairs),
-        calibration.noise(pairs),
-        f"python -m benchmarks calibrate --comparisons {arguments.comparisons} --out {shlex.quote(str(arguments.out))}",
+        round(sum(pair.seconds for pair in pairs), 1),
+        _command(arguments, machine),
     )
     path = calibration.save(arguments.out, found)
-    print("\n".join(["", *map(_line, rates), "", f"Thresholds and rates: {path}"]))
+    for one in classes:
+        print("\n".join(["", f"{one.name}:", *map(_line, found.rates(one.name))]))
     summary = {
-        "false_alarms": rates[0].alarms,
-        "power": {f"{rate.slowdown:g}": rate.power for rate in rates[1:]},
-        "comparisons": rates[0].comparisons,
-        "smallest_change": rules.smallest_change,
-        "equal_within": rules.equal_within,
-        "seconds": round(time.perf_counter() - begin, 1),
-        "calibration": str(path),
+        one.name: {
+            "false_alarms": found.rates(one.name)[0].alarms,
+            "power": {f"{rate.slowdown:g}": rate.power for rate in found.rates(one.name)[1:]},
+            "comparisons": found.rates(one.name)[0].comparisons,
+            "smallest_change": one.rules.smallest_change,
+            "equal_within": one.rules.equal_within,
+        }
+        for one in classes
     }
-    print(json.dumps(summary))
+    print(f"\nThresholds and rates: {path}")
+    print(json.dumps({**summary, "seconds": round(time.perf_counter() - begin, 1), "calibration": str(path)}))
     return 0
 
 
-def _pairs(arguments: argparse.Namespace, identity: fingerprint.Fingerprint) -> list[CalibrationPair]:
-    cases, rules = keys(), Rules()
+def _command(arguments: argparse.Namespace, machine: Machine) -> str:
+    words = ["--gpu", machine.id, "--pairs", str(arguments.pairs), "--out", str(arguments.out)]
+    return shlex.join(["python", "-m", "benchmarks", "calibrate", *words])
+
+
+def _pairs(arguments: argparse.Namespace, machine: Machine, identity: fingerprint.Fingerprint) -> list[CalibrationPair]:
+    cases, rules = keys(machine), Rules.of_device(machine.device)
     word = calibration_samples.identity(identity, [key.name for key in cases], rules)
-    wanted = rules.min_pairs * calibration.groups_for(arguments.comparisons, len(cases))
-    pairs = calibration_samples.read(arguments.out, machines.CPU, word)[:wanted]
-    print(f"{len(cases)} cases, {wanted} pairs of processes, of which {len(pairs)} are there", flush=True)
-    if len(pairs) == wanted:
+    pairs = calibration_samples.read(arguments.out, machine.id, word)[: arguments.pairs]
+    print(f"{len(cases)} cases, {arguments.pairs} pairs of processes, of which {len(pairs)} are there", flush=True)
+    if len(pairs) == arguments.pairs:
         return pairs
-    new: list[float] = []
-    with checkout.sources([checkout.WORKING_TREE] * 2) as sources:
-        for pair in calibration_samples.measure(
-            arguments.out, machines.CPU, sources, cases, rules, word, wanted - len(pairs)
-        ):
+    begin = time.perf_counter()
+    numbers, new = range(len(pairs), arguments.pairs), list[float]()
+    with (
+        checkout.sources([checkout.WORKING_TREE] * 2) as (base, head),
+        PairStarter(base, head, machine.device) as starter,
+    ):
+        for pair in calibration_samples.measure(arguments.out, machine.id, starter, cases, rules, word, numbers):
             pairs.append(pair)
             new.append(pair.seconds)
-            print(_progress(len(pairs), wanted, new), flush=True)
+            print(_progress(len(pairs), arguments.pairs, new), flush=True)
+            if arguments.minutes is not None and time.perf_counter() - begin > 60 * arguments.minutes:
+                break
     return pairs
 
 
@@ -136,6 +172,6 @@ def _progress(done: int, wanted: int, seconds: Sequence[float]) -> str:
 
 def _line(rate: CalibrationRate) -> str:
     what = f"{rate.injected:.1%} injected" if rate.slowdown else "identical code"
-    said = f"SLOWER {rate.slower}, FASTER {rate.faster}, SAME {rate.same}, UNDECIDED {rate.undecided}"
-    share = f"{rate.power:.1%} found" if rate.slowdown else f"{rate.alarms:.1%} false alarms"
-    return f"{what:<16} {rate.comparisons:>4} comparisons: {share:<20} ({said})"
+    bound = f"at most {rate.most_alarms:.1%} false" if rate.slowdown == 0 else f"at least {rate.least_power:.1%} found"
+    counts = f"{rate.slower:>4} SLOWER {rate.faster:>4} FASTER {rate.same:>4} SAME {rate.undecided:>4} UNDECIDED"
+    return f"  {what:<16} {counts} of {rate.comparisons} ({bound}, with 95 % confidence)"

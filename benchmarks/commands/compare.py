@@ -16,10 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.ab import calibration, checkout, result, sequential, trial
+from benchmarks.ab.calibration import Calibration
 from benchmarks.ab.checkout import Sources
 from benchmarks.ab.child import THREADS
 from benchmarks.ab.result import CompareVerdict, ComparisonResult, Rules
 from benchmarks.ab.sequential import PairFailure, PairTiming
+from benchmarks.ab.starter import PairStarter
 from benchmarks.cases.key import Key
 from benchmarks.commands import options
 from harness import fingerprint, jsonl, machines
@@ -82,36 +84,53 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if summary["bad"] else 0
 
 
-def rules_for(results: Path, machine: Machine, pairs: int) -> Rules:
+@dataclasses.dataclass(frozen=True)
+class CaseRules:
+    """What each case is judged by."""
+
+    schedule: Rules
+    """The interim analyses and the sampling of every case, and the thresholds where there is no calibration."""
+    calibrated: Calibration | None
+
+    def __call__(self, case: str, base_ms: float) -> Rules:
+        if self.calibrated is None:
+            return self.schedule
+        return dataclasses.replace(self.calibrated.rules(base_ms), interim_analyses=self.schedule.interim_analyses)
+
+
+def rules_for(results: Path, machine: Machine, pairs: int) -> CaseRules:
     """This machine's calibrated thresholds, or the defaults, up to so many pairs. ValueError for too few.
 
     Machines of one name ("cpu") differ in their noise: thresholds of another processor or GPU are not taken.
     """
-    calibrated = calibration.load(results, machine.id)
-    if calibrated is not None and (there := calibrated.fingerprint.device) != (
-        here := fingerprint.device_name(machine)
-    ):
-        print(f"thresholds: the defaults; {calibration.path(results, machine.id)} is of {there}, and this is {here}")
-        calibrated = None
-    return (calibrated.rules if calibrated else Rules()).up_to(pairs)
+    schedule = Rules.of_device(machine.device).up_to(pairs)
+    found, here = calibration.load(results, machine.id), fingerprint.device_name(machine)
+    if found is None:
+        print(f"thresholds: the defaults, which need more pairs; calibrate --gpu {machine.id} measures better ones")
+    elif found.fingerprint.device != here:
+        file = calibration.path(results, machine.id)
+        print(f"thresholds: the defaults; {file} is of {found.fingerprint.device}, and this is {here}")
+        found = None
+    return CaseRules(schedule, found)
 
 
 def measure(
-    machine: Machine, keys: Sequence[Key], base: Sources, head: Sources, rules: Rules
+    machine: Machine, keys: Sequence[Key], base: Sources, head: Sources, rules: CaseRules
 ) -> tuple[list[ComparisonResult], bool]:
     """One result per key, with a line of progress per pair of processes; and whether it was interrupted."""
     identity = fingerprint.take(machine.id, machine.device)
     if machine.device == "cpu":
         identity = dataclasses.replace(identity, threads=THREADS)
-    measure_pair = _Measure(machine.device, {key.name: key for key in keys}, base, head, rules)
     tested, interrupted = [sequential.CaseResult(key.name) for key in keys], False
-    try:
-        sequential.extend(tested, measure_pair, rules)
-    except KeyboardInterrupt:
-        interrupted = True
-        for case_result in tested:
-            if case_result.verdict is CompareVerdict.UNDECIDED:
-                case_result.reason = f"interrupted after {len(case_result.pairs)} pairs of processes"
+    with PairStarter(base, head, machine.device) as starter:
+        measure_pair = _Measure(starter, {key.name: key for key in keys}, rules.schedule)
+        try:
+            sequential.extend(tested, measure_pair, rules, rules.schedule.interim_analyses)
+        except KeyboardInterrupt:
+            interrupted = True
+            for case_result in tested:
+                if case_result.verdict is CompareVerdict.UNDECIDED:
+                    case_result.reason = f"interrupted after {len(case_result.pairs)} pairs of processes"
     paired = zip(tested, keys, strict=True)
     return [_result(case_result, key, identity, base, head, rules) for case_result, key in paired], interrupted
 
@@ -119,14 +138,14 @@ def measure(
 class _Measure:
     """Measures pairs of processes for `sequential.extend` and prints the progress."""
 
-    def __init__(self, device: str, keys: Mapping[str, Key], base: Sources, head: Sources, rules: Rules) -> None:
-        self._device, self._keys, self._base, self._head, self._rules = device, keys, base, head, rules
+    def __init__(self, starter: PairStarter, keys: Mapping[str, Key], rules: Rules) -> None:
+        self._starter, self._keys, self._rules = starter, keys, rules
         self._done, self._seconds, self._cases = 0, 0.0, 0
 
     def __call__(self, cases: Sequence[str]) -> Mapping[str, PairTiming | PairFailure]:
         begin = time.perf_counter()
         keys = [self._keys[case] for case in cases]
-        found = trial.run(self._base, self._head, self._device, keys, self._rules, self._done % 2)
+        found = trial.run(self._starter, keys, self._rules, self._done % 2, check=self._done == 0)
         self._done += 1
         self._seconds += time.perf_counter() - begin
         self._cases += len(cases)
@@ -151,23 +170,24 @@ def _result(
     identity: fingerprint.Fingerprint,
     base: Sources,
     head: Sources,
-    rules: Rules,
+    rules: CaseRules,
 ) -> ComparisonResult:
-    effect = case_result.effect(rules)
+    judged_by = rules(case_result.case, case_result.base_ms) if case_result.pairs else rules.schedule
+    effect = case_result.effect(judged_by)
     return ComparisonResult(
         identity.utc,
         base.side,
         head.side,
         identity,
         key,
-        rules,
+        judged_by,
         case_result.verdict,
         case_result.reason,
-        _command(base, head, identity.machine, key, rules),
+        _command(base, head, identity.machine, key, judged_by),
         change=effect.change if effect else None,
         interval=effect.interval if effect else None,
         detectable=effect.detectable if effect else None,
-        p_value=case_result.p_value if effect else None,
+        p_value=effect.p_value if effect else None,
         base_ms=effect.base_ms if effect else None,
         head_ms=effect.head_ms if effect else None,
         changes=tuple(pair.change for pair in case_result.pairs),

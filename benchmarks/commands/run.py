@@ -11,15 +11,20 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
-from benchmarks import console, runner, worker
+from benchmarks import anchors, console, runner, worker
+from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.commands import options
 from benchmarks.commands.report import build_page
 from benchmarks.correctness import row_sampling
 from benchmarks.history import reservations, run_file, speedup
+from benchmarks.history.anchor_plan import AnchorRequest
+from benchmarks.history.anchors import CLASSES
 from benchmarks.history.records import Record
 from benchmarks.timing import peak
+from benchmarks.timing.latency import SamplingPlan
 from benchmarks.workloads import suite
 from harness import fingerprint, machines
+from harness.fingerprint import Fingerprint
 from harness.interrupt import INTERRUPTED
 from nsa import backends
 
@@ -37,6 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="of the rows that are compared and of the inputs after the last sample (default: another one in each run)",
+    )
+    parser.add_argument(
+        "--anchors",
+        default=anchors.AUTO,
+        metavar="COMMIT",
+        help="measure some cases of that commit too, which tells what an upgrade does to the series; 'none': never"
+        " (default: auto, where a driver, CUDA, PyTorch, Triton, ... changed since the machine's runs: up to"
+        f" {sum(CLASSES.values())} cases, about a minute on a GPU)",
     )
     parser.add_argument("--list", action="store_true", help="print the names of the cases and measure nothing")
     options.add_out(parser)
@@ -67,6 +80,7 @@ def main(arguments: argparse.Namespace) -> int:
     identity = fingerprint.take(machine.id, machine.device, peak.measure(machine))
     seed = row_sampling.new_seed() if arguments.seed is None else arguments.seed
     command = run_command(machine.id, arguments.backend, quick=arguments.quick, seed=seed)
+    beside = anchors.find(arguments.anchors, arguments.out, identity, keys)
     path = run_file.create(arguments.out, identity, command)
     print(f"{machine.title}: {len(keys)} measurements -> {path}", flush=True)
     case_command = partial(run_file.case_command, command)
@@ -82,6 +96,7 @@ def main(arguments: argparse.Namespace) -> int:
                     run_file.append_samples(path, measured.raw)
                 progress.finished(measured.record)
                 done.append(measured.record)
+        bridged = _measure_anchors(beside, path, machine.device, plan, identity, command, seed) if beside else []
     except KeyboardInterrupt:
         return _interrupted(arguments.out, path, len(done), len(keys))
     page = build_page(arguments.out)
@@ -96,6 +111,7 @@ def main(arguments: argparse.Namespace) -> int:
         "faults": [record.key.name for record in wrong],
         "red_baselines": {record.key.name: record.outcome.value for record in speedup.red_baselines(done)},
         "not_trustworthy": reservations.count(done),
+        "anchors": dict(Counter(record.outcome.value for record in bridged)),
         "seed": seed,
         "seconds": round(time.perf_counter() - begin, 1),
         "records": str(path),
@@ -106,6 +122,29 @@ def main(arguments: argparse.Namespace) -> int:
         print("python -m benchmarks: NSA was measured on no case; the page says why", file=sys.stderr)
         return 2
     return 1 if wrong else 0
+
+
+def _measure_anchors(
+    beside: AnchorRequest, path: Path, device: str, plan: SamplingPlan, now: Fingerprint, command: str, seed: int
+) -> list[Record]:
+    """Add them to the run's file: those of the first commit that gives a figure. They do not decide the exit code."""
+    changed = "; ".join(beside.differences) or "as asked"
+    found: list[Record] = []
+    for one in beside.plans:
+        of_commit = f"{command.removesuffix(' --cases')} --anchors {shlex.quote(one.commit)} --cases"
+        print(f"\nAnchors: {len(one.keys)} cases at {one.commit[:10]} ({changed})", flush=True)
+        try:
+            case_command = partial(run_file.case_command, of_commit)
+            for record in anchors.measure(one, device, plan, now, case_command, seed):
+                run_file.append(path, record)
+                print(f"{record.key.name:<66} {record.outcome.value}  {record.reason or console.figure(record)}")
+                found.append(record)
+        except ValueError as error:
+            why = f"{error}. With the whole history here (git fetch --unshallow) the next run measures them"
+            print(f"python -m benchmarks: no anchors at {one.commit[:10]}: {why}", file=sys.stderr)
+        if any(record.outcome is CaseOutcome.PASSED for record in found):
+            break
+    return found
 
 
 def run_command(machine_id: str, backend: str, *, quick: bool, seed: int) -> str:

@@ -137,7 +137,7 @@ class _Comparison:
     def _checks(self, which: str) -> list[OracleCheck]:
         checks = []
         if self.choices:
-            error, budget = max(one for one, _ in self.choices), max(one for _, one in self.choices)
+            error, budget = map(tolerance.worst, zip(*self.choices, strict=True))
             name = f"block_indices, {which}"
             checks.append(tolerance.check(name, error, 2 * tolerance.FORWARD_FACTOR * budget))
         for name in self.found:

@@ -7,6 +7,8 @@ do it by accident.
 
 from __future__ import annotations
 
+import secrets
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -18,6 +20,9 @@ _CHUNK = 2**22
 _PRIME = 2_654_435_761
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers as wide as an element."""
+_QUIET_NAN = {torch.float16: 0x7E00, torch.bfloat16: 0x7FC0, torch.float32: 0x7FC00000, torch.float64: 0x7FF8 << 48}
+_MARK = 0x2D
+"""Lowest bits of the NaN that `poison` writes."""
 
 
 def digest(x: Tensor) -> int:
@@ -44,31 +49,89 @@ def require_unchanged(tensors: Mapping[str, Tensor], before: Mapping[str, int]) 
 
 
 class Touch:
-    """Changes one value of each tensor ahead of every call, cheaply, and at last back.
+    """Flips the sign of one value of each tensor ahead of every call, at a random place, and at last all of them back.
 
-    What is remembered of an earlier call is then wrong, and PyTorch's version of the tensor has moved.
+    No two calls then have the same inputs: what is remembered of an earlier call, by address, version or content, is
+    wrong, and no value can be left out of what is computed because it is always the one that changes.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._first = [x[(0,) * x.dim()] for x in tensors if x.is_floating_point() and x.numel()]
-        self._changed = False
+        self._tensors = [x for x in tensors if x.is_floating_point() and x.numel()]
+        self._flipped: list[Counter[int]] = [Counter() for _ in self._tensors]
 
     def __call__(self) -> None:
-        for value in self._first:
-            value.neg_()
-        self._changed = not self._changed
+        for x, flipped in zip(self._tensors, self._flipped, strict=True):
+            place = secrets.randbelow(x.numel())
+            x[_index(place, x.shape)].neg_()
+            flipped[place] += 1
 
     def undo(self) -> None:
         """Leave the tensors as they were."""
-        if self._changed:
-            self()
+        for x, flipped in zip(self._tensors, self._flipped, strict=True):
+            odd = [_index(place, x.shape) for place, times in flipped.items() if times % 2]
+            if odd and x.dim():
+                places = tuple(torch.tensor(numbers, device=x.device) for numbers in zip(*odd, strict=True))
+                x[places] = -x[places]
+            elif odd:
+                x.neg_()
+            flipped.clear()
+
+
+def _index(place: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Where the element of this number, row by row, stands: 5 of (2, 3) is (1, 2)."""
+    found = []
+    for size in reversed(shape):
+        place, rest = divmod(place, size)
+        found.append(rest)
+    return tuple(reversed(found))
 
 
 def poison(outputs: Iterable[Tensor]) -> None:
-    """Overwrite outputs that were read with what no call gives, so that neither they nor their memory can pass for the
-    next call's."""
+    """Overwrite outputs that were read with a word that no call gives, so that neither they nor their memory can pass
+    for the next call's."""
     for x in outputs:
-        x.detach().fill_(torch.nan if x.is_floating_point() else torch.iinfo(x.dtype).min)
+        x.detach().view(_WORDS[x.element_size()]).fill_(_poison_word(x.dtype))
+
+
+def require_written(outputs: Iterable[Tensor]) -> None:
+    """Raises IncorrectError where an output holds what `poison` has put into its memory."""
+    for i, x in enumerate(outputs):
+        if not x.is_signed():  # no word of theirs can be told from a value
+            continue
+        left = int((x.detach().contiguous().view(_WORDS[x.element_size()]) == _poison_word(x.dtype)).sum())
+        if left:
+            raise IncorrectError(
+                f"output {i} holds {left} values, of {x.numel()}, that the call has not written: an output that was"
+                " remembered, or rows that were skipped"
+            )
+
+
+def _poison_word(dtype: torch.dtype) -> int:
+    """The bits of a NaN that no operation makes; of integers the lowest."""
+    if not dtype.is_floating_point:
+        return torch.iinfo(dtype).min
+    return _QUIET_NAN[dtype] | _MARK
+
+
+class OtherInputs:
+    """What a call returned last, so that the same for other inputs is seen."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, int] = {}
+
+    def require_new(self, outputs: Sequence[Tensor]) -> None:
+        """Raises IncorrectError where an output has the very bits that it had at the call before.
+
+        Integers may stay (blocks that are always chosen), and so may what is zero everywhere.
+        """
+        words = {i: digest(x) for i, x in enumerate(outputs) if x.is_floating_point() and bool(x.detach().any())}
+        same = [i for i, word in words.items() if self._before.get(i) == word]
+        self._before = words
+        if same:
+            raise IncorrectError(
+                f"output {same[0]} for other inputs is to the bit what the call before returned: it was remembered, or"
+                " a graph reads stale addresses"
+            )
 
 
 def require_plain_tensors(outputs: Sequence[object]) -> None:
@@ -84,4 +147,6 @@ def require_plain_tensors(outputs: Sequence[object]) -> None:
 def as_read_by_this_stream(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Copies of the outputs as the current stream finds them, without waiting for any other."""
     require_plain_tensors(outputs)
-    return tuple(x.detach().clone() for x in outputs)
+    read = tuple(x.detach().clone() for x in outputs)
+    require_written(read)
+    return read

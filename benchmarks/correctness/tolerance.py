@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -31,10 +31,16 @@ def check(name: str, error: float, budget: float) -> OracleCheck:
     return OracleCheck(name, error if math.isfinite(error) else None, budget)
 
 
+def worst(values: Iterable[float]) -> float:
+    """The largest, or NaN where one is: Python's `max` passes over a NaN that does not come first."""
+    found = list(values)
+    return math.nan if any(map(math.isnan, found)) else max(found)
+
+
 def pooled(groups: Sequence[Sequence[OracleCheck]]) -> list[OracleCheck]:
     """The same checks on several groups of sequences as if on all at once: largest error, largest budget."""
     return [
-        check(same[0].name, max(map(_or_infinite, same)), max(one.budget for one in same))
+        check(same[0].name, max(map(_or_infinite, same)), worst(one.budget for one in same))
         for same in zip(*groups, strict=True)
     ]
 
@@ -42,7 +48,7 @@ def pooled(groups: Sequence[Sequence[OracleCheck]]) -> list[OracleCheck]:
 def outputs(o: Tensor, rows: Sequence[QueryRow], truth: Sequence[Tensor], eager: Sequence[Tensor]) -> OracleCheck:
     """The worst row, each relative to its own size: late rows are averages of many values, hence small."""
     found = [o[row.batch, row.query][None, None].detach() for row in rows]
-    error, own = (max(map(_relative_error, x, truth)) for x in (found, eager))
+    error, own = (worst(map(_relative_error, x, truth)) for x in (found, eager))
     return check("o", error, FORWARD_FACTOR * max(own, LEAST_ERROR))
 
 
@@ -73,7 +79,7 @@ def block_sets(
             _deficit(group, taken, position, config) / largest for group, taken in zip(scores, chosen, strict=True)
         ]
     # a swap takes two scores, each off by what one may be
-    return check("block_indices", max(errors), 2 * FORWARD_FACTOR * max(own_errors))
+    return check("block_indices", worst(errors), 2 * FORWARD_FACTOR * worst(own_errors))
 
 
 def _or_infinite(found: OracleCheck) -> float:
@@ -101,4 +107,4 @@ def _deficit(scores: Tensor, chosen: Sequence[int], position: int, config: NSACo
     inside[taken] = True
     if not bool((free & inside).any()) or not bool((free & ~inside).any()):
         return 0.0
-    return max((scores[free & ~inside].amax() - scores[free & inside].amin()).item(), 0.0)
+    return worst((0.0, (scores[free & ~inside].amax() - scores[free & inside].amin()).item()))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.cases.inputs import Problem
 from benchmarks.cases.outcome import Correctness, OracleCheck
-from benchmarks.correctness import oracle, tolerance
+from benchmarks.correctness import diagnosis, oracle, tolerance
 from benchmarks.correctness.oracle import QueryRow
 from nsa import Aux, NSAConfig
 
@@ -107,7 +107,14 @@ def compare_nsa(
         _nsa_checks(problem.map(itemgetter(part)), config, answer.of(part), aux.block_indices[part], rows)
         for part, rows in _groups(picked)
     ]
-    return require_passed(Correctness(len(picked), tuple(tolerance.pooled(groups)), aux.backend))
+    found = Correctness(len(picked), tuple(tolerance.pooled(groups)), aux.backend)
+    try:
+        return require_passed(found)
+    except IncorrectError as error:
+        blocks, gradients = aux.block_indices, answer.gradients
+        if cause := diagnosis.cause(problem, config, answer.o, gradients, blocks, picked[:_SEQUENCES_AT_ONCE]):
+            raise IncorrectError(f"{error}: {cause}", found) from error
+        raise
 
 
 def compare_dense(problem: Problem, answer: Answer, name: str, picked: Sequence[QueryRow]) -> Correctness:

@@ -115,7 +115,7 @@ def standings(
         if accepted and one.points[-1].utc < newest[device, key.mode]:
             found.append(Standing(key.name, device, State.MISSING, None, accepted.latency_ms, False))
             continue
-        now = trend.of_points(one.points)
+        now = trend.of(one)
         level_ms, accepted_ms = now.level_ms, accepted.latency_ms if accepted else None
         why = _differences(accepted, one) if accepted else ()
         state = State.NOT_COMPARABLE if why else _state(level_ms, accepted_ms, smallest)

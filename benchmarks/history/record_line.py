@@ -19,7 +19,7 @@ import msgspec  # decodes and checks a line in a fifth of the time that Python's
 
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome, Correctness, OracleCheck
-from benchmarks.history.records import Record, check_figures
+from benchmarks.history.records import Anchor, Record, check_figures
 from benchmarks.history.samples import RawSamples, SampleSummary
 from benchmarks.timing.clocks import ClockSummary
 from harness import schema
@@ -90,6 +90,13 @@ class _Clocks(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         ClockSummary.__post_init__(self)  # type: ignore[arg-type]
 
 
+class _Anchor(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """The fields of `Anchor`, in this order."""
+
+    commit: str
+    nsa_sha256: str
+
+
 class RecordLine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A line as it stands; its values were checked when it was read."""
 
@@ -122,6 +129,7 @@ class RecordLine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
     flops: float | None = None
     bytes_moved: float | None = None
     other_load: float | None = None
+    anchor: _Anchor | None = None
 
     def __post_init__(self) -> None:
         if self.gate is not None:
@@ -153,6 +161,7 @@ def encode(record: Record, *, with_command: bool) -> str:
         correctness=_correctness_line(record.correctness),
         interval_ms=None if record.interval_ms is None else tuple(map(_rounded, record.interval_ms)),
         samples=_Samples(*map(_rounded, vars(record.samples).values())) if record.samples else None,
+        anchor=_Anchor(record.anchor.commit, record.anchor.nsa_sha256) if record.anchor else None,
         clocks=_Clocks(*(_rounded(x, _CLOCK_DIGITS) for x in vars(record.clocks).values())) if record.clocks else None,
         **{name: _usual(name, getattr(record, name)) for name in _SAME},
         **{name: _rounded(getattr(record, name)) for name in _FIGURES},
@@ -211,6 +220,7 @@ def record(line: RecordLine, key: Key, fingerprint: Fingerprint, command: str | 
         interval_ms=line.interval_ms,
         samples=SampleSummary(*_values(line.samples)) if line.samples else None,
         clocks=ClockSummary(*_values(line.clocks)) if line.clocks else None,
+        anchor=Anchor(*_values(line.anchor)) if line.anchor else None,
         **{name: getattr(line, name) for name in (*_SAME, *_FIGURES)},
     )
 

@@ -52,6 +52,15 @@ def check_figures(of: Any) -> None:
 
 
 @dataclass(frozen=True)
+class Anchor:
+    """An earlier version of NSA that a run measured beside its own, to tell what other conditions do to a latency."""
+
+    commit: str
+    nsa_sha256: str
+    """Hash of its nsa/, as in a fingerprint."""
+
+
+@dataclass(frozen=True)
 class Record:
     """One measurement: one implementation on one case."""
 
@@ -99,6 +108,9 @@ class Record:
     """Floating-point operations that the case needs at least, a multiply-add being two; from the case, not counted."""
     bytes_moved: float | None = None
     """Bytes that the case must read and write at least; from the case, not counted."""
+    anchor: Anchor | None = None
+    """What was measured in place of the NSA that the fingerprint names; None where it is that one. Such a record is no
+    point of its case's series."""
 
     OLD_NAMES: ClassVar[Mapping[str, str]] = {"gate": "correctness"}
 

@@ -4,15 +4,17 @@ two years of five GPUs are 600,000 of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.cases.key import NSA, Key
-from benchmarks.history import reservations, run_file
+from benchmarks.history import anchors, reservations, run_file
+from benchmarks.history.anchors import AnchorRatio, Figure, SeriesAnchors
+from benchmarks.history.conditions import Conditions, hard
 from benchmarks.history.record_line import RecordLine
-from benchmarks.history.records import Record, share_of_limit
+from benchmarks.history.records import Anchor, Record, share_of_limit
 from benchmarks.history.run_file import DamagedLine
 from harness.fingerprint import Fingerprint
 
@@ -31,6 +33,18 @@ class Point:
     """Latency of each dense baseline of the same case in the same run, by name."""
     reservations: tuple[str, ...] = ()
     """Why the figure is not to be relied on; empty where it is."""
+    whole_dense_ms: Mapping[str, float] = field(default_factory=dict)
+    """Of a part of the forward pass: the same of the whole forward pass."""
+
+    @property
+    def host_ms(self) -> Mapping[str, float]:
+        """What tells of a soft change what it did to the machine: dense attention in the same run.
+
+        For a part of the forward pass it is that beside the whole one, of the same shape, length and inputs: what
+        changes the clocks or the host changes them for both. How a part is timed it does not tell, as dense attention
+        does not tell it of the whole.
+        """
+        return self.dense_ms or self.whole_dense_ms
 
 
 @dataclass(frozen=True)
@@ -41,6 +55,8 @@ class LatencySeries:
     """The last of them in full."""
     points: list[Point]
     """Oldest first."""
+    anchors: SeriesAnchors | None = None
+    """What was measured of other commits under the conditions of these points."""
 
 
 class _Row(NamedTuple):
@@ -58,6 +74,8 @@ class _Row(NamedTuple):
     reservations: tuple[str, ...]
     file: int
     """Number of its file."""
+    anchor: Anchor | None
+    """None where NSA, or a baseline, of the run itself was measured."""
 
     @property
     def series(self) -> tuple[str, str, str]:
@@ -71,6 +89,7 @@ class Store:
     def __init__(self, results: Path, machine: str = "*") -> None:
         self._files = sorted((results / "runs").glob(f"{machine}/*.jsonl"))
         self._rows: list[_Row] = []
+        self._anchors: list[_Row] = []
         self._damaged: list[DamagedLine] = []
         for number, path in enumerate(self._files):
             machine_here = path.parent.name
@@ -80,11 +99,12 @@ class Store:
                 elif found.fingerprint.machine != machine_here:
                     self._damaged.append(DamagedLine(path, found.number, f"a record of {found.fingerprint.machine!r}"))
                 else:
-                    self._rows.append(_row(found.key, found.fingerprint, found.figures, number))
+                    row = _row(found.key, found.fingerprint, found.figures, number)
+                    (self._anchors if row.anchor else self._rows).append(row)
         self._rows.sort(key=lambda row: row.fingerprint.utc)  # stable: by file and line within one run
 
     def __len__(self) -> int:
-        """Records of all runs."""
+        """Records of all runs, without their anchors."""
         return len(self._rows)
 
     def machines(self) -> list[str]:
@@ -94,7 +114,7 @@ class Store:
     def records(
         self, machine: str | None = None, mode: str | None = None, implementation: str | None = None, since: str = ""
     ) -> list[Record]:
-        """Full records by run, oldest first. `since`: UTC of the first run wanted, as in the fingerprint."""
+        """Full records by run, oldest first, without anchors. `since`: UTC of the first run wanted."""
         wanted = {
             row.file
             for row in self._rows
@@ -152,9 +172,41 @@ class Store:
             for record in self._full({rows[-1].file for rows in series.values()})
             if record.latency_ms
         }
+        ratios = self.anchor_ratios(machine) if implementation == NSA else {}
         return [
-            LatencySeries(newest[name], [_point(row, dense) for row in rows]) for name, rows in sorted(series.items())
+            LatencySeries(
+                newest[name],
+                [_point(row, dense) for row in rows],
+                SeriesAnchors(ratios, name, rows[0].key.mode) if ratios else None,
+            )
+            for name, rows in sorted(series.items())
         ]
+
+    def figures(self, machine: str, sources: Collection[str] | None = None) -> list[Figure]:
+        """Latencies of NSA by what was measured, anchors included: of these sources (`nsa_sha256`) or of all."""
+        return [
+            _figure(row)
+            for row in (*self._rows, *self._anchors)
+            if row.fingerprint.machine == machine
+            and row.latency_ms
+            and row.key.implementation == NSA
+            and (sources is None or _sources(row) in sources)
+        ]
+
+    def anchor_ratios(self, machine: str) -> dict[Conditions, list[AnchorRatio]]:
+        """What was measured of the same sources under two hard conditions, by the later ones."""
+        rows = [row for row in self._anchors if row.fingerprint.machine == machine]
+        conditions: dict[str, set[Conditions]] = {}
+        for run in self.runs(machine):
+            conditions.setdefault(run.nsa_sha256, set()).add(hard(run.conditions))
+        for row in rows:
+            conditions.setdefault(_sources(row), set()).add(hard(row.fingerprint.conditions))
+        twice = {sources for sources, under in conditions.items() if len(under) > 1}
+        return anchors.by_new_conditions(anchors.ratios(self.figures(machine, twice))) if twice else {}
+
+    def anchors_tried(self, machine: str) -> list[tuple[Key, Fingerprint]]:
+        """Every anchor on record and its run, also those without a figure."""
+        return [(row.key, row.fingerprint) for row in self._anchors if row.fingerprint.machine == machine]
 
     def runs(self, machine: str) -> list[Fingerprint]:
         """Every run of this machine that has a record, oldest first."""
@@ -166,12 +218,14 @@ class Store:
         return list(self._damaged)
 
     def _full(self, files: set[int]) -> list[Record]:
-        """The records of these files, oldest run first."""
+        """The records of these files without their anchors, oldest run first."""
         found = [
             record
             for number in sorted(files)
             for record in run_file.read(self._files[number])
-            if isinstance(record, Record) and record.fingerprint.machine == self._files[number].parent.name
+            if isinstance(record, Record)
+            and record.anchor is None
+            and record.fingerprint.machine == self._files[number].parent.name
         ]
         return sorted(found, key=lambda record: record.fingerprint.utc)
 
@@ -188,7 +242,20 @@ def _row(key: Key, fingerprint: Fingerprint, figures: Record | RecordLine, file:
         figures.bytes_moved,
         reservations.with_device(figures, fingerprint),
         file,
+        Anchor(figures.anchor.commit, figures.anchor.nsa_sha256) if figures.anchor else None,
     )
+
+
+def _sources(row: _Row) -> str:
+    return row.anchor.nsa_sha256 if row.anchor else row.fingerprint.nsa_sha256
+
+
+def _figure(row: _Row) -> Figure:
+    assert row.latency_ms is not None
+    commit = row.anchor.commit if row.anchor else row.fingerprint.commit
+    where = row.fingerprint
+    latency = (row.latency_ms, row.interval_ms)
+    return Figure(row.series, row.key.mode, where.conditions, where.utc, commit, _sources(row), *latency)
 
 
 def _case(of: _Row | Record) -> tuple[str, str]:
@@ -199,6 +266,7 @@ def _point(row: _Row, dense: Mapping[tuple[str, str], Mapping[str, float]]) -> P
     """`dense`: latency of each dense baseline by case and run."""
     assert row.latency_ms is not None
     share = share_of_limit(row.key, row.fingerprint, row.latency_ms, row.flops, row.bytes_moved)
+    whole = row.key.case_of_whole
     return Point(
         row.fingerprint.utc,
         row.latency_ms,
@@ -208,4 +276,5 @@ def _point(row: _Row, dense: Mapping[tuple[str, str], Mapping[str, float]]) -> P
         share,
         dense.get((row.key.case, row.fingerprint.utc), {}),
         row.reservations,
+        dense.get((whole, row.fingerprint.utc), {}) if whole else {},
     )

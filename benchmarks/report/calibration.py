@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +10,28 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from benchmarks.ab import calibration
-from benchmarks.ab.calibration import Calibration, CalibrationRate
+from benchmarks.ab.calibration import LONG, SHORT, Calibration, CalibrationRate, CaseCalibration
+from benchmarks.ab.result import Rules
 from benchmarks.report import style
 from benchmarks.report.folder import Picture, ReportFolder
-from benchmarks.report.table import NBSP, Cell, ReportTable, number, version
+from benchmarks.report.table import NAME, NBSP, Cell, ReportTable, digits, number, version
 
-_Z = 1.96  # two-sided 95 %
+_GOALS = ((0.03, {LONG: 0.99, SHORT: 0.9}), (0.01, {LONG: 0.9}))
+"""Of each slowdown the share that is to be found, by class."""
+
+
+@dataclass(frozen=True)
+class ClassSection:
+    """One class of cases of one machine."""
+
+    name: str
+    sentence: str
+    rates: ReportTable
+    rules: ReportTable
+    cases: ReportTable
+    unjudged: str
+    """The cases on which too few of the slowdowns were found; empty where there are none."""
+    picture: Picture
 
 
 @dataclass(frozen=True)
@@ -25,10 +40,9 @@ class CalibrationSection:
 
     machine: str
     device: str
-    sentence: str
-    rates: ReportTable
-    rules: ReportTable
-    picture: Picture
+    classes: tuple[ClassSection, ...]
+    pairs: int
+    minutes: str
     when: str
     commit: str
     command: str
@@ -49,75 +63,104 @@ def read(results: Path) -> tuple[list[Calibration], list[str]]:
 
 
 def show(folder: ReportFolder, one: Calibration) -> CalibrationSection:
-    """Its tables and its picture."""
+    """Its tables and its pictures."""
     where = one.fingerprint
-    false = one.rates[0]
     return CalibrationSection(
         machine=where.machine,
         device=where.device,
-        sentence=(
-            f"Identical code was called faster or slower in {false.slower + false.faster} of {false.comparisons}"
-            f" comparisons: a false-alarm rate of {_share(false.alarms)}. "
-            + " ".join(f"A slowdown of {_share(r.slowdown)} was found in {_share(r.power)}." for r in one.rates[1:])
-        ),
-        rates=_rates(one.rates),
-        rules=_rules(one),
-        picture=_picture(folder, one),
+        classes=tuple(_class(folder, one, of_class.name, of_class.rules) for of_class in one.classes),
+        pairs=one.pairs,
+        minutes=f"{one.seconds / 60:.0f}",
         when=where.utc,
         commit=version(where.commit, where.dirty),
         command=one.command,
     )
 
 
-def _rules(one: Calibration) -> ReportTable:
+def _class(folder: ReportFolder, one: Calibration, name: str, rules: Rules) -> ClassSection:
+    rates, cases = one.rates(name), [case for case in one.cases if case.kind == name]
+    false = rates[0]
+    found = " ".join(
+        f"A slowdown of {_share(rate.slowdown)} was found in {rate.slower} of {rate.comparisons}"
+        f" ({_share(rate.least_power)} at least)."
+        for rate in rates[1:]
+    )
+    return ClassSection(
+        name=name,
+        sentence=(
+            f"Identical code was called faster or slower in {false.slower + false.faster} of {false.comparisons}"
+            f" comparisons ({_share(false.most_alarms)} at most, with 95 % confidence). {found}"
+        ),
+        rates=_rates(rates),
+        rules=_rules(rules),
+        cases=_cases(cases),
+        unjudged=", ".join(case.case for case in cases if not _judged(case)),
+        picture=_picture(folder, one, name),
+    )
+
+
+def _judged(case: CaseCalibration) -> bool:
+    """Whether as many slowdowns were found on this case as its class promises."""
+    powers = {rate.slowdown: rate.power for rate in case.rates}
+    return all(powers.get(slowdown, 0.0) >= goal[case.kind] for slowdown, goal in _GOALS if case.kind in goal)
+
+
+def _rules(rules: Rules) -> ReportTable:
     rows = [
-        *((name, str(value)) for name, value in vars(one.rules).items()),
-        ("pairs of processes", str(one.pairs)),
-        ("cases", str(len(one.cases))),
-        ("spread between pairs of identical code", _share(one.noise)),
+        ("a change is called from", _share(rules.smallest_change)),
+        ("SAME rules out", _share(rules.equal_within)),
+        ("noise between pairs (standard deviation)", _share(rules.noise.sd)),
+        ("which is worth so many pairs", f"{rules.noise.df:.3g}"),
+        ("analyses after so many pairs", ", ".join(map(str, rules.interim_analyses))),
+        ("p of a call at most", f"{rules.largest_p:g}"),
     ]
-    return ReportTable(("rule or basis", "value"), [[Cell(name), number(value)] for name, value in rows])
+    return ReportTable(("rule", "value"), [[Cell(name), number(value)] for name, value in rows])
+
+
+def _cases(cases: Sequence[CaseCalibration]) -> ReportTable:
+    levels = [level for level in calibration.LEVELS if level]
+    head = ("case", "ms", "noise", "false alarms", *(f"{_share(level)} found" for level in levels))
+    rows = []
+    for case in sorted(cases, key=lambda one: one.case):
+        rates = {rate.slowdown: rate for rate in case.rates}
+        false = rates[0.0]
+        cells = [digits(case.latency_ms), _share(case.noise), f"{false.slower + false.faster} of {false.comparisons}"]
+        cells += [
+            f"{rates[level].slower} of {rates[level].comparisons}" if level in rates else "cannot be injected"
+            for level in levels
+        ]
+        rows.append([Cell(case.case, NAME), *map(number, cells)])
+    return ReportTable(head, rows)
 
 
 def _rates(rates: Sequence[CalibrationRate]) -> ReportTable:
     verdicts = ("SLOWER", "FASTER", "SAME", "UNDECIDED")
-    head = ("injected slowdown", "as measured", "comparisons", *verdicts, "called SLOWER", "95 % interval")
+    head = ("injected slowdown", "as measured", "comparisons", *verdicts, "called SLOWER", "95 % bound")
     rows = []
     for rate in rates:
-        low, high = wilson(rate.slower, rate.comparisons)
         counts = (rate.comparisons, rate.slower, rate.faster, rate.same, rate.undecided)
-        share = (_share(rate.power), f"{_share(low)} to {_share(high)}")
-        cells = (_share(rate.slowdown), _share(rate.injected), *map(str, counts), *share)
+        bound = f"at least {_share(rate.least_power)}" if rate.slowdown else f"at most {_share(rate.most_alarms)}"
+        cells = (_share(rate.slowdown), _share(rate.injected), *map(str, counts), _share(rate.power), bound)
         rows.append([number(cell) for cell in cells])
     return ReportTable(head, rows)
 
 
-def wilson(hits: int, trials: int) -> tuple[float, float]:
-    """95 % interval of a share (Wilson, Journal of the American Statistical Association 22, 1927)."""
-    share, weight = hits / trials, _Z**2 / trials
-    middle = (share + weight / 2) / (1 + weight)
-    half = _Z * math.sqrt(share * (1 - share) / trials + weight / trials / 4) / (1 + weight)
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
-def _picture(folder: ReportFolder, one: Calibration) -> Picture:
+def _picture(folder: ReportFolder, one: Calibration, name: str) -> Picture:
     """Power over the injected slowdown, from the false alarms at 0."""
-    machine = one.fingerprint.machine
-    title = f"How often compare says SLOWER ({machine})"
+    machine, rates = one.fingerprint.machine, one.rates(name)
+    title = f"How often compare says SLOWER ({machine}, {name})"
 
     def draw(figure: Figure) -> None:
         axis = figure.subplots()
-        x = range(len(one.rates))
-        intervals = [wilson(rate.slower, rate.comparisons) for rate in one.rates]
-        below = [rate.power - low for rate, (low, _) in zip(one.rates, intervals, strict=True)]
-        above = [high - rate.power for rate, (_, high) in zip(one.rates, intervals, strict=True)]
-        powers = [rate.power for rate in one.rates]
+        x, powers = range(len(rates)), [rate.power for rate in rates]
+        below = [rate.power - rate.least_power for rate in rates]
+        above = [calibration.bounds(rate.slower, rate.comparisons)[1] - rate.power for rate in rates]
         axis.errorbar(x, powers, yerr=[below, above], capsize=4, linewidth=2, **style.nth(0))
         for place, power in zip(x, powers, strict=True):
             right, rise, across, side = (8, -6, "left", "top") if power > 0.5 else (-8, 6, "right", "bottom")
             axis.annotate(_share(power), (place, power), (right, rise), textcoords="offset points", ha=across, va=side)
-        axis.set_xticks(x, ["identical code", *(f"{_share(rate.slowdown)} slower" for rate in one.rates[1:])])
-        axis.set_xlim(-0.7, len(one.rates) - 0.4)
+        axis.set_xticks(x, ["identical code", *(f"{_share(rate.slowdown)} slower" for rate in rates[1:])])
+        axis.set_xlim(-0.7, len(rates) - 0.4)
         axis.set_ylim(-0.03, 1.05)
         axis.yaxis.set_major_formatter(PercentFormatter(1))
         axis.set_ylabel("share called SLOWER")
@@ -125,7 +168,7 @@ def _picture(folder: ReportFolder, one: Calibration) -> Picture:
         style.headline(figure, title)
         style.frame(figure, bottom=0.4)
 
-    return folder.picture(title, ("calibration", machine), 3.2, draw)
+    return folder.picture(title, ("calibration", machine, "long" if name == LONG else "short"), 3.2, draw)
 
 
 def _share(share: float) -> str:

@@ -9,14 +9,14 @@ from urllib.parse import quote
 import msgspec
 from markupsafe import Markup
 
-from benchmarks.cases.key import Key
+from benchmarks.cases.key import PART, Key
 from benchmarks.history.accepted import Acceptance
 from benchmarks.history.store import LatencySeries
 from benchmarks.report import changes, length_charts, lengths, references, run_chart, trends, words
 from benchmarks.report.changes import SeriesTrend
 from benchmarks.report.chart import Chart
 from benchmarks.report.folder import Picture, ReportFolder
-from benchmarks.report.lengths import PART, Group
+from benchmarks.report.lengths import Group
 from benchmarks.report.links import Repository
 from benchmarks.report.published import PublishedSeries
 from benchmarks.report.table import ReportTable
@@ -98,9 +98,13 @@ def build(
     followed: Sequence[SeriesTrend],
     groups: Sequence[Group],
     runs: Sequence[Fingerprint],
+    marked: Sequence[Boundary],
     context: ReportContext,
 ) -> tuple[list[CasePage], dict[str, str]]:
-    """Every page of a machine, and where each series stands: its identity -> page and case."""
+    """Every page of a machine, and where each series stands: its identity -> page and case.
+
+    `marked`: where conditions changed between its runs.
+    """
     kinds: dict[tuple[str, str], list[SeriesTrend]] = {}
     for one in followed:
         kinds.setdefault(_kind(one.series.newest.key), []).append(one)
@@ -110,7 +114,6 @@ def build(
             grouped.setdefault(kind, []).append(group)
     run_list = _runs(runs, context.repository)
     numbers = {run.utc: number for number, run in enumerate(runs)}
-    marked = trends.boundaries(runs)
     pages: list[CasePage] = []
     where: dict[str, str] = {}
     for kind in sorted({*kinds, *(kind for kind in grouped if kind[0] != _PARTS)}):

@@ -11,7 +11,20 @@ from benchmarks.history.accepted import Standing, State
 from benchmarks.history.store import LatencySeries
 from benchmarks.history.trend import Change, Trend
 from benchmarks.report.links import Repository
-from benchmarks.report.table import BAD, CODE, GOOD, NAME, PLAIN, Cell, ReportTable, digits, number, percent, when
+from benchmarks.report.table import (
+    BAD,
+    CODE,
+    GOOD,
+    NAME,
+    PLAIN,
+    Cell,
+    ReportTable,
+    digits,
+    number,
+    percent,
+    plus_minus,
+    when,
+)
 
 STATES = (State.SLOWER, State.MISSING, State.NOT_COMPARABLE, State.NEW, State.FASTER, State.AT_BASELINE)
 """What asks for a decision first."""
@@ -35,7 +48,7 @@ class SeriesTrend:
 
 def follow(history: Iterable[LatencySeries]) -> list[SeriesTrend]:
     """Find the changes of every series."""
-    return [SeriesTrend(series, trend.of_points(series.points)) for series in history]
+    return [SeriesTrend(series, trend.of(series)) for series in history]
 
 
 def news(followed: Sequence[SeriesTrend], found: Sequence[Standing]) -> str:
@@ -69,7 +82,7 @@ def _row(one: SeriesTrend, change: Change, repository: Repository) -> list[Cell]
         Cell(series.newest.key.name, NAME),
         Cell(commit.text, CODE, commit.href),
         Cell(difference.text, CODE, difference.href) if difference else Cell("–"),
-        Cell(percent(change.change), kind),
+        Cell(percent(change.change) + plus_minus(change.uncertainty), kind),
         Cell(again, PLAIN if change.confirmed else NAME),
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,6 +59,8 @@ class Level:
     latency_ms: float
     change: float
     """From the level before; 0 for the first."""
+    uncertainty: float = 0.0
+    """Of that change, by bridges between conditions; half the 95 % interval of its log."""
 
 
 def accepted_ms(acceptance: Acceptance | None, one: SeriesTrend) -> float | None:
@@ -76,10 +79,17 @@ def accepted_ms(acceptance: Acceptance | None, one: SeriesTrend) -> float | None
     return None
 
 
-def judge(one: SeriesTrend, accepted_level_ms: float | None) -> Judgement:
-    """`accepted_level_ms`: from `accepted_ms`."""
+def last_alike(one: SeriesTrend, acceptance: Acceptance | None) -> int:
+    """The last run under the conditions of what was accepted; the first of all where they are not known."""
+    wanted = acceptance.fingerprint.conditions if acceptance and acceptance.fingerprint else None
+    alike = [i for i, _ in one.trend.comparable if one.series.points[i].fingerprint.conditions == wanted]
+    return alike[-1] if alike else one.trend.comparable[0][0]
+
+
+def judge(one: SeriesTrend, accepted_level_ms: float | None, acceptance: Acceptance | None = None) -> Judgement:
+    """`accepted_level_ms`: from `accepted_ms` of the acceptance, whose conditions say which bridges lie in between."""
     few = _too_few(one) if accepted_level_ms is None else None
-    found = few or _noisy(one) or _by_level(one, accepted_level_ms)
+    found = few or _noisy(one) or _by_level(one, accepted_level_ms, last_alike(one, acceptance))
     if found.state is CaseState.SLOWER:
         return only_if_reliable(one, found)
     if found.state is CaseState.NOT_JUDGED:
@@ -119,31 +129,44 @@ def _steps(one: SeriesTrend) -> list[Change]:
 
 
 def levels_of(one: SeriesTrend) -> list[Level]:
-    """Of the runs that can be compared with the newest, oldest first; the last is the trend's."""
-    begins = [(one.trend.comparable[0][0], 0.0), *((step.index, step.change) for step in _steps(one))]
-    ends = [begin for begin, _ in begins[1:]]
+    """Oldest first; the last is the trend's."""
+    steps = [(step.index, step.change, step.uncertainty) for step in _steps(one)]
+    begins = [(one.trend.comparable[0][0], 0.0, 0.0), *steps]
+    ends = [begin for begin, _, _ in begins[1:]]
     levels = [
-        Level(begin, statistics.median(ms for i, ms in one.trend.comparable if begin <= i < end), change)
-        for (begin, change), end in zip(begins, ends, strict=False)
+        Level(begin, statistics.median(ms for i, ms in one.trend.comparable if begin <= i < end), *change)
+        for (begin, *change), end in zip(begins, ends, strict=False)
     ]
-    return [*levels, Level(begins[-1][0], one.trend.level_ms, begins[-1][1])]
+    begin, *change = begins[-1]
+    return [*levels, Level(begin, one.trend.level_ms, *change)]
 
 
-def _by_level(one: SeriesTrend, accepted_level_ms: float | None) -> Judgement:
+def least_change(steps: Sequence[Level]) -> float:
+    """The smallest difference, relative, that counts between the level before these steps and the one after them:
+    their uncertainties add in quadrature."""
+    return max(SMALLEST_CHANGE, math.expm1(math.hypot(*(step.uncertainty for step in steps))))
+
+
+def _by_level(one: SeriesTrend, accepted_level_ms: float | None, accepted_at: int) -> Judgement:
     levels = levels_of(one)
     now, before = levels[-1], levels[:-1]
-    wanted_ms = accepted_level_ms or min((level.latency_ms for level in before), default=now.latency_ms)
+    least = least_change([level for level in levels if level.begin > accepted_at])
+    faster_ms = [
+        level.latency_ms
+        for number, level in enumerate(before, start=1)
+        if now.latency_ms > level.latency_ms * (1 + least_change(levels[number:]))
+    ]
+    best_ms = min(faster_ms, default=now.latency_ms)
     than = "than accepted" if accepted_level_ms else ""
-    if now.latency_ms > wanted_ms * (1 + SMALLEST_CHANGE):
+    if now.latency_ms > accepted_level_ms * (1 + least) if accepted_level_ms else faster_ms:
+        wanted_ms = accepted_level_ms or best_ms
         change = now.latency_ms / wanted_ms - 1
         return Judgement(CaseState.SLOWER, change, _rose(levels, wanted_ms), than)
-    if before and accepted_level_ms:
-        best_ms = min(level.latency_ms for level in before)
-        if now.latency_ms > best_ms * (1 + SMALLEST_CHANGE):
-            return Judgement(
-                CaseState.ACCEPTED, now.latency_ms / best_ms - 1, _rose(levels, best_ms), "as slow as accepted"
-            )
-    if accepted_level_ms and now.latency_ms < accepted_level_ms / (1 + SMALLEST_CHANGE):
+    if faster_ms:
+        return Judgement(
+            CaseState.ACCEPTED, now.latency_ms / best_ms - 1, _rose(levels, best_ms), "as slow as accepted"
+        )
+    if accepted_level_ms and now.latency_ms < accepted_level_ms / (1 + least):
         return Judgement(CaseState.FASTER, now.latency_ms / accepted_level_ms - 1, now.begin if before else None, than)
     recent = sum(i >= now.begin for i, _ in one.trend.comparable) <= RECENT
     if before and recent and now.change < 0:
@@ -163,6 +186,8 @@ def only_if_reliable(one: SeriesTrend, found: Judgement) -> Judgement:
     since = one.trend.level_begin if found.since is None else found.since
     after = [one.series.points[i].reservations for i, _ in one.trend.comparable if i >= since]
     before = [one.series.points[i].reservations for i, _ in one.trend.comparable if i < since]
+    if len(before) == 1 and before[0]:
+        return Judgement(CaseState.MAYBE_SLOWER, found.change, found.since, f"than one run alone: {before[0][0]}")
     if all(after) and not all(before):
         return Judgement(CaseState.MAYBE_SLOWER, found.change, found.since, f"not to be relied on: {after[-1][0]}")
     if len(after) == 1:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.cases.key import NSA
+from benchmarks.cases.key import NSA, PART
 from benchmarks.history.records import Record
 from benchmarks.report import references
 from benchmarks.report.chart import AXIS, LAYOUT, Chart, digits, log_axis, safe
-from benchmarks.report.lengths import PART, Group
+from benchmarks.report.lengths import Group
 from benchmarks.report.published import PublishedSeries
 from benchmarks.report.style import in_k
 

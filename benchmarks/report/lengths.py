@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.cases.key import NSA, Key
+from benchmarks.cases.key import NSA, PART, Key
 from benchmarks.history.records import Record
 from benchmarks.history.speedup import BaselineComparison, speed_up
 from benchmarks.report import references, style
@@ -25,8 +25,6 @@ TITLES = {
     "train-step": "Train step",
 }
 MEMORY_MODES = ("memory", "prefill-forward-backward", "train-step")
-PART = "part-"
-"""How the modes begin that time one part of the forward pass."""
 _REFERENCE_MARKERS = "+x12|_34"
 
 

@@ -52,9 +52,10 @@ def build(
     newest = max((comparison.nsa.fingerprint for comparison in here), key=lambda fingerprint: fingerprint.utc)
     groups = lengths.groups(here)
     history, runs = store.history(name), store.runs(name)
+    marked = trends.boundaries(runs, store.anchor_ratios(name))
     followed = changes.follow(history)
     standings = accepted.standings(name, history, context.baselines) if context.baselines else []
-    pages, where = case_pages.build(folder, name, followed, groups, runs, context)
+    pages, where = case_pages.build(folder, name, followed, groups, runs, marked, context)
     return MachineSection(
         id=name,
         device=newest.device,
@@ -67,7 +68,7 @@ def build(
         case_pages=pages,
         changes=changes.table(followed, context.repository),
         standings=changes.standings(standings),
-        boundaries=_boundaries(trends.boundaries(runs)),
+        boundaries=_boundaries(marked),
         limits=machine_tables.limits(here),
         missing=machine_tables.missing(here),
         doubtful=machine_tables.doubtful(here),
@@ -80,8 +81,15 @@ def _boundaries(marked: Sequence[Boundary]) -> ReportTable:
         [
             Cell(boundary.utc),
             Cell("; ".join(boundary.differences)),
-            Cell("go on beside the dense baseline of the same runs" if boundary.bridged else "are cut"),
+            Cell(_series(boundary)),
         ]
         for boundary in reversed(marked)
     ]
     return ReportTable(("from the run of", "what changed", "series"), rows)
+
+
+def _series(boundary: Boundary) -> str:
+    """What becomes of them there."""
+    if boundary.commits:
+        return f"go on where the same sources ran on both sides: {', '.join(boundary.commits)}"
+    return "go on beside the dense baseline of the same runs" if boundary.bridged else "are cut"

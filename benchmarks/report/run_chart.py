@@ -12,12 +12,13 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from benchmarks.history.accepted import Acceptance
+from benchmarks.history.bridges import Break
 from benchmarks.history.store import Point
 from benchmarks.report import judgement, references, words
 from benchmarks.report.changes import SeriesTrend
 from benchmarks.report.chart import AXIS, LAYOUT, Chart, digits, log_axis, safe
 from benchmarks.report.published import PublishedSeries
-from benchmarks.report.table import percent
+from benchmarks.report.table import percent, plus_minus
 
 _FEW = 120
 """More points than this are small, so that they do not hide one another."""
@@ -211,7 +212,7 @@ def _changes(one: SeriesTrend) -> list[Chart]:
         at = [one.series.points[change.index] for change in found]
         commits = [(point.fingerprint.commit or "unknown")[:7] for point in at]
         sides = [_side(point, one.series.points) for point in at]
-        said = [f"{percent(abs(change.change)).lstrip('+')} {name}" for change in found]
+        said = [f"{percent(abs(change.change)).lstrip('+')}{plus_minus(change.uncertainty)} {name}" for change in found]
         seen = ["" if change.confirmed else "? (not yet seen again)" for change in found]
         traces.append(
             {
@@ -238,32 +239,62 @@ def _changes(one: SeriesTrend) -> list[Chart]:
 
 
 def _conditions(one: SeriesTrend) -> list[tuple[int, Chart]]:
-    """A vertical line where conditions changed: dashed where the series is cut, dotted where it goes on."""
+    """A vertical line where conditions changed: dashed where the series is cut, dotted where it goes on, both where
+    a ratio with an uncertainty bridges it."""
     return [
         (
             found.index,
             {
                 "type": "line", "xref": "x", "yref": "paper", "x0": _x(one.series.points[found.index]),
                 "x1": _x(one.series.points[found.index]), "y0": 0, "y1": 1, "layer": "below",
-                "line": {"color": "var(--faint)", "width": 1, "dash": "dot" if found.bridged else "dash"},
+                "line": {"color": "var(--faint)", "width": 1, "dash": _dash(found)},
             },
         )
         for found in one.trend.breaks
     ]  # fmt: skip
 
 
+def _dash(found: Break) -> str:
+    if found.ratio is not None:
+        return "dashdot"
+    return "dot" if found.bridged else "dash"
+
+
 def _condition_marks(one: SeriesTrend, indices: Sequence[int]) -> Chart:
-    """What one points at to read what changed: a mark on each vertical line."""
+    """What one points at to read what changed: a mark on each vertical line, and beside it what bridges a break."""
     by_index = {found.index: found for found in one.trend.breaks}
     at = [one.series.points[i] for i in indices]
     said = [
-        f"conditions changed: {'<br>'.join(map(safe, by_index[i].differences))}<br>"
-        + ("followed beside the dense baseline" if by_index[i].bridged else "not comparable with the runs before")
+        f"conditions changed: {'<br>'.join(map(safe, by_index[i].differences))}<br>{_bridged(by_index[i])}"
         for i in indices
     ]
     return {
         "type": "scatter", "name": "conditions changed", "x": [_x(point) for point in at],
-        "y": [digits(words.throughput(point)) for point in at], "yaxis": "y2", "mode": "markers",
-        "marker": {"symbol": "line-ns-open", "size": 16, "color": "var(--faint)"}, "text": said,
-        "hovertemplate": "%{text}<extra></extra>",
+        "y": [digits(words.throughput(point)) for point in at], "yaxis": "y2", "mode": "markers+text",
+        "marker": {"symbol": "line-ns-open", "size": 16, "color": "var(--faint)"}, "hovertext": said,
+        "text": [_ratio(by_index[i]) for i in indices], "textfont": {"color": "var(--faint)"}, "cliponaxis": False,
+        "textposition": ["bottom " + _side(point, one.series.points).replace("center", "right") for point in at],
+        "hovertemplate": "%{hovertext}<extra></extra>",
     }  # fmt: skip
+
+
+def _ratio(found: Break) -> str:
+    """What an upgrade did to the time, and which commit says so: "time +3.4 % ± 1.2 %, 0123456"; "" without anchors."""
+    if found.ratio is None or not found.commits:
+        return ""
+    commits = ", ".join(safe(commit[:7]) for commit in found.commits)
+    return f"time {percent(found.ratio - 1)}{plus_minus(found.uncertainty)}, {commits}"
+
+
+def _bridged(found: Break) -> str:
+    """In a sentence: by what the series goes on."""
+    if not found.bridged:
+        return "not comparable with the runs before"
+    if found.ratio is None:
+        return "followed beside the dense baseline"
+    did = f"{percent(found.ratio - 1)}{plus_minus(found.uncertainty)}: a smaller step here is no change"
+    if not found.commits:
+        return f"an earlier record does not know this; by dense attention it did {did}"
+    who = f"{found.cases} other cases of its class" if found.cases else "this case"
+    commits = ", ".join(safe(commit[:7]) for commit in found.commits)
+    return f"bridged: {who} at {commits}, measured on both sides, took {did}"

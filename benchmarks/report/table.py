@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,3 +53,8 @@ def digits(x: float) -> str:
 def percent(share: float, places: int = 1) -> str:
     """0.031 -> "+3.1 %", with a true minus sign and a space that does not break."""
     return f"{100 * share:+.{places}f}{NBSP}%".replace("-", "−")
+
+
+def plus_minus(uncertainty: float) -> str:
+    """Half an interval of the log of a ratio: 0.0276 -> " ± 2.8 %"; "" where there is none."""
+    return f" ± {percent(math.expm1(uncertainty)).lstrip('+')}" if uncertainty else ""

@@ -6,14 +6,16 @@ of a picture, and there are many cases.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.history import trend
+from benchmarks.history import bridges
+from benchmarks.history.anchors import AnchorRatio
+from benchmarks.history.conditions import Conditions
 from benchmarks.history.store import LatencySeries, Point
 from benchmarks.history.trend import Change
 from benchmarks.report import style, words
@@ -87,12 +89,22 @@ class Boundary:
     """Of the later one."""
     differences: tuple[str, ...]
     bridged: bool = False
-    """Whether series with a dense baseline go on."""
+    """Whether series with a dense baseline, or with an anchor, go on."""
+    commits: tuple[str, ...] = ()
+    """Those of the anchors, in short; none where a dense baseline tells."""
 
 
-def boundaries(runs: Sequence[Fingerprint]) -> list[Boundary]:
-    """Where machine, software or harness changed between one run and the next, oldest first."""
-    return [Boundary(runs[found.index].utc, found.differences, found.bridged) for found in trend.breaks(runs)]
+def boundaries(
+    runs: Sequence[Fingerprint], anchors: Mapping[Conditions, Sequence[AnchorRatio]] | None = None
+) -> list[Boundary]:
+    """Where machine, software or harness changed between one run and the next, oldest first.
+
+    `anchors`: the machine's, by their new conditions.
+    """
+    return [
+        Boundary(runs[one.index].utc, one.differences, one.bridged, tuple(commit[:7] for commit in one.commits))
+        for one in bridges.breaks(runs, anchors)
+    ]
 
 
 def draw(

@@ -118,7 +118,7 @@ def rows(
         key, device = one.series.newest.key, one.series.newest.fingerprint.device
         accepted = baselines.get((machine, device, key.name))
         level_ms = judgement.accepted_ms(accepted, one)
-        said = judgement.judge(one, level_ms)
+        said = judgement.judge(one, level_ms, accepted)
         newer = sum(utc > one.series.points[-1].utc for utc in runs[device, key.mode])
         if newer >= NOT_LATELY:
             said = Judgement(CaseState.NOT_JUDGED, why=f"not in the last {newer} runs of this mode")

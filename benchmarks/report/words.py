@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.cases.key import Key
+from benchmarks.cases.key import PART, Key
 from benchmarks.history.store import Point
-from benchmarks.report.lengths import PART, TITLES
+from benchmarks.report.lengths import TITLES
 from benchmarks.report.style import in_k
 
 PARTS = "Parts of the forward pass"

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache as remember
 
-from benchmarks.timing import clocks, device_clock
+from benchmarks.timing import clocks, device_clock, host_clock
 from benchmarks.timing.clocks import Clocks
 
 CONFIDENCE = 0.95
@@ -108,7 +108,7 @@ def measure(
     """Time one call on "cuda" or "cpu", with the cache "cold" or "warm"; `before` runs ahead of each, not timed.
 
     Raises ValueError for a cache that this device cannot have, `device_clock.UnjoinedWorkError` where the device still
-    works after the call's end.
+    works after the call's end, `verify.IncorrectError` where the timer was replaced or L2 keeps lines.
     """
     if cache not in ("cold", "warm"):
         raise ValueError(f"cache must be 'cold' or 'warm'; got {cache!r}")
@@ -118,9 +118,10 @@ def measure(
     with _old_objects_spared():
         if device == "cuda":
             return _on_device(call, cache, plan, prepare)
-        sample = wall_sampler(call, prepare)
-        warmups = _warm_up(sample, plan)
-        samples, stop_reason, missing = _samples(sample, plan)
+        sampler = host_clock.WallSampler(call, prepare)
+        warmups = _warm_up(sampler.sample, plan)
+        samples, stop_reason, missing = _samples(sampler.sample, plan)
+        sampler.require_same_time(samples)
     return Timing(samples, "perf_counter", cache, warmups, stop_reason, missing, statistics.median(samples))
 
 
@@ -164,18 +165,6 @@ def seconds(call: Callable[[], object], device: str) -> float:
     if device == "cuda":
         device_clock.wait()
     return time.perf_counter() - begin
-
-
-def wall_sampler(call: Callable[[], object], before: Callable[[], object]) -> Callable[[], float]:
-    """Samples of a call on the CPU, ms."""
-
-    def sample() -> float:
-        before()
-        begin = time.perf_counter()
-        call()
-        return (time.perf_counter() - begin) * 1e3
-
-    return sample
 
 
 def _warm_up(sample: Callable[[], float], plan: SamplingPlan) -> int:

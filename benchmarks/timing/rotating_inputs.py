@@ -10,8 +10,8 @@ import torch
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import Correctness
 from benchmarks.cases.work import Work
-from benchmarks.correctness import anti_cheat
-from benchmarks.timing import cuda_graphs, latency
+from benchmarks.correctness import anti_cheat, known_answer, process_state
+from benchmarks.timing import cross_check, cuda_graphs, latency
 from benchmarks.timing.latency import SamplingPlan, Timing
 
 _ROOM = 4
@@ -29,23 +29,40 @@ class RotatingInputs:
             cuda_graphs.capture(one.call) if captured and not one.replays else one.call for one in self._works
         ]
         self._device, self._cache = device, key.cache
+        self._timing: Timing | None = None
+        self._settings = process_state.read()
 
-    def time(self, plan: SamplingPlan) -> Timing:
-        """Time them in turn; ahead of each call one value of each input changes, and at last back."""
+    def time(self, plan: SamplingPlan, around: Callable[[Callable[[], object]], object] | None = None) -> Timing:
+        """Time them in turn; ahead of each call one value of each input changes, and at last all of them back.
+
+        `around` makes the call, and what else is to be in the sample.
+        """
         touch = anti_cheat.Touch(x for work in self._works for x in work.inputs.values())
         try:
-            return latency.measure(self._in_turn(), self._device, self._cache, plan, touch)
+            timing = latency.measure(self._in_turn(around), self._device, self._cache, plan, touch)
         finally:
             touch.undo()
+        if around is None:
+            self._timing = timing
+        return timing
 
     def recheck(self, seed: int) -> Correctness | None:
-        """The last of them on inputs that no call has seen; None where the work cannot."""
-        recheck = self._works[-1].recheck
-        return None if recheck is None else recheck(self._calls[-1], seed)
+        """The last of them on inputs that no call has seen, watched from outside; None where the work cannot.
 
-    def _in_turn(self) -> Callable[[], object]:
+        Raises IncorrectError also where a setting of the process, the oracle or the comparison was changed meanwhile.
+        """
+        work, found = self._works[-1], None
+        try:
+            if work.recheck is not None:
+                found = cross_check.recheck(work, self._calls[-1], self._timing, self._device, seed)
+        finally:  # a changed setting names the cause of whatever else was found
+            process_state.require_unchanged(self._settings)
+        known_answer.require_known_answers()
+        return found
+
+    def _in_turn(self, around: Callable[[Callable[[], object]], object] | None) -> Callable[[], object]:
         calls = itertools.cycle(self._calls)
-        return lambda: next(calls)()
+        return (lambda: next(calls)()) if around is None else (lambda: around(next(calls)))
 
 
 def _has_room(work: Work) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.baselines import BASELINES, Baseline
+from benchmarks.baselines import BASELINES, Baseline, require_kernel
 from benchmarks.cases import inputs
 from benchmarks.cases.inputs import Problem
 from benchmarks.cases.key import NSA, Key
@@ -136,6 +136,7 @@ def _dense(baseline: Baseline) -> Implementation:
     name = baseline.name
 
     def check(p: Problem, backward: bool, seed: int) -> Correctness:
+        require_kernel(baseline, p)
         return verify.check_dense(p, baseline.attend, name, rows=DENSE_ROWS, backward=backward, seed=seed)
 
     def compare(p: Problem, answer: Answer, _: Aux | None, picked: Sequence[QueryRow]) -> Correctness:
@@ -155,13 +156,16 @@ def _work(key: Key, implementation: Implementation, problem: Problem) -> Work:
     names = implementation.differentiated if backward else ()
     d_o = _output_gradient(problem) if backward else None
 
+    def redraw(seed: int) -> None:
+        _overwrite(problem.tensors, _problem(key, problem.q.device.type, seed).tensors)
+
     def recheck(call: Call, seed: int) -> Correctness:
         picked = oracle.random_rows(problem, FRESH_ROWS, seed)
         before = call()
         if d_o is not None:
             d_o.copy_(verify.sparse_gradient(before[0], picked))
         anti_cheat.poison(before)
-        _overwrite(problem.tensors, _problem(key, problem.q.device.type, seed).tensors)
+        redraw(seed)
         answer, aux = _answer(call, names, d_o), implementation.chosen(problem)
         correctness = implementation.compare(problem, answer, aux, picked)
         queries, sequences = problem.q.shape[1], problem.q.shape[0]
@@ -185,6 +189,7 @@ def _work(key: Key, implementation: Implementation, problem: Problem) -> Work:
         refusals=implementation.refusals,
         inputs=problem.tensors,
         recheck=recheck,
+        redraw=redraw,
         copy=lambda: _work(key, implementation, problem.map(torch.clone)),
     )
 

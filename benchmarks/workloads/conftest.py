@@ -62,6 +62,7 @@ class Session:
         plan = runner.QUICK if self.quick else runner.FULL
         case_command = partial(run_file.case_command, command)
         (measured,) = runner.run([key], self.machine.device, plan, self.identity, case_command, seed=self.seed)
+        measured = runner.unless_changed(measured)
         run_file.append(self.path, measured.record)
         if measured.raw:
             run_file.append_samples(self.path, measured.raw)

@@ -138,12 +138,16 @@ def _work(key: Key, use: PartSettings, problem: Problem, reads: Tensors, timed: 
         picked = oracle.sample_rows(problem, use.config, NSA_ROWS, seed)
         return verify.compare_nsa(problem, use.config, *_answer(use, problem, call()[0]), picked)
 
+    @torch.no_grad()
+    def redraw(seed: int) -> Problem:
+        fresh = _draw(key, use, problem.q.device.type, seed)
+        for old, new in zip(reads, PARTS[key.mode].make(fresh, use)[0], strict=True):
+            old.copy_(new)
+        return fresh
+
     def recheck(call: Call, seed: int) -> Correctness:
         anti_cheat.poison(call())
-        with torch.no_grad():
-            fresh = _draw(key, use, problem.q.device.type, seed)
-            for old, new in zip(reads, PARTS[key.mode].make(fresh, use)[0], strict=True):
-                old.copy_(new)
+        fresh = redraw(seed)
         (out,) = anti_cheat.as_read_by_this_stream(call())
         answer, aux = _answer(use, fresh, out)
         picked = oracle.random_rows(fresh, FRESH_ROWS, seed)
@@ -161,6 +165,7 @@ def _work(key: Key, use: PartSettings, problem: Problem, reads: Tensors, timed: 
         minimum.bytes_moved,
         inputs={f"input {i}": x for i, x in enumerate(reads)},
         recheck=recheck,
+        redraw=redraw,
         copy=lambda: _work(key, use, problem, tuple(x.clone() for x in reads), timed),
     )
 

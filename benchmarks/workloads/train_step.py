@@ -21,7 +21,7 @@ from benchmarks.baselines import sdpa
 from benchmarks.cases.key import NSA, Key
 from benchmarks.cases.outcome import Correctness
 from benchmarks.cases.work import Call, Work
-from benchmarks.correctness import anti_cheat, tolerance
+from benchmarks.correctness import anti_cheat, row_sampling, tolerance
 from benchmarks.correctness.verify import IncorrectError, require_finite, require_passed
 from benchmarks.workloads import roofline
 from nsa import NSAConfig, backends, loss
@@ -46,6 +46,11 @@ def prepare(key: Key, device: str) -> Work:
         with _kernel(key.implementation):
             return (trainer.step([batch]).loss,)
 
+    timed = tokens.clone()
+
+    def redraw(seed: int) -> None:
+        _draw(batch, timed, trainer.lm.config.vocab_size, seed)
+
     return Work(
         _check(key, trainer.lm, tokens[:1, :_CHECKED_TOKENS], device),
         call,
@@ -53,7 +58,8 @@ def prepare(key: Key, device: str) -> Work:
         roofline.of_train_step(key, trainer.lm),
         refusals=lambda: _refusals(key.implementation),
         inputs={"tokens": tokens, "targets": targets},
-        recheck=_recheck(key, trainer, batch),
+        recheck=_recheck(key, trainer, batch, redraw),
+        redraw=redraw,
         replays=key.launch == "graph",
     )
 
@@ -94,17 +100,26 @@ def _check(key: Key, model: DecoderLM, tokens: Tensor, device: str) -> Callable[
     return check
 
 
-def _recheck(key: Key, trainer: Trainer, batch: Batch) -> Callable[[Call, int], Correctness]:
+def _draw(batch: Batch, timed: Tensor, vocab_size: int, seed: int) -> None:
+    """Overwrite the batch with the tokens of a seed."""
+    if seed == row_sampling.TIMED_SEED:
+        batch.tokens.copy_(timed)
+    else:
+        batch.tokens.random_(vocab_size, generator=torch.Generator(timed.device).manual_seed(seed))
+    batch.targets.copy_(loss.next_tokens(batch.tokens))
+
+
+def _recheck(
+    key: Key, trainer: Trainer, batch: Batch, redraw: Callable[[int], None]
+) -> Callable[[Call, int], Correctness]:
     """The loss that the timed step returns for tokens it has never seen, beside that of the same weights evaluated
     apart; and the step must have moved these weights."""
 
     model, tokens = trainer.lm, batch.tokens
 
     def recheck(call: Call, seed: int) -> Correctness:
-        generator = torch.Generator(tokens.device).manual_seed(seed)
         anti_cheat.poison(call())
-        tokens.random_(model.config.vocab_size, generator=generator)
-        batch.targets.copy_(loss.next_tokens(tokens))
+        redraw(seed)
         with torch.no_grad(), _precision(key.dtype, tokens.device.type), _kernel(key.implementation):
             expected = next_token_loss(model(tokens), tokens)
         before = anti_cheat.digests(dict(model.named_parameters()))

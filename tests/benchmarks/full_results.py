@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ab import calibration, result
-from benchmarks.ab.calibration import Calibration, CalibrationRate
+from benchmarks.ab.calibration import Calibration, CalibrationRate, CaseCalibration, ClassRules
+from benchmarks.ab.moderated import NoisePrior
 from benchmarks.ab.result import CompareVerdict, ComparisonResult, Rules, Side
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome
@@ -44,6 +45,7 @@ def run_of(number: int, machine: str = "h200", device: str = "NVIDIA H200") -> F
         cuda="12.8",
         triton="3.7.1",
         commit=f"{random.Random(number).getrandbits(160):040x}",
+        nsa_sha256=f"{number:016x}",
         measured_peak=PEAK,
     )
 
@@ -128,16 +130,22 @@ def write_verdicts(results: Path, utc: str = "2026-03-01T00:00:00.000Z", **chang
 
 
 def write_calibration(results: Path) -> None:
-    """240 comparisons of each slowdown."""
-    rates = (
-        CalibrationRate(0.0, 0.0, 240, 1, 1, 236, 2),
-        CalibrationRate(0.01, 0.0098, 240, 61, 0, 120, 59),
-        CalibrationRate(0.03, 0.0304, 240, 228, 0, 1, 11),
-        CalibrationRate(0.1, 0.0996, 240, 240, 0, 0, 0),
-    )
+    """240 comparisons of each slowdown, on as many cases as there are lengths; the last case hides one of them."""
     where = run_of(3, "cpu", "A CPU")
-    names = tuple(key(length=length).name for length in LENGTHS)
-    calibration.save(results, Calibration(where, Rules(), rates, names, 140, 0.0065, "python -m benchmarks calibrate"))
+    cases = []
+    for n, length in enumerate(LENGTHS):
+        share = 240 // len(LENGTHS)
+        found = (0, share // 4, share - (3 if n else 0), share)
+        rates = tuple(
+            CalibrationRate(level, 1.01 * level, share, slower, int(level == 0), share - slower - int(level == 0), 0)
+            for level, slower in zip(calibration.LEVELS, found, strict=True)
+        )
+        cases.append(CaseCalibration(key(length=length).name, 20.0 + n, 0.0065, rates))
+    rules = Rules(0.005, 0.024, NoisePrior(0.0065, 12.0))
+    made = Calibration(
+        where, (ClassRules(calibration.LONG, rules),), tuple(cases), 60, 1800.0, "python -m benchmarks calibrate"
+    )
+    calibration.save(results, made)
 
 
 def write_accepted(results: Path) -> None:

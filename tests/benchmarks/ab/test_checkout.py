@@ -10,10 +10,9 @@ from benchmarks.ab import checkout
 from benchmarks.commands import accept
 
 
-@pytest.mark.parametrize("ref", [checkout.WORKING_TREE, "HEAD"])
-def test_says_that_git_is_not_installed(ref: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_says_that_git_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match="git must be installed to look up commits"), checkout.sources([ref]):
+    with pytest.raises(ValueError, match="git must be installed to look up commits"), checkout.sources(["HEAD"]):
         pass
     assert "<" not in accept._who()  # the login stands in for git's names
 
@@ -21,8 +20,19 @@ def test_says_that_git_is_not_installed(ref: str, tmp_path: Path, monkeypatch: p
 def test_says_that_the_folder_is_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkout, "REPOSITORY", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    with (
-        pytest.raises(ValueError, match=f"'HEAD' must name a commit of {tmp_path}"),
-        checkout.sources([checkout.WORKING_TREE]),
-    ):
+    with pytest.raises(ValueError, match=f"'HEAD' must name a commit of {tmp_path}"), checkout.sources(["HEAD"]):
         pass
+
+
+@pytest.mark.parametrize(("told", "commit", "dirty"), [({}, None, None), ({"NSA_COMMIT": "a" * 40}, "a" * 40, None)])
+def test_a_copy_without_git_is_a_working_tree_all_the_same(
+    told: dict[str, str], commit: str | None, dirty: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an image: what its environment says is its commit."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("NSA_COMMIT", raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    with checkout.sources([checkout.WORKING_TREE]) as (one,):
+        assert (one.side.commit, one.side.dirty) == (commit, dirty)
+        assert (one.folder / "nsa" / "__init__.py").is_file()

@@ -12,10 +12,11 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.ab import calibration, checkout, result, trial
-from benchmarks.ab.calibration import Calibration
-from benchmarks.ab.checkout import Sources
+from benchmarks.ab.calibration import Calibration, ClassRules
+from benchmarks.ab.moderated import NoisePrior
 from benchmarks.ab.result import CompareVerdict, Rules
 from benchmarks.ab.sequential import PairFailure
+from benchmarks.ab.starter import PairStarter
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome
 from harness import fingerprint, machines, repository
@@ -62,16 +63,10 @@ def test_twice_the_work_is_slower(real: Repository, tmp_path: Path, capsys: pyte
 
     With few pairs, as a calibration may allow.
     """
-    rules = Rules(
-        interim_analyses=(3, 4),
-        false_discovery_rates=(0.0, 0.2),
-        alpha=0.25,
-        largest_p=0.25,
-        min_samples=4,
-        max_samples=6,
-    )
+    rules = Rules(noise=NoisePrior(0.03, 20.0))
     here = dataclasses.replace(FINGERPRINT, device=fingerprint.device_name(machines.machine("cpu", None)))
-    calibration.save(tmp_path / "results", Calibration(here, rules, (), (CASE,), 0, 0.0, "calibrate"))
+    classes = (ClassRules(calibration.LONG, rules),)
+    calibration.save(tmp_path / "results", Calibration(here, classes, (), 12, 0.0, "calibrate"))
     change_attention(real, TWICE)
     assert run(tmp_path, "HEAD") == 1
     assert summary(capsys)["bad"] == [CASE]
@@ -82,7 +77,7 @@ def test_twice_the_work_is_slower(real: Repository, tmp_path: Path, capsys: pyte
     assert 0.4 < found.change < 3.0
     assert (found.base.ref, found.head.ref, found.head.dirty) == ("HEAD", "working tree", True)
     assert found.base.nsa_sha256 != found.head.nsa_sha256
-    assert len(found.changes) == 4
+    assert (len(found.changes), found.rules.noise) == (3, rules.noise)
 
 
 def test_a_wrong_head_fails_with_its_outcome(
@@ -135,13 +130,14 @@ def answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Play]
         done = 0
 
         def run_trial(
-            base: Sources, head: Sources, device: str, keys: Sequence[Key], rules: Rules, first: int
+            starter: PairStarter, keys: Sequence[Key], rules: Rules, first: int, *, check: bool
         ) -> list[trial.PairedSamples | PairFailure]:
             nonlocal done
+            base, head = starter._sides
             texts = [(side.folder / "nsa" / "__init__.py").read_text() for side in (base, head)]
             assert texts == ["one", "two"]
             assert (base.benches / "benchmarks" / "ab" / "trial.py").is_file()
-            assert first == done % 2
+            assert (first, check) == (done % 2, done == 0)
             done += 1
             return [play(key, done) for key in keys]
 
@@ -158,19 +154,20 @@ def test_identical_times_are_the_same_and_exit_with_0(
     said = capsys.readouterr().out
     found = json.loads(said.splitlines()[-1])
     assert list(found["verdicts"]) == ["SAME"]
-    assert "[pair 6, " in said
-    assert "s to the analysis after pair 6, 22 at most" in said
+    assert "[pair 3, " in said
+    assert "s to the analysis after pair 3, 12 at most" in said
 
 
 def test_noise_is_undecided_and_exits_with_0_at_the_limit(
     answered: Callable[[Play], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answered(lambda key, i: samples(10.0, 10.0 * 1.2 ** (-1) ** i))
-    assert run(tmp_path, "HEAD~1", "HEAD", "--pairs", "14") == 0
+    assert run(tmp_path, "HEAD~1", "HEAD", "--pairs", "11") == 0
     assert summary(capsys)["undecided"] == [CASE]
     ((found,), _) = result.read(tmp_path / "results")
-    assert (len(found.changes), found.rules.interim_analyses) == (14, (6, 14))
-    assert found.detectable == pytest.approx(0.2, abs=0.01)
+    assert (len(found.changes), found.rules.interim_analyses) == (6, (3, 6))
+    assert found.detectable is not None
+    assert found.detectable > 0.5
 
 
 def test_a_confirmed_slowdown_exits_with_1_also_through_a_pipe(
@@ -194,7 +191,7 @@ def test_what_reproduces_a_result_is_in_it(answered: Callable[[Play], None], tmp
     answered(lambda key, i: samples(10.0, 10.0))
     run(tmp_path, "HEAD~1", "HEAD")
     ((found,), _) = result.read(tmp_path / "results")
-    assert found.command == (f"python -m benchmarks compare 'HEAD~1' HEAD --gpu cpu --cases {CASE} --pairs 22")
+    assert found.command == (f"python -m benchmarks compare 'HEAD~1' HEAD --gpu cpu --cases {CASE} --pairs 12")
 
 
 @pytest.mark.parametrize(
@@ -202,7 +199,7 @@ def test_what_reproduces_a_result_is_in_it(answered: Callable[[Play], None], tmp
     [
         (["nowhere"], "'nowhere' must name a commit of "),
         (["--", "-x"], "'-x' must name a commit of "),
-        (["HEAD", "--rounds", "5"], "pairs must be at least 14, fewer can show nothing; got 5"),
+        (["HEAD", "--rounds", "2"], "pairs must be at least 3, fewer can show nothing; got 2"),
         (["HEAD", "--cases", "memory"], "--cases: 'memory' names no case of NSA that is timed"),
         (["HEAD", "--cases", "decode/*/sdpa-flash"], "names no case of NSA that is timed"),
         (["HEAD", "--cases", "prefil"], "--cases: no case here is named 'prefil'"),
@@ -219,7 +216,7 @@ def test_an_interrupted_comparison_keeps_what_it_decided(
     answered: Callable[[Play], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def play(key: Key, i: int) -> trial.PairedSamples:
-        if key.name == CASE and i == 7:
+        if key.name == CASE and i == 4:
             raise KeyboardInterrupt
         return samples(10.0, 10.0 * 1.2 ** (-1) ** i if key.name == CASE else 10.0)
 
@@ -230,7 +227,7 @@ def test_an_interrupted_comparison_keeps_what_it_decided(
     assert by_case[OTHER].verdict is CompareVerdict.SAME
     assert (by_case[CASE].verdict, by_case[CASE].reason) == (
         CompareVerdict.UNDECIDED,
-        "interrupted after 6 pairs of processes",
+        "interrupted after 3 pairs of processes",
     )
 
 

@@ -1,4 +1,4 @@
-"""`compare` measures older commits with the benches of today: these ask their nsa/ for what it has had for long."""
+"""`compare` and `run --anchors` measure older commits by today's benches, which ask nsa/ for what it has long had."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ PUBLIC = {"Aux", "NSAConfig", "nsa_attention", "backends", "geometry", "loss"}
 """What may be imported from the package itself."""
 
 
-def test_the_worker_asks_nsa_for_nothing_that_older_commits_lack() -> None:
+def test_the_workers_ask_nsa_for_nothing_that_older_commits_lack() -> None:
     ours = "('benchmarks.', 'harness.')"
-    script = f"import sys, benchmarks.ab.worker; print(*(m for m in sys.modules if m.startswith({ours})))"
+    script = (
+        f"import sys, benchmarks.ab.worker, benchmarks.worker; print(*(m for m in sys.modules if m.startswith({ours})))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=repository.ROOT, timeout=120
     )

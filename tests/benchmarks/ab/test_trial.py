@@ -18,11 +18,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.ab import signed_rank, trial, worker
+from benchmarks.ab import moderated, trial, worker
 from benchmarks.ab.checkout import Sources
 from benchmarks.ab.child import WorkerError, WorkerProcess
 from benchmarks.ab.result import Rules, Side
 from benchmarks.ab.sequential import PairFailure
+from benchmarks.ab.starter import PairStarter
 from benchmarks.cases.outcome import CaseOutcome
 from harness import isolate, repository
 from tests.benchmarks.synthetic import key
@@ -132,7 +133,7 @@ for line in sys.stdin:
     head = dataclasses.replace(base, folder=tmp_path / "side1")
     monkeypatch.setattr(trial, "_cores", lambda: [None, None])
     keys = [key(length=length) for length in (1, 2, 3, 4, 5)]
-    played = trial.run(base, head, "cpu", keys, Rules(), 0)
+    played = trial.run(PairStarter(base, head, "cpu"), keys, Rules(), 0)
     base_ms = [found.base_ms[0] if isinstance(found, trial.PairedSamples) else None for found in played]
     assert base_ms == [1.0, 2.0, None, 4.0, 5.0]
     assert [found.head_ms[0][0] for found in played if isinstance(found, trial.PairedSamples)] == [
@@ -195,7 +196,7 @@ def test_an_interrupt_ends_the_children_of_every_lane(
     monkeypatch.setattr(WorkerProcess, "answer", hear)
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        trial.run(side, side, "cpu", [key(length=1), key(length=2)], Rules(), 0)
+        trial.run(PairStarter(side, side, "cpu"), [key(length=1), key(length=2)], Rules(), 0)
     codes = [child._child.wait() for child in started]
     noticed.set()
     for thread in threads:
@@ -229,9 +230,9 @@ class Fake:
         return {"sample_ms": [self._latency_ms], "latency_ms": self._latency_ms}
 
 
-def pair_of(log: list[str], **fails: Mapping[str, str]) -> trial.WorkerPair:
+def pair_of(log: list[str], device: str = "cpu", **fails: Mapping[str, str]) -> trial.WorkerPair:
     children = [Fake(log, name, latency_ms, fails.get(name)) for name, latency_ms in (("base", 10.0), ("head", 12.0))]
-    return trial.WorkerPair(children[0], children[1], "cpu")  # type: ignore[arg-type]
+    return trial.WorkerPair(children[0], children[1], device)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("first", "order"), [(0, "ABBAABBA"), (1, "BAABBAAB")])
@@ -247,10 +248,41 @@ def test_the_two_are_interleaved_and_neither_is_always_first(first: int, order: 
 
 @pytest.mark.parametrize(
     ("latency_ms", "device", "calls"),
-    [(0.1, "cpu", 21), (10.0, "cpu", 6), (19.9, "cpu", 4), (20.0, "cpu", 1), (20.0, "cuda", 4), (80.0, "cuda", 2)],
+    [
+        (0.1, "cpu", 21),
+        (10.0, "cpu", 6),
+        (19.9, "cpu", 4),
+        (20.0, "cpu", 1),
+        (0.1, "cuda", 9),
+        (5.0, "cuda", 4),
+        (80.0, "cuda", 2),
+    ],
 )
 def test_a_long_call_is_a_sample_on_a_cpu(latency_ms: float, device: str, calls: int) -> None:
     assert trial.calls_per_sample(latency_ms, device) == calls
+
+
+@pytest.mark.parametrize(
+    ("device", "check", "order"),
+    [
+        ("cpu", True, ["base:prepare", "head:prepare"]),
+        ("cuda", True, ["base:prepare", "base answers", "head:prepare"]),
+        ("cuda", False, ["base:prepare", "head:prepare"]),
+    ],
+)
+def test_on_a_gpu_the_oracle_is_asked_by_one_side_at_a_time(
+    device: str, check: bool, order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    answer = Fake.answer
+
+    def note(child: Fake, deadline_s: float) -> dict[str, object]:
+        log.append(f"{child._name} answers")
+        return answer(child, deadline_s)
+
+    monkeypatch.setattr(Fake, "answer", note)
+    pair_of(log, device).run(key(), Rules(), 0, check=check)
+    assert log[: len(order)] == order
 
 
 def test_both_sides_make_the_calls_of_the_faster_one() -> None:
@@ -297,5 +329,5 @@ def test_samples_go_on_until_the_ratio_is_known_well_enough() -> None:
 def test_the_standard_error_is_that_of_repeated_pairs() -> None:
     r = random.Random(0)
     pairs = [[r.gauss(0.0, 0.03) for _ in range(16)] for _ in range(400)]
-    spread = statistics.pstdev(map(signed_rank.pseudomedian, pairs))
+    spread = statistics.pstdev(map(moderated.pseudomedian, pairs))
     assert statistics.median(map(trial.standard_error, pairs)) == pytest.approx(spread, rel=0.15)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,7 @@ from benchmarks.ab.result import CompareVerdict
 from benchmarks.alerts import confirm
 from benchmarks.cases.key import Key
 from benchmarks.commands import alerts as command
-from benchmarks.commands import options
+from benchmarks.commands import compare, options
 from benchmarks.history.alerts import AlertState
 from harness import machines
 from tests.benchmarks.alerts.project import CASES, DEVICE, Project, answer_compare, comparison
@@ -240,7 +241,7 @@ def test_commits_with_the_kernels_of_the_good_or_the_slow_one_are_not_measured(s
     assert set(compiled) == {good, last}, "where the good one is not known no other is asked"
 
 
-def test_only_a_gpu_has_device_code() -> None:
-    rules = result.Rules()
+def test_only_a_gpu_has_device_code(tmp_path: Path) -> None:
+    rules = compare.rules_for(tmp_path, CPU, result.Rules.interim_analyses[-1])
     assert command._Remeasure(CPU, options.RESULTS, rules).compile is None
     assert command._Remeasure(dataclasses.replace(CPU, device="cuda"), options.RESULTS, rules).compile is not None

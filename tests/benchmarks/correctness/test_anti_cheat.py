@@ -13,29 +13,12 @@ from torch import Tensor
 from benchmarks import runner
 from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.correctness import anti_cheat
-from benchmarks.history import records
-from benchmarks.history.records import Record
-from benchmarks.timing.latency import SamplingPlan
 from benchmarks.workloads import attention
 from nsa import nsa_attention
+from tests.benchmarks.honesty.cheats import PLAN, Attend, Remembering, caught, measured
 from tests.benchmarks.synthetic import FINGERPRINT, key
 
-PLAN = SamplingPlan(min_samples=5, min_time_s=0.0, wall_limit_s=5.0, warmup_calls=1)
 MODES = ["prefill-forward", "decode"]
-
-Attend = Callable[..., Any]
-
-
-def measured(monkeypatch: pytest.MonkeyPatch, attend: Attend, mode: str = "prefill-forward", **changes: Any) -> Record:
-    """The record of an implementation that stands in for NSA."""
-    monkeypatch.setattr(attention, "nsa_attention", attend)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return runner.measure(key(mode, **changes), device, PLAN, FINGERPRINT, "command").record
-
-
-def caught(record: Record, outcome: CaseOutcome, said: str) -> None:
-    assert (record.outcome, said in (record.reason or "")) == (outcome, True), record.reason
-    assert all(getattr(record, name) is None for name in records.NUMBERS)
 
 
 @pytest.mark.parametrize("mode", [*MODES, "prefill-forward-backward"])
@@ -48,47 +31,33 @@ def test_an_honest_implementation_is_let_through(mode: str, monkeypatch: pytest.
     assert ("dq, fresh inputs" in fresh) == (mode == "prefill-forward-backward")
 
 
-class Remembering:
-    """Returns what it returned before for inputs that have the same word."""
-
-    def __init__(self, word: Callable[[Tensor], object], give: Callable[[Tensor], Tensor]) -> None:
-        self._word, self._give = word, give
-        self._memory: dict[object, Tensor] = {}
-        self.computed = 0
-
-    def __call__(self, q: Tensor, *arguments: Any, return_aux: bool = False, **options: Any) -> Any:
-        if return_aux:
-            return nsa_attention(q, *arguments, return_aux=True, **options)
-        word = self._word(q)
-        if word not in self._memory:
-            self.computed += 1
-            self._memory[word] = nsa_attention(q, *arguments, **options)
-        return self._give(self._memory[word])
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_output_remembered_by_address(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     copies = measured(monkeypatch, Remembering(Tensor.data_ptr, torch.clone), mode)
-    caught(copies, CaseOutcome.INCORRECT, "o: error")
+    caught(copies, CaseOutcome.INCORRECT, "is to the bit what the call before returned: it was remembered")
     itself = measured(monkeypatch, Remembering(Tensor.data_ptr, lambda o: o), mode)
-    caught(itself, CaseOutcome.NONFINITE, "values that are not finite")
+    caught(itself, CaseOutcome.INCORRECT, "that the call has not written: an output that was remembered")
 
 
-def test_output_remembered_by_version_or_content_gains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The inputs change between calls, so that every sample holds the work."""
-    words: list[Callable[[Tensor], object]] = [
-        lambda q: (q.data_ptr(), q._version),
-        lambda q: q.flatten()[:8].tolist()[0],
-    ]
-    by_version, by_content = (Remembering(word, torch.clone) for word in words)
-    record = measured(monkeypatch, by_version)
+WORDS: dict[str, Callable[[Tensor], object]] = {
+    "version": lambda q: (q.data_ptr(), q._version),
+    "content": lambda q: q.double().sum().item(),
+}
+
+
+@pytest.mark.parametrize("word", WORDS.values(), ids=WORDS)
+def test_output_remembered_by_version_or_content(
+    word: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The inputs change between calls, so that every sample holds the work; were they the same, it would be named."""
+    remembering = Remembering(word, torch.clone)
+    record = measured(monkeypatch, remembering, length=256)
+    assert (record.outcome, record.reason) == (CaseOutcome.PASSED, None)
     assert record.samples is not None
-    assert by_version.computed >= record.samples.count
+    assert remembering.computed >= record.samples.count
     monkeypatch.setattr(anti_cheat.Touch, "__call__", lambda self: None)
-    idle = Remembering(words[0], torch.clone)
-    measured(monkeypatch, idle)
-    assert idle.computed < 4  # without the guard it would have gained
-    assert measured(monkeypatch, by_content).outcome is CaseOutcome.PASSED
+    idle = measured(monkeypatch, Remembering(word, torch.clone), length=256)
+    caught(idle, CaseOutcome.INCORRECT, "the timed inputs are recognised, or results remembered")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -145,7 +114,7 @@ def test_rows_that_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
         kept[0][:, :-1] = o[:, :-1]
         return kept[0]
 
-    caught(measured(monkeypatch, attend), CaseOutcome.NONFINITE, "o holds 64 values that are not finite")
+    caught(measured(monkeypatch, attend), CaseOutcome.INCORRECT, "output 0 holds 64 values, of 4096, that the call has")
 
 
 @pytest.mark.parametrize("mode", [*MODES, "prefill-forward-backward"])
@@ -203,7 +172,12 @@ def test_a_digest_sees_every_element(dtype: torch.dtype, monkeypatch: pytest.Mon
 
 
 def test_a_touch_changes_each_input_and_leaves_it_as_it_was() -> None:
-    tensors = {"x": torch.randn(3, 4), "scalar": torch.tensor(2.0), "index": torch.arange(4), "none": torch.zeros(0, 3)}
+    tensors = {
+        "x": torch.randn(4, 3).t(),
+        "scalar": torch.tensor(2.0),
+        "index": torch.arange(4),
+        "none": torch.zeros(0, 3),
+    }
     before, versions = anti_cheat.digests(tensors), {name: x._version for name, x in tensors.items()}
     touch = anti_cheat.Touch(tensors.values())
     for _ in range(3):
@@ -251,7 +225,7 @@ def test_a_graph_is_checked_as_it_is_replayed(mode: str, cache: str, monkeypatch
     empty = measured(monkeypatch, Remembering(Tensor.data_ptr, lambda o: o), mode, **changes)
     caught(empty, CaseOutcome.INCORRECT, "gave the device nothing to do when its CUDA graph was made")
     stale = measured(monkeypatch, Remembering(Tensor.data_ptr, torch.clone), mode, **changes)  # captures the copy only
-    caught(stale, CaseOutcome.INCORRECT, "o: error")
+    caught(stale, CaseOutcome.INCORRECT, "or a graph reads stale addresses")
 
 
 def test_the_inputs_of_the_recheck_are_new_and_the_same_every_time() -> None:

@@ -18,7 +18,7 @@ from benchmarks.__main__ import main
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome, Correctness, OracleCheck
 from benchmarks.history import run_file, samples
-from benchmarks.history.records import Record
+from benchmarks.history.records import Anchor, Record
 from benchmarks.history.run_file import DamagedLine
 from benchmarks.history.samples import RawSamples, SampleSummary
 from benchmarks.timing.clocks import Clocks, ClockSummary
@@ -55,6 +55,7 @@ EVERYTHING = Record(
     clocks=ClockSummary(1200, 1500.0, 402.5, 61, {"power_cap": 2, "hardware_slowdown+thermal": 1}),
     flops=2.5e13,
     bytes_moved=12345670.0,
+    anchor=Anchor("0123456789abcdef", "2" * 16),
 )
 RECORDS = {
     "passed": passed(key()),

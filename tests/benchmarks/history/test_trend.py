@@ -8,7 +8,8 @@ import statistics
 
 import pytest
 
-from benchmarks.history import trend
+from benchmarks.history import bridges, trend
+from benchmarks.history.bridges import Break
 from benchmarks.history.store import Point
 from harness.fingerprint import Fingerprint
 from tests.benchmarks.synthetic import FINGERPRINT
@@ -88,7 +89,7 @@ def test_runs_that_cannot_be_compared_split_the_series() -> None:
     newer = dataclasses.replace(FINGERPRINT, torch="2.14.0")
     found = of([10.0] * 10 + [13.0] * 10, [FINGERPRINT] * 10 + [newer] * 10)
     assert found.changes == ()
-    assert found.breaks == (trend.Break(10, ("torch 2.13.0 -> 2.14.0",)),)
+    assert found.breaks == (Break(10, ("torch 2.13.0 -> 2.14.0",)),)
     assert (found.level_ms, found.level_begin) == (13.0, 10)
 
 
@@ -96,7 +97,7 @@ def test_two_hosts_that_take_turns_hide_no_change() -> None:
     other = dataclasses.replace(FINGERPRINT, cpu="Another CPU")
     levels = [10.0, 20.0] * 10 + [11.0, 20.0] * 10
     found = of(levels, [FINGERPRINT, other] * 20)
-    assert found.breaks == (trend.Break(1, ("cpu A CPU -> Another CPU",)),)
+    assert found.breaks == (Break(1, ("cpu A CPU -> Another CPU",)),)
     assert [(change.index, round(change.change, 3), change.confirmed) for change in found.changes] == [(20, 0.1, True)]
     assert (found.level_ms, found.level_begin) == (20.0, 1)
     assert of(levels[:-1], [FINGERPRINT, other] * 19 + [FINGERPRINT]).level_ms == 11.0
@@ -187,8 +188,8 @@ def test_a_hard_change_cuts_beside_a_baseline_too(part: str) -> None:
     found = beside([10.0] * 10 + [10.6] * 10, [30.0] * 20, [FINGERPRINT] * 10 + [other] * 10)
     assert found.changes == ()
     assert [(one.index, one.bridged) for one in found.breaks] == [(10, False)]
-    assert [one.bridged for one in trend.breaks([FINGERPRINT, other])] == [False]
-    assert [one.bridged for one in trend.breaks([FINGERPRINT, PATCHED])] == [True]
+    assert [one.bridged for one in bridges.breaks([FINGERPRINT, other])] == [False]
+    assert [one.bridged for one in bridges.breaks([FINGERPRINT, PATCHED])] == [True]
 
 
 def test_two_hosts_that_take_turns_with_one_kernel_each_are_one_series() -> None:

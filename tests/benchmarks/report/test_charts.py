@@ -61,7 +61,7 @@ def test_one_picture_has_nsa_dense_limit_and_accepted_level(decode: SeriesTrend)
     (slower,) = trace(figure, "slower")["text"]
     commit = str(full_results.run_of(full_results.SLOWER_FROM).commit)[:7]
     assert re.fullmatch(rf"<b>[78]\.\d % slower</b> {commit}", slower.replace("\u00a0", " "))
-    assert "driver 555.42.02 -&gt; 560.35.03" in trace(figure, "conditions changed")["text"][0]
+    assert "driver 555.42.02 -&gt; 560.35.03" in trace(figure, "conditions changed")["hovertext"][0]
 
 
 def test_a_figure_that_is_not_to_be_relied_on_is_hollow_and_says_why(decode: SeriesTrend) -> None:

@@ -14,7 +14,6 @@ from benchmarks.ab.result import CompareVerdict, Side
 from benchmarks.history import accepted, speedup
 from benchmarks.history.store import Store
 from benchmarks.report import calibration, changes, comparisons, evidence, ledger, lengths, machine_tables, references
-from benchmarks.report.calibration import wilson
 from benchmarks.report.folder import ReportFolder
 from benchmarks.report.links import Repository
 from benchmarks.report.machine_tables import Race, faster_from
@@ -143,15 +142,13 @@ def test_the_calibration_is_told_in_a_sentence(tmp_path: Path) -> None:
     (one,), (damaged,) = calibration.read(tmp_path)
     assert "h100.json is no calibration" in damaged
     shown = calibration.show(ReportFolder(tmp_path / "report"), one)
-    sentence = shown.sentence.replace(NBSP, " ")
-    assert "2 of 240 comparisons: a false-alarm rate of 0.833 %." in sentence
-    assert "A slowdown of 3 % was found in 95 %." in sentence
-    assert column(shown.rates, "called SLOWER") == ["0.417 %", "25.4 %", "95 %", "100 %"]
-
-
-def test_wilson_agrees_with_the_book() -> None:
-    assert wilson(0, 200) == (0.0, pytest.approx(0.01885, abs=1e-5))
-    assert wilson(10, 20) == (pytest.approx(0.2993, abs=1e-4), pytest.approx(0.7007, abs=1e-4))
+    (section,) = shown.classes
+    sentence = section.sentence.replace(NBSP, " ")
+    assert f"faster or slower in {len(full_results.LENGTHS)} of 240 comparisons" in sentence
+    assert "A slowdown of 3 % was found in" in sentence
+    assert section.unjudged == ", ".join(case.case for case in one.cases), "1 % is to be found on cases of 1 ms"
+    assert column(section.rates, "95 % bound")[0].startswith("at most ")
+    assert column(section.cases, "false alarms") == [f"1 of {240 // len(full_results.LENGTHS)}"] * len(one.cases)
 
 
 def test_headlines_name_the_fastest_baseline(tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ NOW = datetime(2026, 3, 20, tzinfo=timezone.utc)
 def night(number: int, latency_ms: float, **conditions: object) -> Record:
     """NSA's record of one night, on a commit of its own."""
     utc = f"2026-{2 + number // 28:02d}-{1 + number % 28:02d}T00:00:00.000Z"
-    where = dataclasses.replace(FINGERPRINT, utc=utc, commit=f"{number:07x}" + "0" * 33, **conditions)  # type: ignore[arg-type]
+    conditions = {"commit": f"{number:07x}" + "0" * 33, "nsa_sha256": f"{number:016x}", **conditions}
+    where = dataclasses.replace(FINGERPRINT, utc=utc, **conditions)  # type: ignore[arg-type]
     return dataclasses.replace(passed(key(), latency_ms), fingerprint=where)
 
 
@@ -127,6 +128,19 @@ def test_runs_on_a_busy_cpu_alone_do_not_make_a_case_slower(tmp_path: Path) -> N
     )
     always = [night(i, 10.0 if i < 6 else 12.0, load=4.0) for i in range(9)]
     assert judgement.judge(followed(tmp_path / "always", *always), None).state is CaseState.SLOWER
+
+
+@pytest.mark.parametrize(("load", "state"), [(None, CaseState.SLOWER), (4.0, CaseState.MAYBE_SLOWER)])
+def test_one_first_run_that_is_not_to_be_relied_on_makes_no_case_slower(
+    load: float | None, state: CaseState, tmp_path: Path
+) -> None:
+    runs = [night(0, 10.0, load=load), *(night(i, 12.0) for i in range(1, 6))]
+    dense = [dataclasses.replace(run, key=key(implementation="sdpa-flash"), latency_ms=30.0) for run in runs]
+    for both in zip(runs, dense, strict=True):
+        write(tmp_path, *both)
+    (one,) = changes.follow(Store(tmp_path).history("cpu"))
+    found = judgement.judge(one, None)
+    assert (found.state, found.since) == (state, 1)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.timing import latency
+from benchmarks.timing import host_clock, latency
 from benchmarks.timing.device_clock import EventSampler, UnjoinedWorkError
 from benchmarks.timing.latency import SamplingPlan, median_interval
 
@@ -51,7 +51,9 @@ def test_warms_up_until_calls_no_longer_get_faster(monkeypatch: pytest.MonkeyPat
         nonlocal now_s
         now_s += next(seconds, 0.01)
 
-    monkeypatch.setattr(latency, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    for module in (latency, host_clock):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    monkeypatch.setattr(host_clock, "raw_s", lambda: now_s)
     seconds = iter([0.04, 0.02, 0.01])
     timed = latency.measure(call, "cpu", "warm", SamplingPlan(3, 0.0, 10.0, warmup_calls=1))
     assert timed.warmup_calls == 1  # nothing to compare one call with

@@ -63,13 +63,13 @@ def test_cold_calls_rotate_their_inputs_where_there_is_room(
 ) -> None:
     monkeypatch.setattr(rotating_inputs, "_has_room", lambda work: room)
     work = log.work("a", torch.ones(4), copy=lambda: log.work("b", torch.ones(4)))
-    both = RotatingInputs(work, key(cache=cache, launch=launch), "cuda")
+    both = RotatingInputs(work, key(cache=cache, launch=launch), "cpu")
     both.time(SamplingPlan(1, 0.0, 1.0))
     assert "".join(log.calls) == (expected * 2)[:5]
     log.calls.clear()
     last = max(expected)
     assert both.recheck(7) == GREEN
-    assert log.calls == [last, f"rechecked {last} with 7"]
+    assert log.calls == [last, last, last, f"rechecked {last} with 7"], "watched on the timed inputs, then on others"
 
 
 def test_the_inputs_change_between_calls_and_at_last_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
