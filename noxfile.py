@@ -172,6 +172,12 @@ def report(session: nox.Session) -> None:
 
 
 @nox.session
+def alerts(session: nox.Session) -> None:
+    """Bring the alerts up to the records: `nox -s alerts -- confirm` measures the new ones again."""
+    in_image(session, "benchmarks", "alerts", repository=True, extras=TO_MEASURE)
+
+
+@nox.session
 def comment(session: nox.Session) -> None:
     """Write the newest comparison as Markdown, for a pull request: `nox -s comment -- --file FILE`."""
     in_image(session, "benchmarks", "comment", extras=TO_MEASURE)

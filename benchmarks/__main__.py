@@ -7,6 +7,7 @@
     python -m benchmarks compare BASE   is the working tree slower than BASE? (compare BASE HEAD: two commits)
     python -m benchmarks comment        the newest comparison as Markdown, for a pull request
     python -m benchmarks bisect GOOD BAD --case NAME    which commit made it slower?
+    python -m benchmarks alerts         one alert per cause of a slowdown; `alerts confirm` measures new ones again
     python -m benchmarks calibrate      how often compare is right on this machine; sets its thresholds
     python -m benchmarks merge FOLDER...    join the results of several runners
     python -m benchmarks samples RUN    every sample of a run, where they still are
@@ -30,6 +31,7 @@ from collections.abc import Sequence
 
 from benchmarks.commands import (
     accept,
+    alerts,
     bisect,
     calibrate,
     comment,
@@ -56,6 +58,7 @@ COMMANDS = {
     "bisect": bisect,
     "calibrate": calibrate,
     "accept": accept,
+    "alerts": alerts,
     "merge": merge,
     "samples": samples,
     "convert": convert,

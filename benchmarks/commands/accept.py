@@ -107,7 +107,7 @@ def _acceptances(
     machine: str, chosen: Sequence[LatencySeries], reason: str, despite: str | None, results: Path
 ) -> list[Acceptance]:
     """ValueError for a case whose last run is an unconfirmed change."""
-    baselines, utc, who = accepted.current(results), _now(), _who()
+    baselines, utc, who = accepted.current(results), utc_now(), _who()
     found = []
     for series in chosen:
         key, last = series.newest.key, series.points[-1].fingerprint
@@ -126,7 +126,8 @@ def _acceptances(
     return found
 
 
-def _now() -> str:
+def utc_now() -> str:
+    """UTC, as records have it."""
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 

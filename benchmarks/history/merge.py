@@ -1,8 +1,8 @@
 """Results of several runners into one folder: every undamaged line comes along, and none is dropped.
 
-Runs, regressions, verdicts and accepted levels are files of lines that are only appended to: two versions of one file
-differ by whole lines. Raw samples, training runs and JUnit XML (`convert` makes laws/*.json of it) do not come along;
-pages are built again.
+Runs, regressions, verdicts, alerts and accepted levels are files of lines that are only appended to: two versions of
+one file differ by whole lines. Raw samples, training runs and JUnit XML (`convert` makes laws/*.json of it) do not come
+along; pages are built again.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from typing import Any
 from benchmarks.ab.result import ComparisonResult
 from benchmarks.history import conversion, mutants, run_file
 from benchmarks.history.accepted import Acceptance
+from benchmarks.history.alerts import AlertEvent
 from benchmarks.history.records import Record
 from benchmarks.history.run_file import DamagedLine
 from harness import schema
 from nsa.io import append_line, atomic_write, read_lines
 
 RUNS = "runs/*/*.jsonl"
-LINES = ("regression/*/*.jsonl", "verdicts/*.jsonl", "baselines/accepted.jsonl", "mutants/*.jsonl")
+LINES = ("regression/*/*.jsonl", "verdicts/*.jsonl", "baselines/accepted.jsonl", "mutants/*.jsonl", "alerts/*.jsonl")
 REPLACED = ("calibration/*.json", "laws/*.json")
 PATTERNS = (RUNS, *LINES, *REPLACED)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -158,6 +159,10 @@ def _acceptance(found: dict[str, Any]) -> None:
     schema.build(Acceptance, found, "acceptance")
 
 
+def _alert(found: dict[str, Any]) -> None:
+    schema.build(AlertEvent, found, "event")
+
+
 def _mutant(found: dict[str, Any]) -> None:
     schema.build(mutants.Header if "fingerprint" in found else mutants.MutantResult, found, "line")
 
@@ -167,6 +172,7 @@ _KINDS: dict[str, Callable[[dict[str, Any]], None]] = {
     "verdicts": _comparison,
     "baselines": _acceptance,
     "mutants": _mutant,
+    "alerts": _alert,
 }
 """What a line must be, by the folder."""
 

@@ -52,7 +52,7 @@ class Judgement:
 
 
 @dataclass(frozen=True)
-class _Level:
+class Level:
     """A stretch of comparable runs between two changes."""
 
     begin: int
@@ -79,7 +79,7 @@ def accepted_ms(acceptance: Acceptance | None, one: SeriesTrend) -> float | None
     return None
 
 
-def _last_alike(one: SeriesTrend, acceptance: Acceptance | None) -> int:
+def last_alike(one: SeriesTrend, acceptance: Acceptance | None) -> int:
     """The last run under the conditions of what was accepted; the first of all where they are not known."""
     wanted = acceptance.fingerprint.conditions if acceptance and acceptance.fingerprint else None
     alike = [i for i, _ in one.trend.comparable if one.series.points[i].fingerprint.conditions == wanted]
@@ -89,9 +89,9 @@ def _last_alike(one: SeriesTrend, acceptance: Acceptance | None) -> int:
 def judge(one: SeriesTrend, accepted_level_ms: float | None, acceptance: Acceptance | None = None) -> Judgement:
     """`accepted_level_ms`: from `accepted_ms` of the acceptance, whose conditions say which bridges lie in between."""
     few = _too_few(one) if accepted_level_ms is None else None
-    found = few or _noisy(one) or _by_level(one, accepted_level_ms, _last_alike(one, acceptance))
+    found = few or _noisy(one) or _by_level(one, accepted_level_ms, last_alike(one, acceptance))
     if found.state is CaseState.SLOWER:
-        return _only_if_reliable(one, found)
+        return only_if_reliable(one, found)
     if found.state is CaseState.NOT_JUDGED:
         return found
     last = one.trend.changes[-1] if one.trend.confirmation_wanted else None
@@ -128,33 +128,33 @@ def _steps(one: SeriesTrend) -> list[Change]:
     return [step for step in one.trend.changes if step.confirmed and step.index in comparable and step.index > first]
 
 
-def _levels(one: SeriesTrend) -> list[_Level]:
+def levels_of(one: SeriesTrend) -> list[Level]:
     """Oldest first; the last is the trend's."""
     steps = [(step.index, step.change, step.uncertainty) for step in _steps(one)]
     begins = [(one.trend.comparable[0][0], 0.0, 0.0), *steps]
     ends = [begin for begin, _, _ in begins[1:]]
     levels = [
-        _Level(begin, statistics.median(ms for i, ms in one.trend.comparable if begin <= i < end), *change)
+        Level(begin, statistics.median(ms for i, ms in one.trend.comparable if begin <= i < end), *change)
         for (begin, *change), end in zip(begins, ends, strict=False)
     ]
     begin, *change = begins[-1]
-    return [*levels, _Level(begin, one.trend.level_ms, *change)]
+    return [*levels, Level(begin, one.trend.level_ms, *change)]
 
 
-def _least(steps: Sequence[_Level]) -> float:
+def least_change(steps: Sequence[Level]) -> float:
     """The smallest difference, relative, that counts between the level before these steps and the one after them:
     their uncertainties add in quadrature."""
     return max(SMALLEST_CHANGE, math.expm1(math.hypot(*(step.uncertainty for step in steps))))
 
 
 def _by_level(one: SeriesTrend, accepted_level_ms: float | None, accepted_at: int) -> Judgement:
-    levels = _levels(one)
+    levels = levels_of(one)
     now, before = levels[-1], levels[:-1]
-    least = _least([level for level in levels if level.begin > accepted_at])
+    least = least_change([level for level in levels if level.begin > accepted_at])
     faster_ms = [
         level.latency_ms
         for number, level in enumerate(before, start=1)
-        if now.latency_ms > level.latency_ms * (1 + _least(levels[number:]))
+        if now.latency_ms > level.latency_ms * (1 + least_change(levels[number:]))
     ]
     best_ms = min(faster_ms, default=now.latency_ms)
     than = "than accepted" if accepted_level_ms else ""
@@ -175,13 +175,13 @@ def _by_level(one: SeriesTrend, accepted_level_ms: float | None, accepted_at: in
     return Judgement(CaseState.SAME)
 
 
-def _rose(levels: Sequence[_Level], wanted_ms: float) -> int | None:
+def _rose(levels: Sequence[Level], wanted_ms: float) -> int | None:
     """Where the latency went above the wanted level for good; None where no level is as low as that."""
     low = [number for number, level in enumerate(levels) if level.latency_ms <= wanted_ms * (1 + SMALLEST_CHANGE)]
     return levels[low[-1] + 1].begin if low else None
 
 
-def _only_if_reliable(one: SeriesTrend, found: Judgement) -> Judgement:
+def only_if_reliable(one: SeriesTrend, found: Judgement) -> Judgement:
     """Runs with a reservation alone do not show that a case is slower where the runs before had none."""
     since = one.trend.level_begin if found.since is None else found.since
     after = [one.series.points[i].reservations for i, _ in one.trend.comparable if i >= since]

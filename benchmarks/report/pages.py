@@ -20,9 +20,10 @@ import jinja2
 
 from benchmarks.ab import result
 from benchmarks.history import accepted, speedup
+from benchmarks.history import alerts as kept
 from benchmarks.history import mutants as recorded
 from benchmarks.history.store import Store
-from benchmarks.report import calibration, comparisons, evidence, ledger, machine, mutants, published
+from benchmarks.report import alerts, calibration, comparisons, evidence, ledger, machine, mutants, published
 from benchmarks.report.case_pages import ReportContext
 from benchmarks.report.folder import ReportFolder
 from benchmarks.report.judgement import CaseState
@@ -86,6 +87,7 @@ def build(results: Path, settings: ReportSettings | None = None) -> Report:
     calibrations, no_calibrations = calibration.read(results)
     incidents, no_incidents = ledger.read(results)
     tried, no_mutants = mutants.read(results)
+    stored_alerts, no_alerts = kept.read(results)
     compared = comparisons.comparisons(compare_results)
     nav = [("Verdicts", INDEX), *((f"{m.device} ({m.id})", m.page) for m in machines), *FURTHER_PAGES.items()]
     now = settings.now or datetime.now(timezone.utc)
@@ -109,13 +111,15 @@ def build(results: Path, settings: ReportSettings | None = None) -> Report:
     index = write(
         INDEX, TITLE, "index.html", machines=machines, answers=answers, settings=settings, CaseState=CaseState,
         runs=[last_run(m.id, m.device, m.utc, now, settings.overdue_days) for m in machines],
+        alerts=alerts.table(stored_alerts, repository, now),
         evidence=[
-            evidence.laws(results, repository), evidence.incidents(incidents, repository, incidents_page),
+            alerts.headline(stored_alerts), evidence.laws(results, repository),
+            evidence.incidents(incidents, repository, incidents_page),
             evidence.mutants(tried, repository, incidents_page),
         ],
         comparisons=comparisons.newest(compared), earlier=comparisons.earlier(compared),
         accepted=comparisons.accepted(moved),
-        damaged=[*damaged, *no_results, *not_moved, *no_calibrations, *no_incidents, *no_mutants],
+        damaged=[*damaged, *no_results, *not_moved, *no_calibrations, *no_incidents, *no_mutants, *no_alerts],
     )  # fmt: skip
     if settings.script:
         folder.copy(_SCRIPT)

@@ -111,7 +111,7 @@ def rows(
     """Every case of a machine that was timed. `pages`: identity of a series -> where its chart is; `here`: the newest
     comparisons, of which those without a figure count as well."""
     failed = {c.nsa.key.name: c.nsa for c in here if c.nsa.outcome is not CaseOutcome.PASSED}
-    newest = _newest_paths(followed)
+    newest = newest_paths(followed)
     runs = _runs_of_modes(followed)
     found = []
     for one in newest:
@@ -130,7 +130,7 @@ def rows(
     return found
 
 
-def _newest_paths(followed: Sequence[SeriesTrend]) -> list[SeriesTrend]:
+def newest_paths(followed: Sequence[SeriesTrend]) -> list[SeriesTrend]:
     """One series per case and device: that of the path (backend) that ran last."""
     newest: dict[tuple[str, str], SeriesTrend] = {}
     for one in followed:

@@ -1,0 +1,129 @@
+"""One case of one version of nsa/: a hash over what its call runs on the device.
+
+Usage: python -m benchmarks.ab.device_code_worker '{"key": {...}, "architecture": 90}', with the sources of one side
+first on the path; the last line of stdout is {"sha256": "..."}. It fails where that nsa/ cannot say what it launches.
+
+The hash is over, in order: each launch (instructions of the compiled kernel, grid, numbers, and the shapes, types and
+strides of tensors), the calls of PyTorch's operators with their shapes, and the source that chooses the backend.
+Instructions are SASS, in which no line number of the source stands, so that an edited comment changes nothing; where
+Triton brings no cuobjdump they are the lines of PTX without what names the source.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from benchmarks.cases.key import Key
+from benchmarks.workloads.prepare import prepare
+from nsa import backends
+from nsa.triton_backend import ahead_of_time
+
+_CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+_SOURCE_LINES = (".loc", ".file", "//", ".section", ".target")
+"""What lines of PTX begin with that name the source, or follow from it."""
+
+
+def sha256(key: Key, architecture: int) -> str:
+    """The hash of one case's call."""
+    digest = hashlib.sha256(Path(str(backends.__file__)).read_bytes())
+    launched: list[tuple[int, str]] = []
+    with _zeros(), ahead_of_time.recorded(architecture) as kernels, _launches(launched):
+        work = prepare(dataclasses.replace(key, backend_asked="triton"), "cpu")
+        launched.clear()  # preparing is not timed; a kernel that it compiled keeps its number
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiled:
+            work.call()
+    code = {number: instructions(kernels[number]) for number in {number for number, _ in launched}}
+    for number, arguments in launched:
+        digest.update(f"{kernels[number].name} {code[number]} {arguments}\n".encode())
+    for event in profiled.events() or ():
+        if event.name.startswith("aten::"):
+            digest.update(f"{event.name} {event.input_shapes}\n".encode())
+    return digest.hexdigest()
+
+
+def instructions(kernel: ahead_of_time.Launch) -> str:
+    """A hash over one kernel's instructions, and over what it is launched with."""
+    target = GPUTarget("cuda", kernel.architecture, 32)
+    compiled = triton.compile(kernel.source, target=target, options=kernel.options)
+    shape = f"{compiled.metadata.shared} {compiled.metadata.num_warps} {kernel.architecture}"
+    text = _sass(compiled.asm["cubin"]) if _CUOBJDUMP.exists() else without_source(compiled.asm["ptx"])
+    return hashlib.sha256(f"{shape}\n{text}".encode()).hexdigest()
+
+
+def _sass(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([str(_CUOBJDUMP), "-sass", file.name], capture_output=True, text=True, check=True).stdout
+
+
+def without_source(ptx: str) -> str:
+    """PTX up to its debug sections, without the lines that name the source."""
+    code = ptx.partition("\t.section\t.debug")[0]
+    return "\n".join(line for line in code.splitlines() if not line.strip().startswith(_SOURCE_LINES))
+
+
+@contextmanager
+def _launches(launched: list[tuple[int, str]]) -> Iterator[None]:
+    """Append (number of the kernel, grid and arguments) for each launch of a kernel that is recorded."""
+    record: Callable[..., mock.Mock] = JITFunction._do_compile
+    kernels = 0
+
+    def do_compile(*arguments: Any) -> mock.Mock:
+        nonlocal kernels
+        number, kernels = kernels, kernels + 1
+        kernel = record(*arguments)
+        kernel.run.side_effect = lambda *words, **_: launched.append((number, _said(words)))
+        return kernel
+
+    with mock.patch.object(JITFunction, "_do_compile", do_compile):
+        yield
+
+
+def _said(words: tuple[Any, ...]) -> str:
+    """Grid and arguments of a launch as text; what has an address says none."""
+    return " ".join(filter(None, map(_word, words)))
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype}{tuple(value.shape)}{value.stride()}"
+    return repr(value) if isinstance(value, (bool, int, float, str)) else ""
+
+
+@contextmanager
+def _zeros() -> Iterator[None]:
+    """Inputs of zeros, which take neither time nor memory: no kernel reads them."""
+
+    def zeros(*size: int, dtype: torch.dtype | None = None, **_: object) -> Tensor:
+        return torch.zeros(*size, dtype=dtype)
+
+    with mock.patch.object(torch, "randn", zeros), mock.patch.object(torch, "rand", zeros):
+        yield
+
+
+def main(task: str) -> None:
+    """Print the hash."""
+    asked = json.loads(task)
+    print(json.dumps({"sha256": sha256(Key(**asked["key"]), asked["architecture"])}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
