@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.ab import calibration, checkout, result, sequential, trial
+from benchmarks.ab import calibration, checkout, reach, result, sequential, trial
 from benchmarks.ab.calibration import Calibration
 from benchmarks.ab.checkout import Sources
 from benchmarks.ab.child import THREADS
@@ -30,6 +30,7 @@ from harness.machines import Machine
 
 SUMMARY = "measure two commits side by side: FASTER, SLOWER, SAME or UNDECIDED for each case"
 BAD = (CompareVerdict.SLOWER, CompareVerdict.FAILED)
+_MOST_FILES = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("base", metavar="BASE", help="a commit: main, HEAD~1, v1.0")
     parser.add_argument("head", metavar="HEAD", nargs="?", help="another one (default: the working tree)")
     options.add_gpu(parser)
-    options.add_cases(parser, default="the quick suite but memory")
+    options.add_cases(parser, default="those of the quick suite, but memory, that the difference can reach")
     parser.add_argument("--quick", action="store_true", help="of the named cases only those of the quick suite")
     add_pairs(parser)
     options.add_out(parser)
@@ -65,6 +66,10 @@ def main(arguments: argparse.Namespace) -> int:
     begin = time.perf_counter()
     refs = [arguments.base, arguments.head or checkout.WORKING_TREE]
     with checkout.sources(refs) as (base, head):
+        keys = keys if arguments.cases else _reached(keys, base, head)
+        if not keys:
+            print(json.dumps({"verdicts": {}, "bad": [], "undecided": []}))
+            return 0
         print(f"{machine.title}: {len(keys)} cases, {_name(base)} against {_name(head)}", flush=True)
         found, interrupted = measure(machine, keys, base, head, rules)
     path = result.path(arguments.out, found[0].utc, base.side, head.side)
@@ -96,6 +101,18 @@ class CaseRules:
         if self.calibrated is None:
             return self.schedule
         return dataclasses.replace(self.calibrated.rules(base_ms), interim_analyses=self.schedule.interim_analyses)
+
+
+def _reached(keys: Sequence[Key], base: Sources, head: Sources) -> list[Key]:
+    """Those that run a file which differs; says which files and how many cases these are."""
+    found, changed = reach.reached(keys, base, head), reach.changed_files(base, head)
+    if not changed:
+        print("nsa/ is the same on both sides: no case is reached. --cases names some to be compared all the same")
+        return []
+    more = f" and {len(changed) - _MOST_FILES} more" if len(changed) > _MOST_FILES else ""
+    files = ", ".join(changed[:_MOST_FILES]) + more
+    print(f"{len(found)} of {len(keys)} cases are reached by what differs in {files}; --cases names others")
+    return found
 
 
 def rules_for(results: Path, machine: Machine, pairs: int) -> CaseRules:

@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import sys
 import time
+from collections import deque
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,23 @@ def test_a_process_that_is_held_up_between_two_readings_is_no_cheat() -> None:
         host_clock.require_same_time(told, [10.01, 10.01, 25.0, 25.0, 25.0])
     with pytest.raises(IncorrectError, match=r"time\.perf_counter says 1 ms"):
         host_clock.require_same_time([1.0], [1.08])
+
+
+def test_samples_of_one_call_are_judged_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `compare` takes them on a CPU, where one of ten is held up between two readings."""
+    monkeypatch.setattr(host_clock, "_recent", deque(maxlen=1000))
+
+    def take(told_ms: float, raw_ms: float) -> None:
+        sampler = host_clock.WallSampler(tuple, tuple)
+        sampler._raw_ms = [raw_ms]
+        sampler.require_same_time([told_ms])
+
+    for raw_ms in (45.7, 41.6, 41.6, 45.7, 41.6, 41.6):
+        take(41.6, raw_ms)
+    take(41.6, 416.0)
+    with pytest.raises(IncorrectError, match="as of 3 of 5 samples: the timer was replaced"):
+        take(41.6, 416.0)
+    take(41.6, 45.7)  # what was refused is not held against the next one
 
 
 def test_the_raw_clock_goes_as_fast_as_python_s() -> None:
