@@ -139,8 +139,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _command(arguments: argparse.Namespace, machine: Machine) -> str:
-    words = ["--gpu", machine.id, "--pairs", str(arguments.pairs), "--out", str(arguments.out)]
-    return shlex.join(["python", "-m", "benchmarks", "calibrate", *words])
+    words = ["--gpu", machine.id, "--pairs", str(arguments.pairs)]
+    elsewhere = [] if arguments.out == options.RESULTS else ["--out", str(arguments.out)]
+    return shlex.join(["python", "-m", "benchmarks", "calibrate", *words, *elsewhere])
 
 
 def _pairs(arguments: argparse.Namespace, machine: Machine, identity: fingerprint.Fingerprint) -> list[CalibrationPair]:
