@@ -100,6 +100,8 @@ class Child:
         """End it and leave nothing behind."""
         self.end()
         with self._ending, self._reading:
+            if self._closed:
+                return
             for pipe in (self._process.stdin, self._process.stdout):
                 if pipe is not None:
                     with contextlib.suppress(BrokenPipeError):  # of a request that a child which died has never read

@@ -39,7 +39,7 @@ _MARGIN = 0.8
 """Of the smallest slowdown that is found: SAME rules it out, so that its margin lies below."""
 SMALLEST_CHANGES = (0.0025, 0.005, 0.01, 0.015, 0.02, 0.025)
 LEVELS = (0.0, *SLOWDOWNS)
-_REAL = 0.5
+_REAL = 0.25
 """An injected slowdown counts where it is what was wanted within this share: a GPU has no work of 0.3 us."""
 _CONFIDENCE = 0.95
 
@@ -103,6 +103,10 @@ class CaseCalibration:
     rates: tuple[CalibrationRate, ...]
     """Ascending by slowdown, the first is 0; without those that could not be injected."""
 
+    def __post_init__(self) -> None:
+        if not self.rates or self.rates[0].slowdown != 0:
+            raise ValueError(f"rates of {self.case} must begin with identical code")
+
     @property
     def kind(self) -> str:
         return case_class(self.latency_ms)
@@ -129,9 +133,17 @@ class Calibration:
     """What measuring them took."""
     command: str
 
-    def rules(self, latency_ms: float) -> Rules:
-        """For a case that takes so long; the defaults where no such case was calibrated."""
-        return next((one.rules for one in self.classes if one.name == case_class(latency_ms)), Rules())
+    def __post_init__(self) -> None:
+        kinds = {case.kind for case in self.cases}
+        if bare := [one.name for one in self.classes if one.name not in kinds]:
+            raise ValueError(f"no case was calibrated of {', '.join(bare)}")
+
+    def rules(self, case: str, latency_ms: float) -> Rules | None:
+        """For a case that takes so long; None where none of its mode and class was calibrated."""
+        kind = case_class(latency_ms)
+        if not any(one.kind == kind and _mode(one.case) == _mode(case) for one in self.cases):
+            return None
+        return next(one.rules for one in self.classes if one.name == kind)
 
     def rates(self, name: str) -> tuple[CalibrationRate, ...]:
         """Of all cases of a class together."""
@@ -141,6 +153,10 @@ class Calibration:
             for level in LEVELS
             if any(rate.slowdown == level for rate in found)
         )
+
+
+def _mode(case: str) -> str:
+    return case.partition("/")[0]
 
 
 def _pooled(rates: Sequence[CalibrationRate]) -> CalibrationRate:
@@ -163,7 +179,7 @@ def load(results: Path, machine: str) -> Calibration | None:
         return None
     try:
         return schema.build(Calibration, json.loads(file.read_text()), "calibration")
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{file} is no calibration, or of an earlier rule: {error}; run calibrate again or remove it"
         ) from error

@@ -40,6 +40,12 @@ class CaseSamples:
     head_ms: tuple[tuple[float, ...], ...]
     """Per sample: without a slowdown, then with each of `SLOWDOWNS`."""
 
+    def __post_init__(self) -> None:
+        sizes = {len(sample) for sample in self.head_ms}
+        times_ms = [*self.base_ms, *(time_ms for sample in self.head_ms for time_ms in sample)]
+        if sizes != {1 + len(SLOWDOWNS)} or len(self.base_ms) != len(self.head_ms) or min(times_ms) <= 0:
+            raise ValueError(f"samples of {self.case} must be above 0, one of each slowdown beside each of BASE")
+
     @property
     def samples(self) -> trial.PairedSamples:
         return trial.PairedSamples(self.base_ms, self.head_ms)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from scipy import optimize, special, stats
 
 _CLIPPED_AT = 3.0
-_CONTRADICTION = 0.001
+_CONTRADICTION = 0.01
 """How improbable a case's own variance may be under the prior before the prior is not used for it."""
 _MOST_DF = 30.0
 """What a calibration may count for: its pairs are of one afternoon, so that a case's own pairs keep their say."""
@@ -31,6 +31,10 @@ class NoisePrior:
     """Of a pair's log-ratio with identical code."""
     df: float = 0.0
     """How many pairs this knowledge is worth; 0: nothing is known."""
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.sd < 10 and self.df >= 0) or (self.df > 0 and self.sd == 0):
+            raise ValueError(f"noise must have an sd from 0 to 10, and above 0 where df is; got {self.sd}, {self.df}")
 
 
 UNKNOWN = NoisePrior()
@@ -71,11 +75,11 @@ def estimate(log_ratios: Sequence[float], prior: NoisePrior) -> Estimate:
 def _without_outliers(log_ratios: Sequence[float], prior: NoisePrior) -> list[float]:
     """A pair further than 3 known standard deviations from the median counts as if it were there.
 
-    Not where that is more than one pair in three: then this case is noisier than is known.
+    Not where that is more than one pair in four: then this case is noisier than is known.
     """
     values, centre, most = list(log_ratios), statistics.median(log_ratios), _CLIPPED_AT * prior.sd
     outside = sum(abs(value - centre) > most for value in values)
-    if prior.df == 0 or 3 * outside > len(values):
+    if prior.df == 0 or 4 * outside > len(values):
         return values
     return [min(max(value, centre - most), centre + most) for value in values]
 

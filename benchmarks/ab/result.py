@@ -63,6 +63,13 @@ class Rules:
     FORMER_FIELDS: ClassVar[frozenset[str]] = frozenset({"plainly_same", "false_discovery_rates"})
 
     def __post_init__(self) -> None:
+        if not (0 < self.alpha < 1 and 0 < self.largest_p < 1):
+            raise ValueError(f"rules.alpha and largest_p must be between 0 and 1; got {self.alpha}, {self.largest_p}")
+        if self.smallest_change < 0 or self.equal_within <= 0:
+            raise ValueError(
+                "rules.smallest_change must be 0 or more and equal_within above 0; got"
+                f" {self.smallest_change}, {self.equal_within}"
+            )
         analyses = self.interim_analyses
         if not analyses or list(analyses) != sorted(set(analyses)) or analyses[0] < 2:
             raise ValueError(f"rules.interim_analyses must ascend from two pairs or more; got {analyses}")

@@ -69,6 +69,8 @@ class Effect:
     """The smallest change that would have been called one with this noise."""
     p_value: float
     """The probability that identical code seems as changed as this."""
+    df: float
+    """Degrees of freedom of that noise: of the pairs, and of the calibration unless they contradict it."""
     base_ms: float
     head_ms: float
 
@@ -101,6 +103,7 @@ def effect(pairs: Sequence[PairTiming], rules: Rules) -> Effect:
         (math.expm1(found.value - half), math.expm1(found.value + half)),
         max(rules.smallest_change, math.expm1(found.half_width(rules.largest_p))),
         found.p_value,
+        found.df,
         statistics.median(pair.base_ms for pair in pairs),
         statistics.median(pair.head_ms for pair in pairs),
     )
@@ -135,7 +138,7 @@ def analyse(pairs: Sequence[PairTiming], rules: Rules) -> tuple[CompareVerdict, 
     found = effect(pairs, rules)
     low, high = found.interval
     seems_changed = abs(found.change) >= rules.smallest_change and low * high > 0
-    enough = len(pairs) - 1 + rules.noise.df >= _LEAST_DF
+    enough = found.df >= _LEAST_DF
     if found.p_value <= rules.largest_p and seems_changed and enough and _seen_again(pairs, found.change, rules):
         return (CompareVerdict.SLOWER if found.change > 0 else CompareVerdict.FASTER), None
     if -rules.equal_within <= low and high <= rules.equal_within and not seems_changed:

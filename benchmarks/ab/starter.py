@@ -21,7 +21,7 @@ _AHEAD = 3
 _ALIKE = 0.03
 """Launch intervals that differ by less are of one draw."""
 _MOST_DRAWS = 4
-"""How often the process that fits least is replaced; then the nearest two are taken all the same."""
+"""How often BASE of the nearest two is replaced; then the nearest two are taken all the same."""
 
 
 class SideError(Exception):

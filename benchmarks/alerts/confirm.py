@@ -58,9 +58,7 @@ def confirm(alert: Alert, compare: Compare, utc: Callable[[], str]) -> tuple[Ale
         return replace(event, state=AlertState.CONFIRMED, why=said, cases=cases), max(slower, key=_change)
     if set(counts) <= {CompareVerdict.SAME, CompareVerdict.FASTER}:
         return replace(event, state=AlertState.NOT_REPRODUCED, why=said), None
-    reasons = sorted({one.reason for one in found if one.reason})
-    why = "; ".join([f"not decided: {said}", *reasons])
-    return replace(event, state=AlertState.NEW, why=why), None
+    return replace(event, why=f"not decided: {said}"), None
 
 
 def _case(one: ComparisonResult) -> AlertCase:

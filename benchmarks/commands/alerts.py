@@ -12,7 +12,6 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -90,12 +89,13 @@ def _confirm(arguments: argparse.Namespace, results: Path) -> list[AlertEvent]:
 
 
 def _chosen(stored: Sequence[Alert], machine: Machine, named: str | None) -> list[Alert]:
-    """The alerts to measure here, the newest first. ValueError where the one that is named is none."""
+    """The alerts to measure here, those that have waited longest first. ValueError where the one named is none."""
     device = fingerprint.device_name(machine)
     here = [alert for alert in stored if alert.is_open and alert.machine == machine.id]
     here = [alert for alert in here if any(case.device == device for case in alert.cases)]
     if named is None:
-        return [alert for alert in here if alert.state is alerts.AlertState.NEW]
+        new = [alert for alert in here if alert.state is alerts.AlertState.NEW]
+        return sorted(new, key=lambda alert: alert.history[-1].utc)
     if not (found := [alert for alert in here if alert.id == named]):
         known = ", ".join(alert.id for alert in here) or "none"
         raise ValueError(f"--alert must name an open alert of {machine.id} on {device}; got {named!r}, open: {known}")
@@ -105,19 +105,18 @@ def _chosen(stored: Sequence[Alert], machine: Machine, named: str | None) -> lis
 def _events(alert: Alert, again: _Remeasure, results: Path) -> Iterator[AlertEvent]:
     """Measure one alert, write what came of it as it comes."""
     print(f"{alert.id}: {', '.join(case.case for case in alert.cases[:3])}", flush=True)
+    event = alert.history[-1]
     try:
         event, shown = confirm.confirm(alert, again.compare, accept.utc_now)
+        if _append(results, event):
+            yield event
+        if shown is not None and len(alert.suspects) > 1:
+            event = confirm.find_commit(alert, shown, again.compare, again.compile, accept.utc_now)
+            if _append(results, event):
+                yield event
     except ValueError as error:  # a commit that git does not have here
-        event, shown = (
-            dataclasses.replace(
-                alert.history[-1], utc=alert.after(accept.utc_now()), cases=(), why=f"not decided: {error}"
-            ),
-            None,
-        )
-    if _append(results, event):
-        yield event
-    if shown is not None and len(alert.suspects) > 1:
-        event = confirm.find_commit(alert, shown, again.compare, again.compile, accept.utc_now)
+        now = alert.after(accept.utc_now())
+        event = dataclasses.replace(event, utc=now, cases=(), why=f"not decided: {error}")
         if _append(results, event):
             yield event
 
@@ -134,7 +133,8 @@ class _Remeasure:
     def __init__(self, machine: Machine, results: Path, rules: CaseRules) -> None:
         self._machine, self._results, self._rules = machine, results, rules
         self._keys = {key.name: key for key in options.nsa_cases(machine, ["*"])}
-        self.compile = cache(self._compile) if machine.device == "cuda" else None
+        self._compiled: dict[tuple[str, str], DeviceCode] = {}
+        self.compile = self._compile if machine.device == "cuda" else None
 
     def compare(self, good: str, other: str, names: Sequence[str]) -> list[ComparisonResult]:
         """What `compare` says of these cases, kept as its results are; cases that today's suite lacks are left out."""
@@ -153,9 +153,12 @@ class _Remeasure:
         return found
 
     def _compile(self, commit: str, key: Key) -> DeviceCode:
-        major, minor = torch.cuda.get_device_capability()
-        with checkout.sources([commit]) as (side,):
-            return device_code.of(side, key, 10 * major + minor)
+        known = commit, key.identity  # a key itself has no hash
+        if known not in self._compiled:
+            major, minor = torch.cuda.get_device_capability()
+            with checkout.sources([commit]) as (side,):
+                self._compiled[known] = device_code.of(side, key, 10 * major + minor)
+        return self._compiled[known]
 
 
 def _line(alert: Alert) -> str:

@@ -97,6 +97,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Measure the pairs that are missing, judge all of them; the last line of stdout is JSON."""
     if arguments.pairs < _LEAST_PAIRS:
         raise ValueError(f"--pairs must be at least {_LEAST_PAIRS}; got {arguments.pairs}")
+    if arguments.minutes is not None and not arguments.minutes >= 0:
+        raise ValueError(f"--minutes must be 0 or more; got {arguments.minutes}")
     machine = machines.machine(arguments.gpu, machines.visible_gpu())
     options.check_writable(arguments.out / "calibration")
     identity = fingerprint.take(machine.id, machine.device)

@@ -98,9 +98,10 @@ class CaseRules:
     calibrated: Calibration | None
 
     def __call__(self, case: str, base_ms: float) -> Rules:
-        if self.calibrated is None:
+        rules = self.calibrated.rules(case, base_ms) if self.calibrated else None
+        if rules is None:
             return self.schedule
-        return dataclasses.replace(self.calibrated.rules(base_ms), interim_analyses=self.schedule.interim_analyses)
+        return dataclasses.replace(rules, interim_analyses=self.schedule.interim_analyses)
 
 
 def _reached(keys: Sequence[Key], base: Sources, head: Sources) -> list[Key]:
@@ -121,7 +122,12 @@ def rules_for(results: Path, machine: Machine, pairs: int) -> CaseRules:
     Machines of one name ("cpu") differ in their noise: thresholds of another processor or GPU are not taken.
     """
     schedule = Rules.of_device(machine.device).up_to(pairs)
-    found, here = calibration.load(results, machine.id), fingerprint.device_name(machine)
+    here = fingerprint.device_name(machine)
+    try:
+        found = calibration.load(results, machine.id)
+    except ValueError as error:
+        print(f"thresholds: the defaults; {error}")
+        return CaseRules(schedule, None)
     if found is None:
         print(f"thresholds: the defaults, which need more pairs; calibrate --gpu {machine.id} measures better ones")
     elif found.fingerprint.device != here:

@@ -6,6 +6,7 @@ nothing of each other. What an alert is now follows from all of its lines, in wh
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 import shlex
@@ -82,6 +83,9 @@ class AlertEvent:
     """Those that are new, or were measured again."""
 
     def __post_init__(self) -> None:
+        if not self.utc.endswith("Z"):
+            raise ValueError(f"utc must end with Z; got {self.utc!r}")
+        datetime.datetime.fromisoformat(self.utc.removesuffix("Z"))  # raises ValueError
         if not _ID.fullmatch(self.alert) or not self.alert.startswith(f"{self.machine}-"):
             raise ValueError(f"alert must be the machine's name, '-' and a commit or a time; got {self.alert!r}")
 

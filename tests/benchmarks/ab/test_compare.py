@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.ab import calibration, checkout, result, trial
-from benchmarks.ab.calibration import Calibration, ClassRules
+from benchmarks.ab.calibration import Calibration, CalibrationRate, CaseCalibration, ClassRules
 from benchmarks.ab.moderated import NoisePrior
 from benchmarks.ab.result import CompareVerdict, Rules
 from benchmarks.ab.sequential import PairFailure
@@ -66,7 +66,8 @@ def test_twice_the_work_is_slower(real: Repository, tmp_path: Path, capsys: pyte
     rules = Rules(noise=NoisePrior(0.03, 20.0))
     here = dataclasses.replace(FINGERPRINT, device=fingerprint.device_name(machines.machine("cpu", None)))
     classes = (ClassRules(calibration.LONG, rules),)
-    calibration.save(tmp_path / "results", Calibration(here, classes, (), 12, 0.0, "calibrate"))
+    cases = (CaseCalibration(CASE, 30.0, 0.03, (CalibrationRate(0.0, 0.0, 4, 0, 0, 4, 0),)),)
+    calibration.save(tmp_path / "results", Calibration(here, classes, cases, 12, 0.0, "calibrate"))
     change_attention(real, TWICE)
     assert run(tmp_path, "HEAD") == 1
     assert summary(capsys)["bad"] == [CASE]

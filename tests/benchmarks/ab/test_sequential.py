@@ -87,6 +87,21 @@ def test_noise_is_learnt_from_the_pairs_too() -> None:
     assert answer[0] is CompareVerdict.UNDECIDED
 
 
+def test_three_pairs_that_contradict_what_is_known_call_no_change() -> None:
+    """They are then judged by themselves, and three of unknown noise are too few."""
+    loud = NoisePrior(0.0001, 20.0)
+    pairs = [timed(x) for x in (0.0499, 0.05, 0.0514)]
+    found = sequential.effect(pairs, dataclasses.replace(QUIET, noise=loud))
+    assert (found.df, found.p_value < QUIET.largest_p) == (2.0, True)
+    assert sequential.analyse(pairs, dataclasses.replace(QUIET, noise=loud))[0] is CompareVerdict.UNDECIDED
+
+
+@pytest.mark.parametrize("times", [3.0, 5.0])
+def test_a_machine_noisier_than_its_calibration_raises_few_false_alarms(times: float) -> None:
+    found = Counter(simulated(lambda r: r.gauss(0.0, times * 0.0025), 0.0, QUIET, seed) for seed in range(400))
+    assert found[CompareVerdict.SLOWER] + found[CompareVerdict.FASTER] <= 0.12 * 400
+
+
 def test_a_wild_pair_hides_no_change_where_the_noise_is_known() -> None:
     for wild in (-1.0, 1.0):
         answer = Script(slow=[0.1, wild, 0.1, 0.101, 0.099, 0.1]).play(QUIET)["slow"]

@@ -73,6 +73,13 @@ def test_a_child_that_measures_another_nsa_is_refused(tmp_path: Path) -> None:
         lost.close()
 
 
+def test_a_child_may_be_closed_twice(tmp_path: Path) -> None:
+    """By whoever stops the trial, and by the context in which it stood ready."""
+    one = child(tmp_path, "input()")
+    one.close()
+    one.close()
+
+
 def test_children_end_with_their_parent(tmp_path: Path) -> None:
     """Killed without a word, the parent leaves no process behind, however busy, and no file."""
     sources(tmp_path, "import os, sys, time\nprint(os.getpid(), os.getppid(), flush=True)\ntime.sleep(600)\n")
