@@ -83,7 +83,9 @@ class Rules:
         """Without the analyses after so many pairs of processes. ValueError where none is left."""
         kept = tuple(analysis for analysis in self.interim_analyses if analysis <= pairs)
         if not kept:
-            raise ValueError(f"pairs must be at least {self.interim_analyses[0]}, fewer can show nothing; got {pairs}")
+            raise ValueError(
+                f"--pairs must be at least {self.interim_analyses[0]}, fewer can show nothing; got {pairs}"
+            )
         return replace(self, interim_analyses=kept)
 
 

@@ -7,30 +7,21 @@ import json
 import math
 import os
 import random
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from benchmarks.__main__ import main
-from benchmarks.ab import calibration, calibration_samples, injection, result, trial
+from benchmarks.ab import calibration, calibration_samples, result
 from benchmarks.ab.calibration import Calibration, CalibrationRate, CaseCalibration, ClassRules
-from benchmarks.ab.injection import StagedSlowdown
 from benchmarks.ab.moderated import NoisePrior
 from benchmarks.ab.result import CompareVerdict, Rules
-from benchmarks.ab.sequential import PairFailure, PairTiming
-from benchmarks.ab.starter import PairStarter
-from benchmarks.cases.key import Key
-from benchmarks.cases.outcome import CaseOutcome
-from benchmarks.commands import calibrate as command
+from benchmarks.ab.sequential import PairTiming
 from benchmarks.commands import compare
 from harness import fingerprint, jsonl, schema
 from harness.fingerprint import Fingerprint
-from harness.machines import Gpu, recognise
+from harness.machines import recognise
 from tests.benchmarks import comparisons
 from tests.benchmarks.synthetic import FINGERPRINT
 
@@ -175,152 +166,6 @@ def test_a_slowdown_that_could_not_be_injected_is_left_out() -> None:
     assert list(measured.injected) == [0.0, 0.1]
 
 
-def test_the_injected_work_is_real_and_as_large_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the thread's own time: on a busy machine the clock on the wall counts the work of others too."""
-    monkeypatch.setattr(injection, "time", SimpleNamespace(perf_counter=time.thread_time))
-    x = torch.rand(256, 256)
-
-    def call() -> tuple[torch.Tensor, ...]:
-        for _ in range(40):
-            x @ x
-        return (x,)
-
-    staged = StagedSlowdown(20.0, (0.05, 0.5), "cpu")
-    for _ in range(9):
-        assert staged(call) == (x,)
-    samples_ms = staged.take_samples_ms()
-    assert (len(samples_ms), staged.take_samples_ms()) == (9, [])
-    first, second = (sorted(sample[i] - sample[0] for sample in samples_ms)[4] for i in (1, 2))
-    assert 0.3 < first < 4.0  # 5 % of 20 ms is 1 ms; units are counted out at the speed of a warm cache
-    assert 4 * first < second < 25 * first
-
-
-@pytest.mark.gpu
-def test_the_work_injected_on_a_gpu_is_as_long_as_it_says() -> None:
-    staged = StagedSlowdown(2.0, (0.01, 0.1), "cuda")
-    for _ in range(20):
-        torch.cuda._sleep(2_000_000)
-        staged(lambda: torch.cuda._sleep(2_000_000))
-        torch.cuda.synchronize()
-    samples_ms = staged.take_samples_ms()
-    for i, wanted_ms in ((1, 0.02), (2, 0.2)):
-        fastest_ms = min(sample[i] - sample[0] for sample in samples_ms)  # others may use the GPU too
-        assert fastest_ms == pytest.approx(wanted_ms, rel=0.2)
-
-
-@pytest.mark.parametrize("slowdowns", [(0.1, 0.03), (0.0, 0.1), (0.1, 0.1)])
-def test_slowdowns_must_ascend_from_above_zero(slowdowns: Sequence[float]) -> None:
-    with pytest.raises(ValueError, match="slowdowns must be above 0 and ascend"):
-        StagedSlowdown(10.0, slowdowns, "cpu")
-
-
-class Machine:
-    """Stands in for the processes: measures at once, and is killed when it is told to."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, killed_after: int | None = None) -> None:
-        self.pairs, self._killed_after, self._random = 0, killed_after, random.Random(killed_after or 0)
-        monkeypatch.setattr(trial, "run", self._play)
-        monkeypatch.setattr(command, "_SHAPES", command._SHAPES[:4])
-
-    def _play(
-        self,
-        starter: PairStarter,
-        keys: Sequence[Key],
-        rules: Rules,
-        first: int,
-        slowdowns: Sequence[float],
-        *,
-        check: bool,
-    ) -> list[trial.PairedSamples]:
-        assert (starter.device, first, slowdowns, check) == (
-            "cpu",
-            self.pairs % 2,
-            calibration_samples.SLOWDOWNS,
-            False,
-        )
-        if self.pairs == self._killed_after:
-            raise KeyboardInterrupt
-        self.pairs += 1
-        (pair,) = comparisons.calibration_pairs(
-            1, len(keys), quiet, seed=self._random.randrange(2**30), samples=rules.min_samples
-        )
-        return [one.samples for one in pair.cases]
-
-
-ARGUMENTS = ["calibrate", "--gpu", "cpu", "--pairs", "14"]
-
-
-def test_an_interrupted_calibration_goes_on_where_it_stopped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = [*ARGUMENTS, "--out", str(tmp_path)]
-    first = Machine(monkeypatch, killed_after=4)
-    assert main(arguments) == 130
-    assert first.pairs == 4
-    with calibration_samples.path(tmp_path, "cpu").open("a") as file:
-        file.write('{"identity": "torn in mid')
-    second = Machine(monkeypatch)
-    assert main(arguments) == 0
-    assert second.pairs == 14 - 4
-    said = capsys.readouterr().out
-    assert "4 cases, 14 pairs of processes, of which 4 are there" in said
-    summary = json.loads(said.splitlines()[-1])[calibration.LONG]
-    assert (summary["comparisons"], summary["false_alarms"]) == (16, 0.0)
-    third = Machine(monkeypatch)
-    assert main(arguments) == 0
-    assert third.pairs == 0
-
-
-def test_minutes_end_a_calibration_that_goes_on_later(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = [*ARGUMENTS, "--out", str(tmp_path)]
-    first = Machine(monkeypatch)
-    assert main([*arguments, "--minutes", "0"]) == 1
-    assert first.pairs == 1
-    assert "1 of at least 12 pairs: the same command goes on with them" in capsys.readouterr().err
-    assert not calibration.path(tmp_path, "cpu").exists()
-    assert main(["calibrate", "--gpu", "cpu", "--pairs", "11", "--out", str(tmp_path)]) == 2
-    assert "--pairs must be at least 12; got 11" in capsys.readouterr().err
-
-
-def test_on_a_gpu_cases_of_each_kind_are_calibrated() -> None:
-    keys = command.keys(recognise(Gpu("NVIDIA H200", (9, 0))))
-    names = [key.name for key in keys]
-    assert {key.mode for key in keys} == {"prefill-forward", "prefill-forward-backward", "decode", "train-step"}
-    assert {key.launch for key in keys} == {"eager", "graph"}
-    assert len(set(names)) == len(names) == 34
-
-
-def test_pairs_of_other_conditions_are_left_alone(tmp_path: Path) -> None:
-    identities = {
-        calibration_samples.identity(fingerprint, cases, rules)
-        for fingerprint, cases, rules in (
-            (FINGERPRINT, ["a"], RULES),
-            (dataclasses.replace(FINGERPRINT, torch="2.14.0"), ["a"], RULES),
-            (dataclasses.replace(FINGERPRINT, driver="999"), ["a"], RULES),
-            (FINGERPRINT, ["b"], RULES),
-            (FINGERPRINT, ["a"], dataclasses.replace(RULES, min_samples=8)),
-        )
-    }
-    assert len(identities) == 5
-    same = dataclasses.replace(FINGERPRINT, load=3.0, nsa_sha256="2" * 16, benchmarks_sha256="3" * 16)
-    assert calibration_samples.identity(same, ["a"], RULES.up_to(6)) in identities, "both sides are the same code"
-    (pair,) = comparisons.calibration_pairs(1, 2, quiet)
-    jsonl.append(calibration_samples.path(tmp_path, "cpu"), pair)
-    assert calibration_samples.read(tmp_path, "cpu", "identity") == [pair]
-    assert calibration_samples.read(tmp_path, "cpu", "another") == []
-
-
-def test_a_case_that_fails_ends_the_calibration_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failed = PairFailure(CaseOutcome.PASSED, CaseOutcome.CRASHED, "HEAD CRASHED: no memory")
-    monkeypatch.setattr(trial, "run", lambda starter, keys, *_, **__: [failed] * len(keys))
-    assert main([*ARGUMENTS, "--out", str(tmp_path)]) == 1
-    assert "prefill-forward/8x2x64/b1/s384/float32/nsa: HEAD CRASHED: no memory" in capsys.readouterr().err
-
-
 def a_calibration(where: Fingerprint = FINGERPRINT) -> Calibration:
     rules = Rules(0.005, 0.008, NoisePrior(0.002, 12.0))
     rates = (CalibrationRate(0.0, 0.0, 200, 1, 1, 190, 8), CalibrationRate(0.03, 0.03, 100, 99, 0, 0, 1))
@@ -367,14 +212,6 @@ def test_a_calibration_that_was_edited_is_no_calibration(text: str, tmp_path: Pa
     path.write_text(text)
     with pytest.raises(ValueError, match=r"cpu\.json is no calibration, or of an earlier rule"):
         calibration.load(tmp_path, "cpu")
-
-
-def test_samples_that_do_not_fit_together_are_refused() -> None:
-    (pair,) = comparisons.calibration_pairs(1, 1, quiet)
-    one = pair.cases[0]
-    for changes in ({"base_ms": one.base_ms[:1]}, {"head_ms": ((1.0, 2.0),) * 8}, {"base_ms": (0.0,) * 8}):
-        with pytest.raises(ValueError, match="samples of case 0 must be above 0, one of each slowdown"):
-            dataclasses.replace(one, **changes)
 
 
 def test_the_rates_of_a_class_are_those_of_its_cases_together() -> None:
