@@ -37,7 +37,8 @@ class NewTokens:
 class NSACache(Cache):
     """Keys and values of every row for `max_tokens` tokens, padding included; pages are reserved by the first call.
 
-    For inference only. `generate` makes one of the right size; one made by hand is passed as `past_key_values`. Raises ValueError or TypeError naming the argument.
+    For inference only. `generate` makes one of the right size; one made by hand is passed as `past_key_values`.
+    Raises ValueError or TypeError naming the argument.
     """
 
     def __init__(self, max_tokens: int) -> None:
