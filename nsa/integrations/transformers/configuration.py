@@ -125,7 +125,7 @@ class NSAConfig(PreTrainedConfig):
 
     @classmethod
     def from_model_config(cls, config: ModelConfig, **other: Any) -> NSAConfig:
-        """The configuration of a `nsa.model.DecoderLM`; `other` are fields that only transformers has.
+        """The configuration of a `nsa.model.DecoderLM`; `other` are further fields, by the names that they have here.
 
         ValueError for the dense twin.
         """
@@ -133,7 +133,7 @@ class NSAConfig(PreTrainedConfig):
             raise ValueError(f"config must have attention 'nsa'; got {config.attention!r}")
         values = {name: getattr(config, theirs) for theirs, name in MODEL_FIELDS.items()}
         letters = {name: getattr(config.nsa, theirs) for theirs, name in ATTENTION_FIELDS.items()}
-        return cls(**values, **letters, **other)
+        return cls(**{**values, **letters, **other})
 
 
 def _refuse_misspelt(unknown: dict[str, Any]) -> None:

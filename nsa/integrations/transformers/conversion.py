@@ -100,7 +100,12 @@ def convert(
         raise ValueError(f"target must not be there yet; {target} is. Name another folder")
     config = _configuration(json.loads((source / "config.json").read_text()), attention or AttentionConfig(), shared_kv)
     dense, found = LlamaForCausalLM.from_pretrained(
-        source, dtype="auto", use_safetensors=True, local_files_only=True, output_loading_info=True
+        source,
+        dtype="auto",
+        use_safetensors=True,
+        local_files_only=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused here, by name
     )
     missing = [*found["missing_keys"], *(str(key) for key in found["mismatched_keys"])]
     if missing:

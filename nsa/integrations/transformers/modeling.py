@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -29,8 +28,12 @@ _PREFIXES = {
     "head.": "lm_head.",
 }
 """How names of `nsa.model.DecoderLM` begin, and those here."""
-
-Run = Callable[[Tensor, "PagedRows | None", "Tensor | None"], list[Tensor]]
+_SERVED_MODES = (
+    GenerationMode.GREEDY_SEARCH,
+    GenerationMode.SAMPLE,
+    GenerationMode.BEAM_SEARCH,
+    GenerationMode.BEAM_SAMPLE,
+)
 
 
 class NSADecoderLayer(GradientCheckpointingLayer, Block):
@@ -191,13 +194,6 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
     """NSAModel with a head: logits, the loss of `labels`, and `generate` (greedy, sampling, beam search)."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (transformers' way to say it)
-    _supported_generation_modes = (
-        GenerationMode.GREEDY_SEARCH,
-        GenerationMode.SAMPLE,
-        GenerationMode.BEAM_SEARCH,
-        GenerationMode.BEAM_SAMPLE,
-    )
-    """Any other is refused by name: assisted and prompt-lookup decoding crop the cache."""
 
     def __init__(self, config: NSAConfig) -> None:
         super().__init__(config)
@@ -261,7 +257,7 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_decoder(cls, decoder: DecoderLM, **config: Any) -> NSAForCausalLM:
-        """The same model, with a copy of its weights and their dtype; `config` are fields that only transformers has.
+        """The same model, with a copy of its weights and their dtype; `config` are further fields of NSAConfig.
 
         ValueError for the dense twin.
         """
@@ -274,6 +270,13 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         raise ValueError(
             "generate_batch and cache_implementation='paged' are not served; NSA has a paged cache already"
         )
+
+    def _validate_generation_mode(self, generation_mode: GenerationMode, *others: Any) -> None:
+        """ValueError for a mode that is not served: assisted and prompt-lookup decoding crop the cache."""
+        if generation_mode not in _SERVED_MODES:
+            served = ", ".join(mode.value for mode in _SERVED_MODES)
+            raise ValueError(f"{generation_mode.value} is not served: NSA generates by {served}")
+        super()._validate_generation_mode(generation_mode, *others)
 
     def _prepare_cache_for_generation(
         self,
@@ -304,6 +307,6 @@ def _renamed(name: str) -> str:
 
 def _refuse(**arguments: Any) -> None:
     """ValueError for arguments that are not served; False and None ask for nothing."""
-    asked: Sequence[str] = [name for name, value in arguments.items() if value is not None and value is not False]
+    asked = [name for name, value in arguments.items() if value is not None and value is not False]
     if asked:
         raise ValueError(f"{', '.join(asked)}: not served by NSA's models; leave it out")
