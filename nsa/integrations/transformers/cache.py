@@ -49,6 +49,10 @@ class NSACache(Cache):
         self._columns = 0
         self._last: tuple[tuple[int, ...], PagedRows] | None = None
 
+    def __len__(self) -> int:
+        """Layers; 0 before the first call."""
+        return len(self._paged.layers) if self._paged else 0
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the batch so far, padding included: what transformers cuts its inputs by."""
         return self._columns

@@ -95,6 +95,7 @@ def test_a_cache_that_is_kept_goes_on_with_the_next_turn() -> None:
     model, (tokens, mask) = make(), padded()
     cache = NSACache(max_tokens=tokens.shape[1] + 2 * NEW + 6)
     first = continued(model, tokens, mask, past_key_values=cache)
+    assert len(cache) == 2
     assert cache.get_seq_length() == first.shape[1] - 1  # the last token was never read
     assert cache.lengths == [length + NEW - 1 for length in LENGTHS]
     longer = torch.cat([first, text(4, 6, seed=5)], 1)

@@ -162,7 +162,7 @@ def test_embeddings_hidden_states_and_some_logits_alone() -> None:
         ({"attention_mask": torch.ones(2, 8)}, ValueError, r"attention_mask must say .* \[2, 9\]; got \[2, 8\]"),
         ({"attention_mask": [[1] * 9] * 2}, TypeError, "attention_mask must be a tensor"),
         (
-            {"attention_mask": torch.tensor([[1] * 9, [1, 0] * 4 + [0]])},
+            {"attention_mask": torch.tensor([[1] * 9, [0, 1, 1, 0, 1, 1, 1, 1, 0]])},
             ValueError,
             "attention_mask .* row 1 has a gap",
         ),
