@@ -28,8 +28,8 @@ from nsa.integrations.transformers.modeling import NSAForCausalLM
 GATES = (0.1, 0.45, 0.45)
 """What the gates are before any training: compressed, selected, window.
 
-On a Llama of two layers, trained on bytes of source code to 1.766 nats at four times the window, a model begins at 1.765
-so, and at 1.853 with a third for each branch.
+From a Llama of two layers, trained on bytes of source code to 1.766 nats at four times the window, a model begins at
+1.765 so, and at 1.853 with a third for each branch.
 """
 _LAYER_NAMES = {
     "self_attn.q_proj.weight": "attention.q.weight",
