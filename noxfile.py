@@ -31,7 +31,7 @@ except ValueError as error:
 nox.options.sessions = []  # `nox` alone shows what there is
 nox.options.default_venv_backend = "none"
 nox.options.reuse_venv = "yes"
-ALL_EXTRAS, TO_MEASURE, TO_TRAIN = ("bench", "train", "dev"), ("bench",), ("train",)
+ALL_EXTRAS, TO_MEASURE, TO_TRAIN = ("bench", "train", "transformers", "dev"), ("bench",), ("train",)
 """What of pyproject.toml a session needs."""
 STOP_S = 60  # what an interrupted suite may take to keep what it finished, before it is ended
 

@@ -57,6 +57,8 @@ class ModelConfig:
     rope_base: float = 10000.0
     backend: str = "auto"
     """NSA's backend."""
+    norm_eps: float | None = None
+    """Added to the mean square in every RMSNorm; None for the machine epsilon of what is normalised."""
 
     def __post_init__(self) -> None:
         for name in ("dim", "n_layers", "n_heads", "num_kv_heads", "d_k", "d_v", "vocab_size"):
@@ -67,6 +69,8 @@ class ModelConfig:
             raise ValueError(f"num_kv_heads must divide n_heads; got {self.num_kv_heads} and {self.n_heads}")
         if self.attention not in ATTENTIONS:
             raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}; got {self.attention!r}")
+        if self.norm_eps is not None and not self.norm_eps > 0:
+            raise ValueError(f"norm_eps must be positive or None; got {self.norm_eps}")
         if not isinstance(self.nsa, NSAConfig):
             raise TypeError(f"nsa must be an NSAConfig; got {type(self.nsa).__name__}")
 
@@ -132,7 +136,7 @@ class Block(nn.Module):
                 backend=config.backend,
                 rope_base=config.rope_base,
             )
-        self.attention_norm, self.mlp_norm = nn.RMSNorm(config.dim), nn.RMSNorm(config.dim)
+        self.attention_norm, self.mlp_norm = (nn.RMSNorm(config.dim, eps=config.norm_eps) for _ in range(2))
         self.mlp = SwiGLU(config)
 
     def forward(self, x: Tensor, cache: Cache | None, cu_seqlens: Tensor | None) -> Tensor:
@@ -173,7 +177,7 @@ class DecoderLM(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
-        self.norm = nn.RMSNorm(config.dim)
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         nn.init.normal_(self.embedding.weight, std=0.02)  # small, so that a tied head begins near ln(vocab_size)
         if config.tied_head:

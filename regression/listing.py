@@ -46,6 +46,7 @@ IDS = (
     "equal-scores-when-long",
     "diverging-choices",
     "heads-overread",
+    "missing-mask",
 )
 _COLUMNS = (("id", 22), ("symptom", 34), ("cause", 44), ("detector", 44), ("expects", 13), ("since", 7))
 """Each, and the most characters that it takes."""

@@ -53,7 +53,7 @@ def main() -> None:
     )
     parser.add_argument("--wheels", type=Path, required=True, metavar="DIR", help="where PyTorch's CPU build lies")
     wheels: Path = parser.parse_args().wheels
-    extras = ("pyproject.toml", "--extra", "bench", "--extra", "train", "--extra", "dev")
+    extras = ("pyproject.toml", "--extra", "bench", "--extra", "train", "--extra", "transformers", "--extra", "dev")
     cuda = compiled(*extras, "docker/lock/cuda.in")
     written = {
         "cuda": cuda,

@@ -90,6 +90,7 @@ def modules(backend: str, device: str, documents: Tensor | None) -> dict[str, Pu
         "tied_head": (True, False),
         "rope_base": (10000.0,),
         "backend": (backend,),
+        "norm_eps": (None,),
     }
     phis = PHIS[-1:] if interpreted(backend, device) else PHIS
     configs = [dataclasses.replace(calls.SMALL, phi=phi) for phi in phis]

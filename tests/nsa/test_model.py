@@ -60,6 +60,11 @@ def test_parameters_are_counted_one_by_one(config: ModelConfig) -> None:
     assert untied == nsa + 256 * dim
 
 
+def test_norm_eps_reaches_every_norm() -> None:
+    norms = [m.eps for m in make(norm_eps=0.5).modules() if isinstance(m, torch.nn.RMSNorm)]
+    assert norms == [0.5] * 5  # two in each of two blocks, and the last
+
+
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_untrained_it_knows_nothing(attention: str) -> None:
     model, tokens = make(attention, vocab_size=256), torch.randint(0, 256, (4, 64))
@@ -219,6 +224,7 @@ def test_wrong_losses_are_named() -> None:
         ({"num_kv_heads": 3}, ValueError, "num_kv_heads must divide n_heads; got 3 and 4"),
         ({"attention": "flash"}, ValueError, "attention must be one of nsa, dense; got 'flash'"),
         ({"mlp_dim": 0}, ValueError, "mlp_dim must be at least 1; got 0"),
+        ({"norm_eps": 0.0}, ValueError, "norm_eps must be positive or None; got 0.0"),
         ({"nsa": {}}, TypeError, "nsa must be an NSAConfig; got dict"),
     ],
 )
