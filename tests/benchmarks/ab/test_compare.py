@@ -78,7 +78,8 @@ def test_twice_the_work_is_slower(real: Repository, tmp_path: Path, capsys: pyte
     assert 0.4 < found.change < 3.0
     assert (found.base.ref, found.head.ref, found.head.dirty) == ("HEAD", "working tree", True)
     assert found.base.nsa_sha256 != found.head.nsa_sha256
-    assert (len(found.changes), found.rules.noise) == (3, rules.noise)
+    assert len(found.changes) in (6, 12), "one case alone is not called after three pairs"
+    assert found.rules.noise.sd >= rules.noise.sd
 
 
 def test_a_wrong_head_fails_with_its_outcome(
