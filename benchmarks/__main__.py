@@ -30,26 +30,29 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from benchmarks.commands import (
-    accept,
-    alerts,
-    backtest,
-    bisect,
-    calibrate,
-    comment,
-    compare,
-    convert,
-    merge,
-    report,
-    results,
-    run,
-    samples,
-    tune,
-)
-from harness import environment, machines
-from harness.arguments import Parser
-from harness.interrupt import INTERRUPTED
-from nsa.io import cannot_write
+from benchmarks import broken_sources
+
+with broken_sources.named():
+    from benchmarks.commands import (
+        accept,
+        alerts,
+        backtest,
+        bisect,
+        calibrate,
+        comment,
+        compare,
+        convert,
+        merge,
+        report,
+        results,
+        run,
+        samples,
+        tune,
+    )
+    from harness import environment, machines
+    from harness.arguments import Parser
+    from harness.interrupt import INTERRUPTED
+    from nsa.io import cannot_write
 
 COMMANDS = {
     "run": run,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -238,7 +239,7 @@ def test_an_interrupted_comparison_leaves_no_folder(
 ) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    monkeypatch.setattr(checkout.tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
 
     def interrupt(key: Key, i: int) -> trial.PairedSamples:
         assert len(list(temporary.iterdir())) == 1
