@@ -19,6 +19,7 @@ from benchmarks.ab.result import CompareVerdict, Rules
 from benchmarks.ab.sequential import CaseResult, MeasurePair, PairTiming
 from benchmarks.report import backtest as page
 from benchmarks.report import calibration as calibration_page
+from benchmarks.report import pages
 from harness import jsonl
 from tests.benchmarks import comparisons
 
@@ -202,7 +203,13 @@ def test_a_page_says_which_goals_are_missed(tmp_path: Path) -> None:
     assert page.show(found).missed == ", ".join(GOALS)
     reached = [row[5].text for row in page.show(found).shares.rows[:3]]
     assert reached == ["no"] * 3
+    pages.build(tmp_path, pages.ReportSettings(script=False))
+    text = (tmp_path / "report" / "calibration.html").read_text()
+    assert "made of 8 recorded pairs of processes of 1 cases" in text
+    assert f"<strong>Goals missed:</strong> {', '.join(GOALS)}" in text
     file = backtest.path(tmp_path, "cpu")
     file.write_text(file.read_text().replace('"commit": null', '"commit": 3'))
     _, (damaged,) = page.read(tmp_path)
     assert "cpu.backtest.json is no backtest: " in damaged
+    pages.build(tmp_path, pages.ReportSettings(script=False))
+    assert "cpu.backtest.json is no backtest: " in (tmp_path / "report" / "index.html").read_text()
