@@ -9,16 +9,17 @@
     python -m benchmarks bisect GOOD BAD --case NAME    which commit made it slower?
     python -m benchmarks alerts         one alert per cause of a slowdown; `alerts confirm` measures new ones again
     python -m benchmarks calibrate      how often compare is right on this machine; sets its thresholds
+    python -m benchmarks backtest --gpu NAME    are its calls right? replayed from the pairs that calibrate recorded
     python -m benchmarks merge FOLDER...    join the results of several runners
     python -m benchmarks samples RUN    every sample of a run, where they still are
     python -m benchmarks convert        bring records of earlier versions into today's form
     python -m benchmarks accept --case NAME --reason TEXT    take the level that a case has now as its baseline
     python -m benchmarks tune           find faster tiles of the kernels on this GPU; writes its table
 
-Exit code: 0 where all is well; 1 where NSA is wrong on a case (run, compare), slower (compare) or a line was refused
-(merge); 2 for a wrong argument, another machine, or a run in which no case of NSA got a figure; 130 where the command
-was interrupted, which keeps what it finished. A baseline that is wrong or broken fails no run; the last line of `run`,
-which is JSON, names it.
+Exit code: 0 where all is well; 1 where NSA is wrong on a case (run, compare) or slower (compare), a line was refused
+(merge) or a goal was missed (backtest); 2 for a wrong argument, another machine, or a run in which no case of NSA got a
+figure; 130 where the command was interrupted, which keeps what it finished. A baseline that is wrong or broken fails no
+run; the last line of `run`, which is JSON, names it.
 """
 
 from __future__ import annotations
@@ -29,25 +30,29 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from benchmarks.commands import (
-    accept,
-    alerts,
-    bisect,
-    calibrate,
-    comment,
-    compare,
-    convert,
-    merge,
-    report,
-    results,
-    run,
-    samples,
-    tune,
-)
-from harness import environment, machines
-from harness.arguments import Parser
-from harness.interrupt import INTERRUPTED
-from nsa.io import cannot_write
+from benchmarks import broken_sources
+
+with broken_sources.named():
+    from benchmarks.commands import (
+        accept,
+        alerts,
+        backtest,
+        bisect,
+        calibrate,
+        comment,
+        compare,
+        convert,
+        merge,
+        report,
+        results,
+        run,
+        samples,
+        tune,
+    )
+    from harness import environment, machines
+    from harness.arguments import Parser
+    from harness.interrupt import INTERRUPTED
+    from nsa.io import cannot_write
 
 COMMANDS = {
     "run": run,
@@ -57,6 +62,7 @@ COMMANDS = {
     "comment": comment,
     "bisect": bisect,
     "calibrate": calibrate,
+    "backtest": backtest,
     "accept": accept,
     "alerts": alerts,
     "merge": merge,

@@ -75,10 +75,22 @@ def identity(of: Fingerprint, cases: Sequence[str], rules: Rules) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def read(results: Path, machine: str, wanted: str) -> list[CalibrationPair]:
-    """The pairs of this identity, oldest first; an incomplete last line counts as not begun."""
-    pairs, _ = jsonl.read(path(results, machine), CalibrationPair)
-    return [pair for pair in pairs if pair.identity == wanted]
+def read(results: Path, machine: str, wanted: str | None = None) -> tuple[list[CalibrationPair], list[str]]:
+    """The pairs of this identity, oldest first, and every line that is none ("cpu.pairs.jsonl:3: ...").
+
+    `wanted` None: those of the identity that the newest pair has. A line that a crash has torn is none.
+    """
+    pairs, damaged = jsonl.read(path(results, machine), CalibrationPair)
+    newest = pairs[-1].identity if pairs else None
+    return [pair for pair in pairs if pair.identity == (wanted or newest)], damaged
+
+
+def left_out(damaged: Sequence[str]) -> str:
+    """What to say of damaged lines; "" without any."""
+    if not damaged:
+        return ""
+    lines = "1 line is" if len(damaged) == 1 else f"{len(damaged)} lines are"
+    return f"{lines} damaged and left out, the first: {damaged[0]}"
 
 
 class LostPairError(Exception):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import shutil
 import subprocess
-import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.ab import scratch
 from benchmarks.ab.result import Side
 from harness import environment, fingerprint, repository
 
@@ -37,10 +37,10 @@ def sources(refs: Sequence[str]) -> Iterator[list[Sources]]:
     """The nsa/ of each ref (`WORKING_TREE` is one too), gone afterwards. ValueError naming a ref that has none.
 
     Everything is copied, also the benches: edits while the comparison runs do not change it. The folders
-    have names of one length, since paths of different lengths alone can move what lies where in a process.
+    have names of one length, since paths of different lengths alone can move what lies where in a process. Those that
+    a killed comparison has left behind are removed.
     """
-    with tempfile.TemporaryDirectory(prefix="nsa-compare-") as name:
-        root = Path(name)
+    with scratch.folder() as root:
         benches = root / "benches"
         for package in ("benchmarks", "harness"):
             shutil.copytree(repository.ROOT / package, benches / package, ignore=_CACHES)

@@ -19,6 +19,8 @@ from scipy import optimize, special, stats
 _CLIPPED_AT = 3.0
 _CONTRADICTION = 0.01
 """How improbable a case's own variance may be under the prior before the prior is not used for it."""
+_ENOUGH_DF = 5
+"""Of all cases of a comparison together: so many can tell how noisy the machine is."""
 _MOST_DF = 30.0
 """What a calibration may count for: its pairs are of one afternoon, so that a case's own pairs keep their say."""
 
@@ -38,6 +40,22 @@ class NoisePrior:
 
 
 UNKNOWN = NoisePrior()
+
+
+@dataclass(frozen=True)
+class Inflation:
+    """How much noisier a machine is than at its calibration, as the cases of one comparison show it."""
+
+    factor: float = 1.0
+    """Of the variance between pairs; 1 or more."""
+    df: float = math.inf
+    """Of what it is estimated from; infinite where there is nothing to correct."""
+
+    def of(self, prior: NoisePrior) -> NoisePrior:
+        """The prior as it holds now: a larger sd, which is known less surely."""
+        if prior.df == 0 or self == Inflation():
+            return prior
+        return NoisePrior(prior.sd * math.sqrt(self.factor), 1 / (1 / prior.df + 2 / self.df))
 
 
 @dataclass(frozen=True)
@@ -70,6 +88,31 @@ def estimate(log_ratios: Sequence[float], prior: NoisePrior) -> Estimate:
         prior = UNKNOWN  # this case is noisier than any that was calibrated
     variance = (prior.df * prior.sd**2 + own_df * own) / (prior.df + own_df)
     return Estimate(statistics.fmean(values), math.sqrt(variance / len(values)), prior.df + own_df)
+
+
+def inflation(cases: Sequence[tuple[Sequence[float], NoisePrior]]) -> Inflation:
+    """From the log-ratios of every case of one comparison, each with its prior.
+
+    The factor is the median over the cases of their own variance over the prior's, each over the median of that ratio
+    on a machine as it was calibrated. It counts where it is above 1. Too few pairs cannot tell it, so that whatever
+    they show the prior is worth little. Cases of fewer than two pairs, or of which nothing is known, say nothing.
+    """
+    ratios, df = list[float](), 0
+    for log_ratios, prior in cases:
+        if prior.df == 0 or len(log_ratios) < 2:
+            continue
+        own_df = len(log_ratios) - 1
+        ratios.append(_own_variance(log_ratios, prior) / (prior.sd**2 * float(stats.f.median(own_df, prior.df))))
+        df += own_df
+    factor = max(1.0, statistics.median(ratios)) if ratios else 1.0
+    return Inflation(factor, df) if ratios and (factor > 1.0 or df < _ENOUGH_DF) else Inflation()
+
+
+def _own_variance(log_ratios: Sequence[float], prior: NoisePrior) -> float:
+    """With a pair that is wild, by the known noise and by the median distance too, taken nearer."""
+    centre = statistics.median(log_ratios)
+    sd = max(prior.sd, 1.4826 * statistics.median(abs(value - centre) for value in log_ratios))
+    return statistics.variance(_without_outliers(log_ratios, NoisePrior(sd, prior.df)))
 
 
 def _without_outliers(log_ratios: Sequence[float], prior: NoisePrior) -> list[float]:

@@ -2,8 +2,8 @@
 
 After a few pairs a first interim analysis ends what is plainly the same and what is plainly changed. Everything else is
 measured again, in new processes. A change is called where it is far larger than the noise (`moderated`: what these
-pairs show of it, and what a calibration knows), large enough to matter, and seen again by the later pairs alone. What
-no analysis has decided stays UNDECIDED, and says so.
+pairs show of it, what a calibration knows, and how noisy all cases are today), large enough to matter, and seen again
+by the later pairs alone. What no analysis has decided stays UNDECIDED, and says so.
 
 `extend` knows no clocks and no processes: `compare` gives it pairs that are measured, `calibrate` pairs of its samples.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from benchmarks.ab import moderated
 from benchmarks.ab.result import CompareVerdict, Rules
@@ -84,6 +84,8 @@ class CaseResult:
     stopped: PairFailure | None = None
     verdict: CompareVerdict = CompareVerdict.UNDECIDED
     reason: str | None = None
+    rules: Rules | None = None
+    """Of its last analysis, with the noise as it was then; None before the first one."""
 
     @property
     def base_ms(self) -> float:
@@ -114,8 +116,12 @@ def extend(results: Sequence[CaseResult], measure: MeasurePair, rules_of: RulesO
     for pairs in analyses:
         while waiting := [one for one in results if _is_open(one) and len(one.pairs) < pairs]:
             _measure(waiting, measure)
-        for one in filter(_is_open, results):
-            one.verdict, one.reason = analyse(one.pairs, rules_of(one.case, one.base_ms))
+        judged = [(one, rules_of(one.case, one.base_ms)) for one in results if one.pairs]
+        noise = moderated.inflation([([pair.log_ratio for pair in one.pairs], rules.noise) for one, rules in judged])
+        for one, rules in judged:
+            if _is_open(one):
+                one.rules = replace(rules, noise=noise.of(rules.noise))
+                one.verdict, one.reason = analyse(one.pairs, one.rules)
 
 
 def _is_open(one: CaseResult) -> bool:

@@ -55,7 +55,7 @@ _SHAPES = (  # mode, tokens, heads, key/value heads, head size: 20 to 45 ms each
 
 _MOST_QUERIES = 8_192
 """Of a case that is measured on a GPU: what takes longer says no more."""
-_LEAST_PAIRS = 12
+LEAST_PAIRS = 12
 """Two halves, each with two tests of identical code."""
 
 
@@ -95,8 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure the pairs that are missing, judge all of them; the last line of stdout is JSON."""
-    if arguments.pairs < _LEAST_PAIRS:
-        raise ValueError(f"--pairs must be at least {_LEAST_PAIRS}; got {arguments.pairs}")
+    if arguments.pairs < LEAST_PAIRS:
+        raise ValueError(f"--pairs must be at least {LEAST_PAIRS}; got {arguments.pairs}")
     if arguments.minutes is not None and not arguments.minutes >= 0:
         raise ValueError(f"--minutes must be 0 or more; got {arguments.minutes}")
     machine = machines.machine(arguments.gpu, machines.visible_gpu())
@@ -110,8 +110,8 @@ def main(arguments: argparse.Namespace) -> int:
     except calibration_samples.LostPairError as error:
         print(f"python -m benchmarks: {error}", file=sys.stderr)
         return 1
-    if len(pairs) < _LEAST_PAIRS:
-        print(f"{len(pairs)} of at least {_LEAST_PAIRS} pairs: the same command goes on with them", file=sys.stderr)
+    if len(pairs) < LEAST_PAIRS:
+        print(f"{len(pairs)} of at least {LEAST_PAIRS} pairs: the same command goes on with them", file=sys.stderr)
         return 1
     classes, cases = calibration.calibrate(calibration.timings(pairs), Rules.of_device(machine.device))
     found = Calibration(
@@ -149,7 +149,10 @@ def _command(arguments: argparse.Namespace, machine: Machine) -> str:
 def _pairs(arguments: argparse.Namespace, machine: Machine, identity: fingerprint.Fingerprint) -> list[CalibrationPair]:
     cases, rules = keys(machine), Rules.of_device(machine.device)
     word = calibration_samples.identity(identity, [key.name for key in cases], rules)
-    pairs = calibration_samples.read(arguments.out, machine.id, word)[: arguments.pairs]
+    recorded, damaged = calibration_samples.read(arguments.out, machine.id, word)
+    pairs = recorded[: arguments.pairs]
+    if damaged:
+        print(calibration_samples.left_out(damaged), file=sys.stderr)
     print(f"{len(cases)} cases, {arguments.pairs} pairs of processes, of which {len(pairs)} are there", flush=True)
     if len(pairs) == arguments.pairs:
         return pairs

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.ab import calibration, checkout, reach, result, sequential, trial
 from benchmarks.ab.calibration import Calibration
@@ -31,6 +32,8 @@ from harness.machines import Machine
 SUMMARY = "measure two commits side by side: FASTER, SLOWER, SAME or UNDECIDED for each case"
 BAD = (CompareVerdict.SLOWER, CompareVerdict.FAILED)
 _MOST_FILES = 8
+_NOISY = 1.5
+"""Times the calibrated noise: from here on it is said."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +71,7 @@ def main(arguments: argparse.Namespace) -> int:
     with checkout.sources(refs) as (base, head):
         keys = keys if arguments.cases else _reached(keys, base, head)
         if not keys:
-            print(json.dumps({"verdicts": {}, "bad": [], "undecided": []}))
+            print(json.dumps(_summary([], begin, None)))
             return 0
         print(f"{machine.title}: {len(keys)} cases, {_name(base)} against {_name(head)}", flush=True)
         found, interrupted = measure(machine, keys, base, head, rules)
@@ -76,17 +79,36 @@ def main(arguments: argparse.Namespace) -> int:
     for one in found:
         jsonl.append(path, one)
     print("\n" + table(found))
-    summary = {
-        "verdicts": dict(Counter(one.verdict.value for one in found)),
-        "bad": [one.key.name for one in found if one.verdict in BAD],
-        "undecided": [one.key.name for one in found if one.verdict is CompareVerdict.UNDECIDED],
-        "seconds": round(time.perf_counter() - begin, 1),
-        "results": str(path),
-    }
+    if noisier := _noisier(found, rules):
+        print(noisier)
+    summary = _summary(found, begin, path)
     print(json.dumps(summary))
     if interrupted:
         return INTERRUPTED
     return 1 if summary["bad"] else 0
+
+
+def _summary(found: Sequence[ComparisonResult], begin: float, path: Path | None) -> dict[str, Any]:
+    """The last line of stdout. `path` is None where no case is reached, so that nothing is written."""
+    return {
+        "verdicts": dict(Counter(one.verdict.value for one in found)),
+        "bad": [one.key.name for one in found if one.verdict in BAD],
+        "undecided": [one.key.name for one in found if one.verdict is CompareVerdict.UNDECIDED],
+        "seconds": round(time.perf_counter() - begin, 1),
+        "results": None if path is None else str(path),
+    }
+
+
+def _noisier(found: Sequence[ComparisonResult], rules: CaseRules) -> str | None:
+    """What to say where the noise that cases were judged by is far above the calibrated one."""
+    noise = [(one.rules.noise.sd, rules(one.key.name, one.base_ms).noise.sd) for one in found if one.base_ms]
+    ratios = [today / calibrated for today, calibrated in noise if calibrated and today > _NOISY * calibrated]
+    if not ratios:
+        return None
+    return (
+        f"pairs of processes differ up to {max(ratios):.1f} times as much as at the calibration: {len(ratios)} of"
+        f" {len(found)} cases are judged by that. Let nothing else run, or calibrate again"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +217,8 @@ def _result(
     head: Sources,
     rules: CaseRules,
 ) -> ComparisonResult:
-    judged_by = rules(case_result.case, case_result.base_ms) if case_result.pairs else rules.schedule
+    measured = rules(case_result.case, case_result.base_ms) if case_result.pairs else rules.schedule
+    judged_by = case_result.rules or measured
     effect = case_result.effect(judged_by)
     return ComparisonResult(
         identity.utc,

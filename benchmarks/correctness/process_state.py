@@ -29,6 +29,11 @@ FULL_PRECISION: Mapping[str, object] = {
 """What a float32 figure stands for."""
 
 
+_TURNS_TF32_ON = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+"""With "1" PyTorch starts with TF32 on."""
+_TF32 = frozenset({"torch.get_float32_matmul_precision()", "torch.backends.cuda.matmul.allow_tf32"})
+
+
 def read() -> dict[str, object]:
     """Every setting by its name."""
     backends = torch.backends.cuda
@@ -56,9 +61,15 @@ def read() -> dict[str, object]:
 
 def require_unchanged(before: Mapping[str, object]) -> None:
     """Raises IncorrectError naming the settings that are not as they were, or not those of full precision."""
-    now = read()
-    wanted = {**before, **FULL_PRECISION, **_started_with()}
-    changed = [f"{name} from {wanted[name]} to {now[name]}" for name in now if now[name] != wanted[name]]
+    now, started_with = read(), _started_with()
+    wanted = {**before, **FULL_PRECISION, **started_with}
+    names = [name for name in now if now[name] != wanted[name]]
+    if names and _TF32.issuperset(names) and started_with.get(_TURNS_TF32_ON) == "1":
+        raise IncorrectError(
+            f"the environment has {_TURNS_TF32_ON}=1, which turns TF32 on: a float32 figure stands for full precision;"
+            " unset it and run again"
+        )
+    changed = [f"{name} from {wanted[name]} to {now[name]}" for name in names]
     if changed:
         raise IncorrectError(f"the code that is measured has set {', '.join(changed)}: figures depend on it")
 

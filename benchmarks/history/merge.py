@@ -191,9 +191,10 @@ def _merge_whole(path: Path, target: Path, merged: MergeResult) -> None:
 
 
 def _calibrated_utc(calibration: bytes) -> str:
-    """When a machine was calibrated, UTC; the newest calibration counts. "" where the file does not say."""
+    """When a machine was calibrated, or its backtest made, UTC; the newest counts. "" where the file does not say."""
     try:
-        return str(json.loads(calibration)["fingerprint"]["utc"])
+        found = json.loads(calibration)
+        return str(found["utc"] if "utc" in found else found["fingerprint"]["utc"])
     except (ValueError, TypeError, KeyError, RecursionError):
         return ""
 

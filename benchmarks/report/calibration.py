@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from benchmarks.ab import calibration
+from benchmarks.ab import backtest, calibration
 from benchmarks.ab.calibration import LONG, SHORT, Calibration, CalibrationRate, CaseCalibration
 from benchmarks.ab.result import Rules
 from benchmarks.report import style
@@ -58,6 +58,8 @@ def read(results: Path) -> tuple[list[Calibration], list[str]]:
     found: list[Calibration] = []
     damaged: list[str] = []
     for file in sorted((results / "calibration").glob("*.json")):
+        if backtest.is_backtest(file):
+            continue
         try:
             loaded = calibration.load(results, file.stem)
         except ValueError as error:

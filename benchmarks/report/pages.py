@@ -23,7 +23,7 @@ from benchmarks.history import accepted, speedup
 from benchmarks.history import alerts as kept
 from benchmarks.history import mutants as recorded
 from benchmarks.history.store import Store
-from benchmarks.report import alerts, calibration, comparisons, evidence, ledger, machine, mutants, published
+from benchmarks.report import alerts, backtest, calibration, comparisons, evidence, ledger, machine, mutants, published
 from benchmarks.report.case_pages import ReportContext
 from benchmarks.report.folder import ReportFolder
 from benchmarks.report.judgement import CaseState
@@ -85,6 +85,7 @@ def build(results: Path, settings: ReportSettings | None = None) -> Report:
     compare_results, no_results = result.read(results)
     moved, not_moved = accepted.read(results)
     calibrations, no_calibrations = calibration.read(results)
+    backtests, no_backtests = backtest.read(results)
     incidents, no_incidents = ledger.read(results)
     tried, no_mutants = mutants.read(results)
     stored_alerts, no_alerts = kept.read(results)
@@ -101,7 +102,7 @@ def build(results: Path, settings: ReportSettings | None = None) -> Report:
         write(m.page, f"{m.device} ({m.id})", "machine.html", m=m)
     write(
         "calibration.html", "How often compare is right", "calibration.html",
-        shown=[calibration.show(folder, one) for one in calibrations],
+        shown=[calibration.show(folder, one) for one in calibrations], backtests=list(map(backtest.show, backtests)),
     )  # fmt: skip
     write(
         incidents_page, "The ledger of commits and incidents", "ledger.html",
@@ -119,7 +120,9 @@ def build(results: Path, settings: ReportSettings | None = None) -> Report:
         ],
         comparisons=comparisons.newest(compared), earlier=comparisons.earlier(compared),
         accepted=comparisons.accepted(moved),
-        damaged=[*damaged, *no_results, *not_moved, *no_calibrations, *no_incidents, *no_mutants, *no_alerts],
+        damaged=[
+            *damaged, *no_results, *not_moved, *no_calibrations, *no_backtests, *no_incidents, *no_mutants, *no_alerts,
+        ],
     )  # fmt: skip
     if settings.script:
         folder.copy(_SCRIPT)

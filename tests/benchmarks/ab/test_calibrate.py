@@ -121,7 +121,8 @@ def test_an_interrupted_calibration_goes_on_where_it_stopped(
     second = Machine(monkeypatch)
     assert main(arguments) == 0
     assert second.pairs == 14 - 4
-    said = capsys.readouterr().out
+    said, warned = capsys.readouterr()
+    assert "1 line is damaged and left out, the first: cpu.pairs.jsonl:5: JSONDecodeError: " in warned
     assert "4 cases, 14 pairs of processes, of which 4 are there" in said
     summary = json.loads(said.splitlines()[-1])[calibration.LONG]
     assert (summary["comparisons"], summary["false_alarms"]) == (16, 0.0)
@@ -167,8 +168,11 @@ def test_pairs_of_other_conditions_are_left_alone(tmp_path: Path) -> None:
     assert calibration_samples.identity(same, ["a"], RULES.up_to(6)) in identities, "both sides are the same code"
     (pair,) = comparisons.calibration_pairs(1, 2, quiet)
     jsonl.append(calibration_samples.path(tmp_path, "cpu"), pair)
-    assert calibration_samples.read(tmp_path, "cpu", "identity") == [pair]
-    assert calibration_samples.read(tmp_path, "cpu", "another") == []
+    assert calibration_samples.read(tmp_path, "cpu", "identity") == ([pair], [])
+    assert calibration_samples.read(tmp_path, "cpu", "another") == ([], [])
+    jsonl.append(calibration_samples.path(tmp_path, "cpu"), dataclasses.replace(pair, identity="another"))
+    (newest,), _ = calibration_samples.read(tmp_path, "cpu")
+    assert newest.identity == "another"
 
 
 def test_a_case_that_fails_ends_the_calibration_by_name(

@@ -227,7 +227,7 @@ def test_files_with_earlier_names_are_read(tmp_path: Path) -> None:
     """Pairs and comparison results of before."""
     (pair,) = comparisons.calibration_pairs(1, 2, quiet)
     _with_earlier_names(calibration_samples.path(tmp_path, "cpu"), pair, {"cases": "taken"})
-    assert calibration_samples.read(tmp_path, "cpu", "identity") == [pair]
+    assert calibration_samples.read(tmp_path, "cpu", "identity") == ([pair], [])
     found = comparisons.comparison_result(CompareVerdict.SAME)
     file = result.path(tmp_path, found.utc, found.base, found.head)
     names = {

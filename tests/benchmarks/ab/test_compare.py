@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -63,13 +64,9 @@ def test_twice_the_work_is_slower(real: Repository, tmp_path: Path, capsys: pyte
 
     With few pairs, as a calibration may allow.
     """
-    rules = Rules(noise=NoisePrior(0.03, 20.0))
-    here = dataclasses.replace(FINGERPRINT, device=fingerprint.device_name(machines.machine("cpu", None)))
-    classes = (ClassRules(calibration.LONG, rules),)
-    cases = (CaseCalibration(CASE, 30.0, 0.03, (CalibrationRate(0.0, 0.0, 4, 0, 0, 4, 0),)),)
-    calibration.save(tmp_path / "results", Calibration(here, classes, cases, 12, 0.0, "calibrate"))
+    a_calibration(tmp_path / "results", 0.03)
     change_attention(real, TWICE)
-    assert run(tmp_path, "HEAD") == 1
+    assert run(tmp_path, "HEAD", "--pairs", "6") == 1
     assert summary(capsys)["bad"] == [CASE]
     ((found,), damaged) = result.read(tmp_path / "results")
     assert damaged == []
@@ -78,7 +75,8 @@ def test_twice_the_work_is_slower(real: Repository, tmp_path: Path, capsys: pyte
     assert 0.4 < found.change < 3.0
     assert (found.base.ref, found.head.ref, found.head.dirty) == ("HEAD", "working tree", True)
     assert found.base.nsa_sha256 != found.head.nsa_sha256
-    assert (len(found.changes), found.rules.noise) == (3, rules.noise)
+    assert len(found.changes) == 6, "one case alone is not called after three pairs"
+    assert found.rules.noise.sd >= 0.03
 
 
 def test_a_wrong_head_fails_with_its_outcome(
@@ -159,6 +157,43 @@ def test_identical_times_are_the_same_and_exit_with_0(
     assert "s to the analysis after pair 3, 12 at most" in said
 
 
+def test_a_comparison_that_reaches_no_case_has_the_keys_of_any_other(
+    answered: Callable[[Play], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answered(lambda key, i: samples(10.0, 10.0))
+    assert run(tmp_path, "HEAD~1", "HEAD") == 0
+    any_other = summary(capsys)
+    assert main(["compare", "HEAD", "HEAD", "--gpu", "cpu", "--out", str(tmp_path / "results")]) == 0
+    found = summary(capsys)
+    assert list(found) == list(any_other)
+    assert (found["verdicts"], found["bad"], found["undecided"], found["results"]) == ({}, [], [], None)
+
+
+def a_calibration(results: Path, sd: float) -> None:
+    """Of this machine, whose pairs differed by so much."""
+    here = dataclasses.replace(FINGERPRINT, device=fingerprint.device_name(machines.machine("cpu", None)))
+    classes = (ClassRules(calibration.LONG, Rules(noise=NoisePrior(sd, 20.0))),)
+    cases = (CaseCalibration(CASE, 30.0, sd, (CalibrationRate(0.0, 0.0, 4, 0, 0, 4, 0),)),)
+    calibration.save(results, Calibration(here, classes, cases, 12, 0.0, "calibrate"))
+
+
+@pytest.mark.parametrize(("sd", "said"), [(0.001, True), (0.05, False)])
+def test_a_machine_noisier_than_its_calibration_is_told(
+    sd: float,
+    said: bool,
+    answered: Callable[[Play], None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What a case was judged by is in its result."""
+    a_calibration(tmp_path / "results", sd)
+    answered(lambda key, i: samples(10.0, 10.0 * 1.02 ** (-1) ** i))
+    run(tmp_path, "HEAD~1", "HEAD", cases="prefill-forward")
+    assert ("times as much as at the calibration: 7 of 7 cases are judged by that" in capsys.readouterr().out) is said
+    found, _ = result.read(tmp_path / "results")
+    assert {one.rules.noise.sd > sd for one in found} == {said}
+
+
 def test_noise_is_undecided_and_exits_with_0_at_the_limit(
     answered: Callable[[Play], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -237,7 +272,7 @@ def test_an_interrupted_comparison_leaves_no_folder(
 ) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    monkeypatch.setattr(checkout.tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
 
     def interrupt(key: Key, i: int) -> trial.PairedSamples:
         assert len(list(temporary.iterdir())) == 1

@@ -71,6 +71,46 @@ def test_p_values_are_uniform_where_the_prior_is_true() -> None:
     assert 0.03 < below / 4000 < 0.06  # clipping takes some of the wildest
 
 
+def test_a_machine_as_noisy_as_at_its_calibration_is_not_corrected() -> None:
+    r, prior = random.Random(3), NoisePrior(0.002, 20.0)
+    cases = [[r.gauss(0.0, 0.002) for _ in range(3)] for _ in range(20)]
+    assert moderated.inflation([(values, prior) for values in cases]) == moderated.Inflation()
+    assert moderated.Inflation().of(prior) is prior
+
+
+def test_the_factor_is_that_of_the_typical_case() -> None:
+    """One wild case of twenty says nothing of the machine; three times the noise in all of them does."""
+    r, prior = random.Random(4), NoisePrior(0.002, 20.0)
+    noisy = [[r.gauss(0.0, 0.006) for _ in range(6)] for _ in range(40)]
+    found = moderated.inflation([(values, prior) for values in noisy])
+    assert (found.factor, found.df) == (pytest.approx(9.0, rel=0.35), 200)
+    corrected = found.of(prior)
+    assert corrected.sd == pytest.approx(0.002 * math.sqrt(found.factor))
+    assert corrected.df == pytest.approx(1 / (1 / 20 + 2 / 200))
+    quiet = [[0.002 * x for x in (-1.0, 1.0, -1.0, 1.0, 0.0, 0.0)] for _ in range(19)]
+    assert moderated.inflation([(values, prior) for values in [*quiet, noisy[0]]]) == moderated.Inflation()
+
+
+def test_what_is_not_known_is_not_corrected() -> None:
+    wild = [(VALUES, UNKNOWN)] * 5
+    assert moderated.inflation(wild) == moderated.inflation([]) == moderated.Inflation()
+    assert moderated.inflation([([0.5], NoisePrior(0.002, 20.0))]) == moderated.Inflation(), (
+        "one pair tells no variance"
+    )
+    assert moderated.Inflation(9.0, 10.0).of(UNKNOWN) is UNKNOWN
+
+
+def test_pairs_too_few_to_tell_make_the_prior_worth_little() -> None:
+    """Whatever they show: three pairs of one case leave fewer than the 5 degrees of freedom of a call."""
+    prior = NoisePrior(0.002, 20.0)
+    loud, quiet = [0.000, 0.003, 0.006], [0.000, 0.001, 0.002]
+    assert moderated.inflation([(loud, prior)]).factor > 1.5
+    assert moderated.inflation([(quiet, prior)]) == moderated.Inflation(1.0, 2)
+    for values in (loud, quiet):
+        assert moderated.estimate(values, moderated.inflation([(values, prior)]).of(prior)).df < 5
+    assert moderated.inflation([(quiet, prior)] * 3) == moderated.Inflation()
+
+
 def test_the_pseudomedian_ignores_a_quarter_of_outliers() -> None:
     assert moderated.pseudomedian([3.0, 1.0, 2.0, 6.0, 5.0, 4.0]) == 3.5
     assert moderated.pseudomedian([1.0] * 7 + [99.0, -99.0]) == 1.0

@@ -169,6 +169,16 @@ def test_a_whole_file_is_never_overwritten(tmp_path: Path) -> None:
     assert (ours / "calibration" / "cpu.json").read_text() == "{}"
 
 
+def test_the_newest_backtest_of_a_machine_counts(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    texts = [f'{{"utc": "2026-01-0{day}T00:00:00.000Z"}}' for day in (1, 2)]
+    for results, text in zip((ours, theirs), texts, strict=True):
+        (results / "calibration").mkdir(parents=True)
+        (results / "calibration" / "cpu.backtest.json").write_text(text)
+    assert joined(theirs, ours).refused == []
+    assert (ours / "calibration" / "cpu.backtest.json").read_text() == texts[1]
+
+
 def test_a_folder_without_results_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     for folder, why in ((tmp_path / "empty", "holds no results"), (tmp_path / "none", "is none")):

@@ -200,6 +200,33 @@ def test_tf32_that_was_on_before_the_case(monkeypatch: pytest.MonkeyPatch) -> No
     process_state.require_unchanged(process_state.read())
 
 
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("1", "the environment has TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1"),
+        ("0", "the code that is measured has set torch."),
+    ],
+)
+def test_tf32_that_the_caller_turned_on_is_said_to_be_the_environment_s(
+    value: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a variable of the process's start did it, the code that is measured is not to blame."""
+    variable = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+    environment = tmp_path / "environ"
+    environment.write_bytes(f"{variable}={value}\0".encode())
+    for name in process_state.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(process_state, "_STARTED_WITH", environment)
+    torch.set_float32_matmul_precision("high")
+    try:
+        with pytest.raises(IncorrectError, match=said):
+            process_state.require_unchanged(process_state.read())
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    process_state.require_unchanged(process_state.read())
+
+
 def test_a_changed_setting_is_named_before_what_came_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(*arguments: Any, return_aux: bool = False, **options: Any) -> Any:
         torch.set_num_threads(2)
