@@ -42,7 +42,7 @@ class Fingerprint:
     utc: str
     """When the run began, ISO 8601, UTC, with milliseconds: it tells runs apart."""
     machine: str
-    """The name in machines.toml: "h200", "cpu", "gpu" for one that is not listed."""
+    """The machine's id (`harness.machines.Machine.id`): "h200", "a100-80gb-sxm", "gpu-geforce-rtx-5090", "cpu"."""
     device: str
     """The GPU's or the CPU's own name."""
     driver: str | None

@@ -24,7 +24,7 @@ from benchmarks.history import run_file
 from benchmarks.runner import Measurement
 from benchmarks.timing import peak
 from benchmarks.workloads import suite
-from harness import fingerprint, machines
+from harness import arguments, fingerprint, machines
 from harness.machines import Machine, WrongMachineError
 from nsa import backends
 
@@ -74,7 +74,7 @@ SESSION = pytest.StashKey[Session]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("NSA benches")
-    group.addoption("--gpu", choices=machines.known_ids(), help="refuse any other machine (default: what is found)")
+    group.addoption("--gpu", type=arguments.machine_id, help="refuse any other machine (default: what is found)")
     group.addoption("--backend", choices=backends.NAMES, default="auto", help="NSA's backend (default: auto)")
     group.addoption("--full", action="store_true", help="the machine's whole suite (default: its quick part)")
     group.addoption("--results", type=Path, default=options.RESULTS, help="where records go (default: results)")
