@@ -3,7 +3,8 @@
 A machine is a board, not a family: boards of one name differ in memory and bandwidth, and a MIG slice has a share of
 its board. The table is machines.toml.
 
-Nothing here imports PyTorch but `visible_gpu`: noxfile.py and the host's side of the containers run where there is none.
+Nothing here imports PyTorch but `visible_gpu`: noxfile.py and the host's side of the containers run where there is
+none.
 """
 
 from __future__ import annotations
@@ -45,11 +46,6 @@ class Gpu:
     compute_capability: tuple[int, int]
     sms: int | None = field(default=None, kw_only=True)
     """Multiprocessors that can be used; None where only the driver's name is known."""
-
-    @property
-    def is_virtual(self) -> bool:
-        """Whether the name is a vGPU profile's."""
-        return _VGPU.search(self.name) is not None
 
 
 @dataclass(frozen=True)
@@ -164,6 +160,11 @@ def same_family(machine_id: str, family: str) -> bool:
     """Whether a machine is this entry of the table, or one of its boards as a whole."""
     boards = families()[family].boards if family in families() else ()
     return machine_id in (family, *(board.id for board in boards))
+
+
+def is_virtual(device: str) -> bool:
+    """Whether a device's name is that of a vGPU profile."""
+    return _VGPU.search(device) is not None
 
 
 def image_families() -> list[str]:

@@ -121,13 +121,14 @@ def slowdown_c() -> int | None:
     return _ask("nvmlDeviceGetTemperatureThreshold", "NVML_TEMPERATURE_THRESHOLD_SLOWDOWN")
 
 
-def processes() -> list[GpuProcess]:
-    """Every process on this GPU, or on this slice of it, as far as NVML tells; ours too."""
-    computing = _ask_slice("nvmlDeviceGetComputeRunningProcesses") or []
+def processes() -> list[GpuProcess] | None:
+    """Every process on this GPU, or on this slice of it, ours too; None where NVML does not tell which compute."""
+    computing = _ask_slice("nvmlDeviceGetComputeRunningProcesses")
     drawing = _ask_slice("nvmlDeviceGetGraphicsRunningProcesses") or []
-    if not (computing or drawing):
-        return []
-    busy, found = _sm_percent(), dict[int, GpuProcess]()
+    if computing is None:
+        return None
+    busy = _sm_percent() if computing or drawing else {}
+    found: dict[int, GpuProcess] = {}
     for draws, listed in ((True, drawing), (False, computing)):
         for one in listed:
             memory_mib = None if one.usedGpuMemory is None else one.usedGpuMemory / _MIB
