@@ -41,9 +41,10 @@ class UnfitGpuError(ValueError):
 
 
 class GpuWatch:
-    """Looks at the GPU between the cases of one session."""
+    """Looks at the GPU between the cases of one session, from before it is used."""
 
     def __init__(self) -> None:
+        self._since_the_start: dict[str, str] = {}
         self._at_first = {one.pid for one in nvml.processes() or []}
         self._waited_for_in_vain: set[int] = set()
         self._left_s = LONGEST_IN_ALL_S
@@ -56,18 +57,24 @@ class GpuWatch:
             if told is None
         ]
         noticed = {UNSEEN: f"NVML does not tell {' and '.join(unseen)}"} if unseen else {}
-        noticed |= self._alone() | self._cool(self._hot_c())
+        noticed |= self._since_the_start | self._alone() | self._cool(self._hot_c())
+        self._since_the_start = {}
         if idle := [one for one in self._others() if not computes(one) and not one.draws]:
             noticed[IDLE_PROCESS] = f"{_named(idle)} held memory of the GPU and computed nothing"
         return noticed
 
     def require_alone(self) -> None:
-        """The same, for what no other process may disturb. Raises UnfitGpuError where one goes on computing."""
-        if (others := self.ready().get(OTHER_PROCESS)) is not None:
+        """Wait in the same way, and tell the next case of it. Raises UnfitGpuError where another process goes on."""
+        noticed = self.ready()
+        for name in (WAITED, COOLED, HOT, IDLE_PROCESS):
+            if name in noticed:
+                print(f"note: {noticed[name]}", flush=True)
+        if OTHER_PROCESS in noticed:
             raise UnfitGpuError(
-                f"{others}, for as long as was waited ({LONGEST_WAIT_S:.0f} s at most). End it, or wait until it has"
-                " ended, or choose another GPU with CUDA_VISIBLE_DEVICES"
+                f"{noticed[OTHER_PROCESS]}, for as long as was waited ({LONGEST_WAIT_S:.0f} s at most). End it, or wait"
+                " until it has ended, or choose another GPU with CUDA_VISIBLE_DEVICES"
             )
+        self._since_the_start = {name: noticed[name] for name in (WAITED, COOLED) if name in noticed}
 
     def computing(self) -> list[GpuProcess]:
         """Other processes that compute on the GPU now; of one whose number means nothing here that must be told."""
