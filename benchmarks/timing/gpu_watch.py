@@ -59,8 +59,9 @@ class GpuWatch:
         noticed = {UNSEEN: f"NVML does not tell {' and '.join(unseen)}"} if unseen else {}
         noticed |= self._since_the_start | self._alone() | self._cool(self._hot_c())
         self._since_the_start = {}
-        if idle := [one for one in self._others() if not computes(one) and not one.draws]:
-            noticed[IDLE_PROCESS] = f"{_named(idle)} held memory of the GPU and computed nothing"
+        computing = {one.pid for one in self.computing()}
+        if idle := [one for one in self._others() if one.pid not in computing and not one.draws]:
+            noticed[IDLE_PROCESS] = f"{_named(idle)} held memory of the GPU"
         return noticed
 
     def require_alone(self) -> None:

@@ -108,7 +108,7 @@ BOARDS: Mapping[str, Board] = {
             "nvmlDeviceGetDisplayActive": 1,
             "nvmlDeviceGetTemperature": Course((91, 90, 86, 81, 74)),
             "nvmlDeviceGetTemperatureThreshold": 95,
-            "processes": Course(((OnGpu(),), (OnGpu(),), (OnGpu(),), ALONE)),
+            "processes": Course((*[(OnGpu(),)] * 5, ALONE)),
         },
     ),
     "gpu-geforce-rtx-5090": Board("NVIDIA GeForce RTX 5090", (12, 0), 170, _GEFORCE),
