@@ -80,10 +80,8 @@ def _of_clocks(clocks: ClockSummary | ClockLine) -> list[str]:
     if throttled := clocks.throttled:
         found.append(f"{sum(throttled.values())} samples at lowered clocks ({', '.join(throttled)})")
     if clocks.sm_mhz_drift is not None and abs(clocks.sm_mhz_drift) > _DRIFT:
-        found.append(
-            f"the SM clock drifted by {clocks.sm_mhz_drift:+.0%} over the samples, up to {clocks.temperature_c_max}"
-            " degrees C"
-        )
+        percent = f"{100 * clocks.sm_mhz_drift:+.0f} %"
+        found.append(f"the SM clock drifted by {percent} over the samples, up to {clocks.temperature_c_max} degrees C")
     elif not throttled and clocks.sm_mhz_min < (1 - _UNSTEADY) * clocks.sm_mhz_median:
         found.append(f"clocks are not locked: SM {clocks.sm_mhz_min} MHz beside a median of {clocks.sm_mhz_median:.0f}")
     return found

@@ -22,6 +22,8 @@ OTHER_PROCESS, HOT = "other_process", "hot"
 UNTRUSTED = (OTHER_PROCESS, HOT)
 """Conditions under which a figure is not to be trusted."""
 UNSEEN, WAITED, COOLED, RETRIED, IDLE_PROCESS = "unseen", "waited", "cooled", "retried", "idle_process"
+WARMER = "warmer"
+"""The GPU was much warmer than when the session began: its clocks may be lower than beside the first cases."""
 TOLD = (UNSEEN, WAITED, COOLED, RETRIED, IDLE_PROCESS)
 """Conditions that take nothing of the trust in a figure."""
 LONGEST_WAIT_S = 120.0
@@ -32,6 +34,7 @@ _BUSY_PERCENT = 5
 """A process that keeps the multiprocessors no busier does not count: a desktop at rest."""
 _HOT_BELOW_SLOWDOWN_C, _COOL_BELOW_SLOWDOWN_C = 8, 20
 """So near to the temperature at which it lowers its clocks a GPU is hot, and so far from it cool."""
+_WARMER_C = 20
 _HOT_C, _COOL_C = 82, 70
 """The same where that temperature is not told."""
 
@@ -48,6 +51,7 @@ class GpuWatch:
         self._at_first = {one.pid for one in nvml.processes() or []}
         self._waited_for_in_vain: set[int] = set()
         self._left_s = LONGEST_IN_ALL_S
+        self._at_first_c: int | None = None
 
     def ready(self) -> dict[str, str]:
         """Wait until nothing else computes and the GPU is not hot. What was noticed, by name; empty is the usual."""
@@ -62,7 +66,7 @@ class GpuWatch:
         computing = {one.pid for one in self.computing()}
         if idle := [one for one in self._others() if one.pid not in computing and not one.draws]:
             noticed[IDLE_PROCESS] = f"{_named(idle)} held memory of the GPU"
-        return noticed
+        return noticed | self._warmer()
 
     def require_alone(self) -> None:
         """Wait in the same way, and tell the next case of it. Raises UnfitGpuError where another process goes on."""
@@ -117,6 +121,14 @@ class GpuWatch:
         if now is not None and now >= self._hot_c():
             return {HOT: f"{now} degrees C before the case, after {waited_s:.0f} s of waiting"}
         return {COOLED: f"waited {waited_s:.0f} s to cool from {first} to {now} degrees C"}
+
+    def _warmer(self) -> dict[str, str]:
+        now = nvml.temperature_c()
+        if self._at_first_c is None:
+            self._at_first_c = now
+        if now is None or self._at_first_c is None or now < self._at_first_c + _WARMER_C:
+            return {}
+        return {WARMER: f"{now} degrees C before the case, {self._at_first_c} when the session began"}
 
     def _wait(self, goes_on: Callable[[], bool]) -> float:
         """Seconds waited, at most `LONGEST_WAIT_S` and what is left for the session."""

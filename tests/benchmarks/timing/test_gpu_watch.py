@@ -22,6 +22,7 @@ from benchmarks.timing.gpu_watch import (
     OTHER_PROCESS,
     UNSEEN,
     WAITED,
+    WARMER,
     GpuWatch,
     UnfitGpuError,
 )
@@ -117,6 +118,13 @@ def test_one_that_stays_hot_is_told_and_the_waits_of_a_session_have_an_end(monke
     for _ in range(30):
         assert HOT in seen.ready()
     assert gpu_watch.time.monotonic() == LONGEST_IN_ALL_S
+
+
+def test_a_gpu_that_has_warmed_since_the_session_began_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = (30,) * 3 + (49,) * 3 + (50,) * 3  # each time: is it told, is it hot, has it warmed
+    seen = watch(monkeypatch, A100.telling(nvmlDeviceGetTemperature=Course(readings)))
+    assert (seen.ready(), seen.ready()) == ({}, {})
+    assert seen.ready() == {WARMER: "50 degrees C before the case, 30 when the session began"}
 
 
 def test_without_a_slowdown_temperature_a_usual_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
