@@ -16,6 +16,8 @@ import psutil
 import torch
 
 _MIB = 2**20
+_LEAST_SLOWDOWN_C = 60
+"""No GPU slows down below; boards since 2022 tell how far they are from it in its place, a small number."""
 _UTILISATION_OF_S = 2.0
 """How far back a process's use of the multiprocessors is asked for; NVML averages it over up to a second."""
 
@@ -117,8 +119,9 @@ def temperature_c() -> int | None:
 
 
 def slowdown_c() -> int | None:
-    """Temperature from which the GPU lowers its clocks; None where it is not told."""
-    return _ask("nvmlDeviceGetTemperatureThreshold", "NVML_TEMPERATURE_THRESHOLD_SLOWDOWN")
+    """Temperature from which the GPU lowers its clocks; None where it is not told, or where a distance from it is."""
+    found = _ask("nvmlDeviceGetTemperatureThreshold", "NVML_TEMPERATURE_THRESHOLD_SLOWDOWN")
+    return found if found is not None and found >= _LEAST_SLOWDOWN_C else None
 
 
 def processes() -> list[GpuProcess] | None:

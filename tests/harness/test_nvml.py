@@ -49,8 +49,7 @@ def test_a_field_that_is_not_told_is_none_and_the_others_stand(
     process.install(monkeypatch, A100.telling(**{field: Refused(why)}))
     for name, read in FIELDS.items():
         found, value = read()
-        both = {field, name} <= {"nvmlDeviceGetEnforcedPowerLimit", "power"}
-        assert (getattr(found, value) is None) is (name == field or both), name
+        assert (getattr(found, value) is None) is (name == field), name
 
 
 def test_without_nvml_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +86,12 @@ def test_how_busy_a_process_is_need_not_be_told(why: str, monkeypatch: pytest.Mo
     (found,) = nvml.processes() or []
     assert found.sm_percent is None
     assert str(found).endswith(f"(pid {os.getpid()}, 8000 MiB)")
+
+
+@pytest.mark.parametrize("distance_c", [-2, 0, 12])
+def test_a_distance_is_no_slowdown_temperature(distance_c: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    process.install(monkeypatch, A100.telling(nvmlDeviceGetTemperatureThreshold=distance_c))
+    assert nvml.slowdown_c() is None
 
 
 def test_what_a_process_did_long_ago_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

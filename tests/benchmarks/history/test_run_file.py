@@ -125,6 +125,7 @@ def test_a_record_of_a_quick_run_takes_six_hundred_bytes(tmp_path: Path) -> None
         queued_ahead=True,
         stop_reason="precise_enough",
         unmet=None,
+        gpu_conditions={},
     )
     path = written(tmp_path, on_a_gpu, command=COMMAND)
     (_, _), (_, line) = read_lines(path)
