@@ -49,7 +49,7 @@ def check(*words: str) -> None:
     HostError."""
     arguments.check(words)
     parser = argparse.ArgumentParser("nox -s SESSION --", add_help=False, allow_abbrev=False)
-    parser.add_argument("--gpu", "--require", choices=machines.known_ids())
+    parser.add_argument("--gpu", "--require", type=arguments.machine_id)
     if wanted := parser.parse_known_args(words)[0].gpu:
         host.require(wanted)
 

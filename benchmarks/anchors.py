@@ -10,13 +10,15 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks import worker
+from benchmarks import watched, worker
 from benchmarks.ab import checkout
 from benchmarks.cases.key import NSA, Key
 from benchmarks.history import accepted, anchors
 from benchmarks.history.anchor_plan import AnchorPlan, AnchorRequest, request
 from benchmarks.history.records import Anchor, Record
 from benchmarks.history.store import Store
+from benchmarks.runner import Measurement
+from benchmarks.timing.gpu_watch import GpuWatch
 from benchmarks.timing.latency import SamplingPlan
 from harness import repository
 from harness.fingerprint import Fingerprint
@@ -49,6 +51,7 @@ def measure(
     now: Fingerprint,
     command: Callable[[Key], str],
     seed: int,
+    watch: GpuWatch | None = None,
 ) -> Iterator[Record]:
     """A record for each case. Raises ValueError where the commit, or the sources that were measured, cannot be had."""
     with checkout.sources([plan.commit]) as (sources,):
@@ -57,5 +60,9 @@ def measure(
             raise ValueError(f"nsa/ of {plan.commit[:10]} is not what the earlier runs measured: {found} now")
         anchor = Anchor(plan.commit, found)
         path = (sources.folder, sources.benches)
-        for measured in worker.run(plan.keys, device, sampling, now, command, seed=seed, path=path):
+
+        def of_commit(keys: Sequence[Key]) -> Iterator[Measurement]:
+            return worker.run(keys, device, sampling, now, command, seed=seed, path=path)
+
+        for measured in watched.run(plan.keys, of_commit, watch):
             yield dataclasses.replace(measured.record, anchor=anchor)

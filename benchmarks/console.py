@@ -13,6 +13,7 @@ from benchmarks.cases.key import NSA, Key
 from benchmarks.history import reservations
 from benchmarks.history.records import Record
 from benchmarks.history.speedup import BaselineComparison, speed_up
+from benchmarks.timing import gpu_watch
 
 
 class RunProgress:
@@ -54,12 +55,13 @@ def progress(record: Record, done: int, total: int, elapsed_s: float, earlier: S
     width, left_s = len(str(total)), elapsed_s / done * (total - done)
     clock = f"{elapsed_s:4.0f} s, {left_s:4.0f} s left"
     line = f"[{done:>{width}}/{total} {clock}] {record.key.name:<66} {record.outcome.value}"
+    done_about_it = [text for name, text in (record.gpu_conditions or {}).items() if name in gpu_watch.TOLD]
     if record.reason:
-        return f"{line}  {record.reason}"
+        return "  ".join([line, record.reason, *done_about_it])
     ratios = [_ratio(record, other) for other in earlier if other.key.case == record.key.case]
     reasons = reservations.of(record).values()
     warning = [f"NOT TRUSTWORTHY: {'; '.join(reasons)}"] if reasons else []
-    return "  ".join([line, figure(record), *(ratio for ratio in ratios if ratio), *warning])
+    return "  ".join([line, figure(record), *(ratio for ratio in ratios if ratio), *done_about_it, *warning])
 
 
 def figure(record: Record) -> str:
@@ -83,6 +85,8 @@ def warning(records: Sequence[Record]) -> str:
         reservations.LOAD: "under load",
         reservations.UNMET: "with unmet precision",
         reservations.FEW_SAMPLES: "of too few samples",
+        gpu_watch.OTHER_PROCESS: "beside another process on the GPU",
+        gpu_watch.HOT: "of a hot GPU",
     }
     why = ", ".join(f"{counted[name]} {said}" for name, said in words.items() if name in counted)
     return (

@@ -53,8 +53,8 @@ def _gpu(row: str) -> HostGpu:
 def image_for(gpu: HostGpu) -> str:
     """The image that fits this GPU: its family's, or that of a family with its architecture. Raises HostError."""
     with_image = machines.image_families()
-    if (own := machines.recognise(gpu).id) in with_image:
-        return own
+    if (own := machines.recognise(gpu).family) in with_image:
+        return str(own)
     for family in with_image:
         if machines.families()[family].compute_capability == gpu.compute_capability:
             return family
@@ -85,7 +85,8 @@ def require(asked: str) -> None:
         return
     if not here:
         raise HostError(_none_of(asked, why_none))
-    if asked != ANY_GPU and all(machines.recognise(gpu).id != asked for gpu in here):
+    board = machines.whole_board(asked)  # of a slice: nvidia-smi's first columns do not name it
+    if asked != ANY_GPU and not any(machines.recognise(gpu).fits(board) for gpu in here):
         raise HostError(f"this session needs {title(asked)}; found: {', '.join(gpu.name for gpu in here)}")
 
 
@@ -108,9 +109,9 @@ def target(asked: str | None, found: tuple[list[HostGpu], str] | None = None) ->
     if not here:
         raise HostError(_none_of(asked, why_none))
     if asked in (None, ANY_GPU):
-        return Target(image_for(here[0]), machines.recognise(here[0]).id, here[0])
+        return Target(image_for(here[0]), machines.recognise(here[0]).family or ANY_GPU, here[0])
     for gpu in here:
-        if machines.recognise(gpu).id == asked:
+        if machines.recognise(gpu).family == asked:
             return Target(str(asked), str(asked), gpu)
     raise HostError(f"this session needs {title(asked)}; found: {', '.join(gpu.name for gpu in here)}")
 

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness import machines
 from harness.repository import ROOT
 
 
@@ -36,6 +37,16 @@ def unrecognised(words: Sequence[str], known: Collection[str]) -> str:
     near = [match for option in options for match in difflib.get_close_matches(option, known, n=1)]
     hint = f" (did you mean {', '.join(near)}?)" if near else ""
     return f"unrecognized arguments: {' '.join(words)}{hint}"
+
+
+def machine_id(text: str) -> str:
+    """What `--gpu` takes: a family, a board, its slice, a GPU that is not listed. Raises ArgumentTypeError."""
+    if not machines.is_id(text):
+        raise argparse.ArgumentTypeError(
+            f"invalid choice: {text!r} (choose from {', '.join(machines.known_ids())}; a board's MIG slice, as"
+            " a100-80gb-sxm-mig-3g-40gb; or a GPU that is not listed by its name, as gpu-geforce-rtx-5090)"
+        )
+    return text
 
 
 def check(words: Sequence[str]) -> None:

@@ -19,13 +19,13 @@ import torch
 
 from harness import environment, nvml, repository
 from harness.machines import Machine
-from harness.nvml import ClockLimits
+from harness.nvml import ClockLimits, GpuSettings
 from harness.peak import MeasuredPeak
 
 MEASURING = (
     "benchmarks/baselines", "benchmarks/cases", "benchmarks/correctness", "benchmarks/errors.py",
-    "benchmarks/memory_worker.py", "benchmarks/runner.py", "benchmarks/timing", "benchmarks/workloads",
-    "harness/nvml.py",
+    "benchmarks/memory_worker.py", "benchmarks/runner.py", "benchmarks/timing", "benchmarks/watched.py",
+    "benchmarks/workloads",    "harness/nvml.py",
 )  # fmt: skip
 """What decides how a figure comes about; a page or a command that changes makes none incomparable."""
 NOT_MEASURING = (
@@ -42,7 +42,7 @@ class Fingerprint:
     utc: str
     """When the run began, ISO 8601, UTC, with milliseconds: it tells runs apart."""
     machine: str
-    """The name in machines.toml: "h200", "cpu", "gpu" for one that is not listed."""
+    """The machine's id (`harness.machines.Machine.id`): "h200", "a100-80gb-sxm", "gpu-geforce-rtx-5090", "cpu"."""
     device: str
     """The GPU's or the CPU's own name."""
     driver: str | None
@@ -80,6 +80,9 @@ class Fingerprint:
     """Highest clocks and power of the GPU as it is set; None without a GPU or NVML."""
     measured_peak: MeasuredPeak | None = None
     """What the device was measured to reach at most, once per run; None where that was not measured."""
+    gpu_settings: GpuSettings | None = None
+    """How the GPU is set up: told, and not compared but for the power limit, which `gpu_clocks` holds too. None without
+    a GPU or NVML, and in records from before it was read."""
 
     OLD_NAMES: ClassVar[Mapping[str, str]] = {"ceilings": "measured_peak"}
 
@@ -152,6 +155,7 @@ def take(machine: str, device: str, measured_peak: MeasuredPeak | None = None) -
         image=told.image,
         gpu_clocks=nvml.limits() if on_gpu else None,
         measured_peak=measured_peak,
+        gpu_settings=nvml.settings() if on_gpu else None,
     )
 
 

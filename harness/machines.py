@@ -1,7 +1,10 @@
 """The machines by name: how each is recognised, what its data sheet promises, its suite and its image.
 
-The table is machines.toml. Nothing here imports PyTorch but `visible_gpu`: noxfile.py and the host's side of the
-containers run where there is none.
+A machine is a board, not a family: boards of one name differ in memory and bandwidth, and a MIG slice has a share of
+its board. The table is machines.toml.
+
+Nothing here imports PyTorch but `visible_gpu`: noxfile.py and the host's side of the containers run where there is
+none.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,12 @@ TABLE = Path(__file__).with_name("machines.toml")
 UNKNOWN_GPU = "gpu"
 CPU = "cpu"
 _SUITE_OF_UNKNOWN = "24gb"
+_MIG = re.compile(r"^(.+) MIG ((?:\d+c\.)?\d+g\.(\d+)gb\S*)$")
+"""As CUDA names a slice: "NVIDIA A100-SXM4-80GB MIG 3g.40gb"."""
+_OF_SLICE = "-mig-"
+_MEMORY_SLICES = 8
+_VGPU = re.compile(r"-\d+(-\d+)?[ABCQ]$")
+"""How the names of vGPU profiles end: "GRID A100-40C", "NVIDIA A100-3-20C"."""
 
 
 class WrongMachineError(Exception):
@@ -35,6 +44,8 @@ class Gpu:
 
     name: str
     compute_capability: tuple[int, int]
+    sms: int | None = field(default=None, kw_only=True)
+    """Multiprocessors that can be used; None where only the driver's name is known."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +53,8 @@ class Machine:
     """What the figures are measured on."""
 
     id: str
-    """The name in machines.toml ("h200"), "gpu" for one that is not listed, "cpu"."""
+    """The board's in machines.toml ("h200", "a100-80gb-sxm"), with its slice behind it ("...-mig-3g-40gb"); of a GPU
+    that is not listed "gpu-" and its name; "cpu"."""
     title: str
     """As it is shown: the board's name, or the device's own where the board is not listed."""
     device: str
@@ -55,6 +67,12 @@ class Machine:
     """Data sheet, TB/s; None where unknown."""
     memory_gb: float | None = None
     """Data sheet, GB; None where unknown."""
+    family: str | None = None
+    """The entry of machines.toml ("a100"); None for the CPU and for a GPU that is not listed."""
+
+    def fits(self, asked: str) -> bool:
+        """Whether it is what was asked for: its own id, its family, or "gpu" for one that is not listed."""
+        return asked in (self.id, self.family or (CPU if self.device == CPU else UNKNOWN_GPU))
 
 
 @dataclass(frozen=True)
@@ -78,6 +96,10 @@ class Board:
     memory_tb_per_s: float
     memory_gb: float
     suite: str
+    id: str
+    """What its records are kept under."""
+    sms: int | None = None
+    """Multiprocessors of the whole board; None where MIG does not divide it."""
 
 
 @dataclass(frozen=True)
@@ -111,14 +133,38 @@ def _read(path: Path) -> Mapping[str, Family]:
 
 def _family(name: str, entry: Mapping[str, Any]) -> Family:
     major, minor = entry["compute_capability"]
-    boards = tuple(Board(**board) for board in entry["boards"])
+    boards = tuple(Board(**{"id": name, **board}) for board in entry["boards"])
     image = Image(**entry["image"]) if "image" in entry else None
     return Family(name, entry["title"], (major, minor), boards, image)
 
 
 def known_ids() -> list[str]:
-    """Every name that `--gpu` takes, in the table's order."""
-    return [*families(), UNKNOWN_GPU, CPU]
+    """Every name that stands in the table, families first, with "gpu" and "cpu"."""
+    boards = [board.id for family in families().values() for board in family.boards]
+    return list(dict.fromkeys([*families(), *boards, UNKNOWN_GPU, CPU]))
+
+
+def is_id(text: str) -> bool:
+    """Whether a machine can have this name: also a slice of a board, and a GPU that is not listed."""
+    whole, _, part = text.partition(_OF_SLICE)
+    listed = whole in known_ids() and whole not in (UNKNOWN_GPU, CPU)
+    return text in known_ids() or (listed and bool(part)) or re.fullmatch(r"gpu-[a-z0-9-]+", text) is not None
+
+
+def whole_board(machine_id: str) -> str:
+    """The board that a slice is of; any other machine as it is."""
+    return machine_id.partition(_OF_SLICE)[0]
+
+
+def same_family(machine_id: str, family: str) -> bool:
+    """Whether a machine is this entry of the table, or one of its boards as a whole."""
+    boards = families()[family].boards if family in families() else ()
+    return machine_id in (family, *(board.id for board in boards))
+
+
+def is_virtual(device: str) -> bool:
+    """Whether a device's name is that of a vGPU profile."""
+    return _VGPU.search(device) is not None
 
 
 def image_families() -> list[str]:
@@ -130,11 +176,34 @@ def recognise(gpu: Gpu | None) -> Machine:
     """The machine that holds this GPU; the CPU where there is none."""
     if gpu is None:
         return Machine(CPU, "CPU", CPU, CPU)
+    mig = _MIG.fullmatch(gpu.name)
+    whole = gpu if mig is None else replace(gpu, name=mig[1])
     for family in families().values():
-        if (board := family.board(gpu)) is not None:
+        if (board := family.board(whole)) is not None:
             limits = (board.bf16_tflops, board.memory_tb_per_s, board.memory_gb)
-            return Machine(family.id, board.title, "cuda", board.suite, *limits)
-    return Machine(UNKNOWN_GPU, gpu.name, "cuda", _SUITE_OF_UNKNOWN)
+            if mig is not None:
+                return _slice(family, board, mig[2], float(mig[3]), gpu.sms)
+            return Machine(board.id, board.title, "cuda", board.suite, *limits, family.id)
+    return Machine(f"{UNKNOWN_GPU}-{_slug(gpu.name)}", gpu.name, "cuda", _SUITE_OF_UNKNOWN)
+
+
+def _slice(family: Family, board: Board, profile: str, memory_gb: float, sms: int | None) -> Machine:
+    """One slice of a board: its share of the multiprocessors, and of the memory in whole eighths, with their bandwidth.
+
+    The profile "3g.40gb" names neither share: of an A100's 108 multiprocessors 42, and four eighths of 80 GB.
+    """
+    tflops = None if sms is None or board.sms is None else board.bf16_tflops * sms / board.sms
+    eighths = min(max(round(_MEMORY_SLICES * memory_gb / board.memory_gb), 1), _MEMORY_SLICES)
+    tb_per_s = board.memory_tb_per_s * eighths / _MEMORY_SLICES
+    suites = {int(b.suite.removesuffix("gb")): b.suite for f in families().values() for b in f.boards}
+    suite = suites.get(max((gb for gb in suites if gb <= memory_gb), default=0), _SUITE_OF_UNKNOWN)
+    name, title = f"{board.id}{_OF_SLICE}{_slug(profile)}", f"{board.title} MIG {profile}"
+    return Machine(name, title, "cuda", suite, tflops, tb_per_s, memory_gb, family.id)
+
+
+def _slug(name: str) -> str:
+    """ "NVIDIA GeForce RTX 5090" -> "geforce-rtx-5090"."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower().removeprefix("nvidia ")).strip("-")
 
 
 def visible_gpu() -> Gpu | None:
@@ -143,7 +212,8 @@ def visible_gpu() -> Gpu | None:
 
     if not torch.cuda.is_available():
         return None
-    return Gpu(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+    seen = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return Gpu(seen.name, (seen.major, seen.minor), sms=seen.multi_processor_count)
 
 
 def machine(required: str | None, gpu: Gpu | None) -> Machine:
@@ -151,7 +221,7 @@ def machine(required: str | None, gpu: Gpu | None) -> Machine:
     if required == CPU:
         return recognise(None)
     here = recognise(gpu)
-    if required is not None and here.id != required:
+    if required is not None and not here.fits(required):
         seen = "no GPU that PyTorch can use" if gpu is None else gpu.name
         raise WrongMachineError(f"this session needs {named(required)}; found: {seen}")
     return here
@@ -159,4 +229,9 @@ def machine(required: str | None, gpu: Gpu | None) -> Machine:
 
 def named(required: str) -> str:
     """How a message names a machine that is wanted."""
-    return "a GPU that is not listed" if required == UNKNOWN_GPU else f"an {families()[required].title}"
+    if required in families():
+        return f"an {families()[required].title}"
+    titles = {board.id: board.title for family in families().values() for board in family.boards}
+    if (board := titles.get(whole_board(required))) is not None:
+        return f"an {board}" if required in titles else f"the slice {required.partition(_OF_SLICE)[2]} of an {board}"
+    return "a GPU that is not listed" + ("" if required == UNKNOWN_GPU else f", {required}")

@@ -22,6 +22,7 @@ from benchmarks.ab.result import Rules
 from benchmarks.ab.starter import PairStarter
 from benchmarks.cases.key import NSA, Key
 from benchmarks.commands import options
+from benchmarks.timing import gpu_watch
 from harness import fingerprint, machines
 from harness.machines import Machine
 from nsa import NSAConfig
@@ -156,6 +157,7 @@ def _pairs(arguments: argparse.Namespace, machine: Machine, identity: fingerprin
     print(f"{len(cases)} cases, {arguments.pairs} pairs of processes, of which {len(pairs)} are there", flush=True)
     if len(pairs) == arguments.pairs:
         return pairs
+    watch = gpu_watch.begin(machine)
     begin = time.perf_counter()
     numbers, new = range(len(pairs), arguments.pairs), list[float]()
     with (
@@ -168,6 +170,8 @@ def _pairs(arguments: argparse.Namespace, machine: Machine, identity: fingerprin
             print(_progress(len(pairs), arguments.pairs, new), flush=True)
             if arguments.minutes is not None and time.perf_counter() - begin > 60 * arguments.minutes:
                 break
+            if watch is not None:  # noise of other work is not this machine's; what was measured is kept
+                watch.require_alone()
     return pairs
 
 

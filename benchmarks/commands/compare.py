@@ -25,6 +25,8 @@ from benchmarks.ab.sequential import PairFailure, PairTiming
 from benchmarks.ab.starter import PairStarter
 from benchmarks.cases.key import Key
 from benchmarks.commands import options
+from benchmarks.timing import gpu_watch
+from benchmarks.timing.gpu_watch import GpuWatch
 from harness import fingerprint, jsonl, machines
 from harness.interrupt import INTERRUPTED
 from harness.machines import Machine
@@ -163,12 +165,13 @@ def measure(
     machine: Machine, keys: Sequence[Key], base: Sources, head: Sources, rules: CaseRules
 ) -> tuple[list[ComparisonResult], bool]:
     """One result per key, with a line of progress per pair of processes; and whether it was interrupted."""
+    watch = gpu_watch.begin(machine)
     identity = fingerprint.take(machine.id, machine.device)
     if machine.device == "cpu":
         identity = dataclasses.replace(identity, threads=THREADS)
     tested, interrupted = [sequential.CaseResult(key.name) for key in keys], False
     with PairStarter(base, head, machine.device) as starter:
-        measure_pair = _Measure(starter, {key.name: key for key in keys}, rules.schedule)
+        measure_pair = _Measure(starter, {key.name: key for key in keys}, rules.schedule, watch)
         try:
             sequential.extend(tested, measure_pair, rules, rules.schedule.interim_analyses)
         except KeyboardInterrupt:
@@ -176,6 +179,9 @@ def measure(
             for case_result in tested:
                 if case_result.verdict is CompareVerdict.UNDECIDED:
                     case_result.reason = f"interrupted after {len(case_result.pairs)} pairs of processes"
+    for case_result in tested:
+        said = [case_result.reason, *measure_pair.disturbed.get(case_result.case, [])]
+        case_result.reason = "; ".join(one for one in said if one) or None
     paired = zip(tested, keys, strict=True)
     return [_result(case_result, key, identity, base, head, rules) for case_result, key in paired], interrupted
 
@@ -183,11 +189,16 @@ def measure(
 class _Measure:
     """Measures pairs of processes for `sequential.extend` and prints the progress."""
 
-    def __init__(self, starter: PairStarter, keys: Mapping[str, Key], rules: Rules) -> None:
-        self._starter, self._keys, self._rules = starter, keys, rules
+    def __init__(
+        self, starter: PairStarter, keys: Mapping[str, Key], rules: Rules, watch: GpuWatch | None = None
+    ) -> None:
+        self._starter, self._keys, self._rules, self._watch = starter, keys, rules, watch
+        self.disturbed: dict[str, list[str]] = {}
+        """Of each case, what could not be waited for before its pairs."""
         self._done, self._seconds, self._cases = 0, 0.0, 0
 
     def __call__(self, cases: Sequence[str]) -> Mapping[str, PairTiming | PairFailure]:
+        self._make_ready(cases)
         begin = time.perf_counter()
         keys = [self._keys[case] for case in cases]
         found = trial.run(self._starter, keys, self._rules, self._done % 2, check=self._done == 0)
@@ -197,6 +208,14 @@ class _Measure:
         print(self._progress(len(cases)), flush=True)
         timed = (result if isinstance(result, PairFailure) else result.timed() for result in found)
         return dict(zip(cases, timed, strict=True))
+
+    def _make_ready(self, cases: Sequence[str]) -> None:
+        noticed = self._watch.ready() if self._watch else {}
+        for text in noticed.values():
+            print(f"GPU: {text}", flush=True)
+        for text in (noticed[name] for name in gpu_watch.UNTRUSTED if name in noticed):
+            for case in cases:
+                self.disturbed.setdefault(case, []).append(f"before pair {self._done + 1} {text}")
 
     def _progress(self, cases: int) -> str:
         """Time left to the next interim analysis; how many cases go on after it is not known before it."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.cases.key import NSA, Key
 from benchmarks.workloads import suite
-from harness import environment, machines
+from harness import arguments, environment, machines
 from harness.machines import Machine
 
 RESULTS = environment.read().results
@@ -27,9 +27,10 @@ def add_gpu(parser: argparse.ArgumentParser) -> None:
         "--gpu",
         "--require",
         dest="gpu",
-        choices=machines.known_ids(),
-        help="refuse any other machine; 'gpu' is one that is not listed, 'cpu' measures the CPU also where there is a"
-        " GPU (default: what is found)",
+        type=arguments.machine_id,
+        metavar="NAME",
+        help=f"refuse any other machine: {', '.join(machines.known_ids())}, or the name that records have. 'gpu' is one"
+        " that is not listed, 'cpu' measures the CPU also where there is a GPU (default: what is found)",
     )
 
 

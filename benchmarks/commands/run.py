@@ -8,10 +8,12 @@ import shlex
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks import anchors, console, runner, worker
+from benchmarks import anchors, console, runner, watched, worker
+from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.commands import options
 from benchmarks.commands.report import build_page
@@ -20,7 +22,9 @@ from benchmarks.history import reservations, run_file, speedup
 from benchmarks.history.anchor_plan import AnchorRequest
 from benchmarks.history.anchors import CLASSES
 from benchmarks.history.records import Record
-from benchmarks.timing import peak
+from benchmarks.runner import Measurement
+from benchmarks.timing import gpu_watch, peak
+from benchmarks.timing.gpu_watch import GpuWatch
 from benchmarks.timing.latency import SamplingPlan
 from benchmarks.workloads import suite
 from harness import fingerprint, machines
@@ -77,6 +81,7 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     for folder in (arguments.out / "runs" / machine.id, arguments.out / "report"):
         options.check_writable(folder)
+    watch = gpu_watch.begin(machine)
     identity = fingerprint.take(machine.id, machine.device, peak.measure(machine))
     seed = row_sampling.new_seed() if arguments.seed is None else arguments.seed
     command = run_command(machine.id, arguments.backend, quick=arguments.quick, seed=seed)
@@ -88,15 +93,19 @@ def main(arguments: argparse.Namespace) -> int:
     begin = time.perf_counter()
     done: list[Record] = []
     plan = runner.QUICK if arguments.quick else runner.FULL
+
+    def measure(some: Sequence[Key]) -> Iterator[Measurement]:
+        return worker.run(some, machine.device, plan, identity, case_command, seed=seed)
+
     try:
         with console.RunProgress(keys) as progress:
-            for measured in worker.run(keys, machine.device, plan, identity, case_command, seed=seed):
+            for measured in watched.run(keys, measure, watch):
                 run_file.append(path, measured.record)
                 if measured.raw:
                     run_file.append_samples(path, measured.raw)
                 progress.finished(measured.record)
                 done.append(measured.record)
-        bridged = _measure_anchors(beside, path, machine.device, plan, identity, command, seed) if beside else []
+        bridged = _measure_anchors(beside, path, machine.device, plan, identity, command, seed, watch) if beside else []
     except KeyboardInterrupt:
         return _interrupted(arguments.out, path, len(done), len(keys))
     page = build_page(arguments.out)
@@ -125,7 +134,14 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _measure_anchors(
-    beside: AnchorRequest, path: Path, device: str, plan: SamplingPlan, now: Fingerprint, command: str, seed: int
+    beside: AnchorRequest,
+    path: Path,
+    device: str,
+    plan: SamplingPlan,
+    now: Fingerprint,
+    command: str,
+    seed: int,
+    watch: GpuWatch | None,
 ) -> list[Record]:
     """Add them to the run's file: those of the first commit that gives a figure. They do not decide the exit code."""
     changed = "; ".join(beside.differences) or "as asked"
@@ -135,7 +151,7 @@ def _measure_anchors(
         print(f"\nAnchors: {len(one.keys)} cases at {one.commit[:10]} ({changed})", flush=True)
         try:
             case_command = partial(run_file.case_command, of_commit)
-            for record in anchors.measure(one, device, plan, now, case_command, seed):
+            for record in anchors.measure(one, device, plan, now, case_command, seed, watch):
                 run_file.append(path, record)
                 print(f"{record.key.name:<66} {record.outcome.value}  {record.reason or console.figure(record)}")
                 found.append(record)

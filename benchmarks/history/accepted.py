@@ -22,7 +22,7 @@ class Acceptance:
     """git's user.name and user.email, or the login."""
     reason: str
     machine: str
-    """The name in machines.toml."""
+    """Its id, as a fingerprint has it."""
     device: str
     """The GPU's or the CPU's own name."""
     case: str

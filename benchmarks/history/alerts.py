@@ -70,7 +70,7 @@ class AlertEvent:
     alert: str
     """The alert's id."""
     machine: str
-    """The name in machines.toml."""
+    """Its id, as a fingerprint has it."""
     state: AlertState
     why: str
     good: str | None

@@ -77,7 +77,7 @@ class _Samples(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         SampleSummary.__post_init__(self)  # type: ignore[arg-type]
 
 
-class _Clocks(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+class ClockLine(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """The fields of `ClockSummary`, in this order."""
 
     sm_mhz_min: int
@@ -85,6 +85,7 @@ class _Clocks(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     power_w_median: float
     temperature_c_max: int
     throttled: dict[str, int]
+    sm_mhz_drift: float | None = None
 
     def __post_init__(self) -> None:
         ClockSummary.__post_init__(self)  # type: ignore[arg-type]
@@ -125,10 +126,11 @@ class RecordLine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
     warmup_calls: int | None = None
     stop_reason: str | None = "precise_enough"
     unmet: str | None = None
-    clocks: _Clocks | None = None
+    clocks: ClockLine | None = None
     flops: float | None = None
     bytes_moved: float | None = None
     other_load: float | None = None
+    gpu_conditions: dict[str, str] | None = None
     anchor: _Anchor | None = None
 
     def __post_init__(self) -> None:
@@ -141,6 +143,7 @@ class RecordLine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
 
 _SAME = (
     "outcome", "reason", "peak_mem_source", "clock", "queued_ahead", "warmup_calls", "stop_reason", "unmet",
+    "gpu_conditions",
 )  # fmt: skip
 """Fields that stand in a line as they are."""
 _FIGURES = (
@@ -162,7 +165,9 @@ def encode(record: Record, *, with_command: bool) -> str:
         interval_ms=None if record.interval_ms is None else tuple(map(_rounded, record.interval_ms)),
         samples=_Samples(*map(_rounded, vars(record.samples).values())) if record.samples else None,
         anchor=_Anchor(record.anchor.commit, record.anchor.nsa_sha256) if record.anchor else None,
-        clocks=_Clocks(*(_rounded(x, _CLOCK_DIGITS) for x in vars(record.clocks).values())) if record.clocks else None,
+        clocks=ClockLine(*(_rounded(x, _CLOCK_DIGITS) for x in vars(record.clocks).values()))
+        if record.clocks
+        else None,
         **{name: _usual(name, getattr(record, name)) for name in _SAME},
         **{name: _rounded(getattr(record, name)) for name in _FIGURES},
     )

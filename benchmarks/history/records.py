@@ -104,6 +104,9 @@ class Record:
     """Cores that other processes kept busy while the case was measured, on average; None where it is unknown."""
     clocks: ClockSummary | None = None
     """The GPU's clocks beside the samples; None without NVML."""
+    gpu_conditions: Mapping[str, str] | None = None
+    """What was noticed of the GPU beside the case, in words, by the names in `benchmarks.timing.gpu_watch`; empty where
+    nothing was, None where nobody looked: on a CPU, and in records from before it was looked for."""
     flops: float | None = None
     """Floating-point operations that the case needs at least, a multiply-add being two; from the case, not counted."""
     bytes_moved: float | None = None

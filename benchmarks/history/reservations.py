@@ -1,4 +1,4 @@
-"""Why a figure is not to be trusted although the outputs are right: a busy CPU, too few samples, too wide a spread.
+"""Why a figure is not to be trusted although the outputs are right: a busy CPU or GPU, few samples, a wide spread.
 
 It is kept, and these reasons are told where it is read. `accept` takes no level that rests on such figures, unless a
 person says why.
@@ -9,14 +9,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from benchmarks.history.record_line import RecordLine
+from benchmarks.history.record_line import ClockLine, RecordLine
 from benchmarks.history.records import Record
+from benchmarks.timing.clocks import ClockSummary
+from benchmarks.timing.gpu_watch import UNSEEN, UNTRUSTED
 from benchmarks.timing.latency import median_interval
 from harness.fingerprint import Fingerprint
 
 LOAD, UNMET, FEW_SAMPLES = "load", "unmet", "few_samples"
 _LEAST_LOAD, _LOAD_OF_THREADS = 0.25, 0.1
 """Cores that others may keep busy: this many, or this share of the threads that are measured where that is more."""
+_DRIFT, _UNSTEADY = 0.03, 0.05
+"""How far a GPU's clock may move over the samples, and lie below their median, before the figure is marked."""
 FEWEST_SAMPLES = next(count for count in range(1, 100) if median_interval([1.0] * count) is not None)
 """With fewer, nothing says how well the median is known."""
 
@@ -37,6 +41,8 @@ def _reasons(figures: Record | RecordLine, fingerprint: Fingerprint) -> dict[str
         found[UNMET] = f"unmet precision ({figures.unmet})"
     if figures.samples is not None and figures.samples.count < FEWEST_SAMPLES:
         found[FEW_SAMPLES] = f"only {figures.samples.count} sample(s)"
+    noticed = figures.gpu_conditions or {}
+    found |= {name: noticed[name] for name in UNTRUSTED if name in noticed}
     return found
 
 
@@ -60,10 +66,25 @@ def with_device(figures: Record | RecordLine, fingerprint: Fingerprint) -> tuple
         return ()
     if figures.queued_ahead is False:
         found.append("the device waited for the host: the figure holds launches too")
-    if figures.clocks is not None and figures.clocks.throttled:
-        throttled = figures.clocks.throttled
-        found.append(f"{sum(throttled.values())} samples at lowered clocks ({', '.join(throttled)})")
+    if figures.clocks is not None:
+        found += _of_clocks(figures.clocks)
+    if fingerprint.gpu_settings is not None and fingerprint.gpu_settings.display:
+        found.append("the GPU draws a screen")
+    if (unseen := (figures.gpu_conditions or {}).get(UNSEEN)) is not None:
+        found.append(unseen)
     return tuple(found)
+
+
+def _of_clocks(clocks: ClockSummary | ClockLine) -> list[str]:
+    found = []
+    if throttled := clocks.throttled:
+        found.append(f"{sum(throttled.values())} samples at lowered clocks ({', '.join(throttled)})")
+    if clocks.sm_mhz_drift is not None and abs(clocks.sm_mhz_drift) > _DRIFT:
+        percent = f"{100 * clocks.sm_mhz_drift:+.0f} %"
+        found.append(f"the SM clock drifted by {percent} over the samples, up to {clocks.temperature_c_max} degrees C")
+    elif not throttled and clocks.sm_mhz_min < (1 - _UNSTEADY) * clocks.sm_mhz_median:
+        found.append(f"clocks are not locked: SM {clocks.sm_mhz_min} MHz beside a median of {clocks.sm_mhz_median:.0f}")
+    return found
 
 
 def count(records: Iterable[Record]) -> dict[str, int]:

@@ -35,7 +35,7 @@ class PublishedSource:
     gpu: str
     """As the source names it."""
     machine: str | None = None
-    """Its name in machines.toml; None where that board is not listed."""
+    """Its name in machines.toml, a family or a board; None where that board is not listed."""
     software: str | None = None
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.cases.key import Key
 from benchmarks.report.published import RATIO, PublishedSeries
+from harness import machines
 
 Points = list[tuple[int, float]]
 
@@ -28,9 +29,15 @@ def throughput(known: Sequence[PublishedSeries], key: Key, machine: str, batches
 
     `batches`: length -> sequences that were measured here; where theirs are others, the point is left out.
     """
-    same = [one for one in known if one.source.machine == machine and one.unit != RATIO and _same_case(one, key)]
+    same = [one for one in known if _same_gpu(one, machine) and one.unit != RATIO and _same_case(one, key)]
     lines = [Reference(one.of, _label(one), _throughputs(one, batches)) for one in same]
     return [line for line in lines if line.points]
+
+
+def _same_gpu(one: PublishedSeries, machine: str) -> bool:
+    """A source that names a family alone is drawn beside each of its boards, but no slice of one."""
+    named = one.source.machine
+    return named is not None and (named == machine or machines.same_family(machine, named))
 
 
 def at_length(known: Sequence[PublishedSeries], key: Key, machine: str) -> list[Reference]:

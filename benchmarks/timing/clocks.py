@@ -26,6 +26,7 @@ _REASONS = {
     "power_brake": "nvmlClocksThrottleReasonHwPowerBrakeSlowdown",
 }
 """Our name for each reason that lowers a clock, and NVML's."""
+_FEWEST_OF_A_THIRD = 2
 ORDINARY = ("power_cap",)
 """Reasons that belong to a board's own limits."""
 
@@ -75,7 +76,17 @@ class Clocks:
             statistics.median(self.power_w),
             max(self.temperature_c),
             dict(Counter(self.throttle_reasons)),
+            self.drift,
         )
+
+    @property
+    def drift(self) -> float | None:
+        """By what share the SM clock changed from the first third of the samples to the last; None for few samples."""
+        third = len(self.sm_mhz) // 3
+        if third < _FEWEST_OF_A_THIRD:
+            return None
+        first, last = statistics.median(self.sm_mhz[:third]), statistics.median(self.sm_mhz[-third:])
+        return last / first - 1 if first else None
 
 
 @dataclass(frozen=True)
@@ -90,6 +101,9 @@ class ClockSummary:
     temperature_c_max: int
     throttled: Mapping[str, int] = field(default_factory=dict)
     """Samples beside which the device lowered its clocks, by reason ("power_cap", "hardware_slowdown+thermal")."""
+    sm_mhz_drift: float | None = None
+    """From the first third of the samples to the last, as a share of the median clock of the first: -0.05 is 5 % lower.
+    None for fewer than 6 samples, and in records from before it was computed."""
 
     def __post_init__(self) -> None:
         if not all(type(count) is int and count > 0 for count in self.throttled.values()):

@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from benchmarks.timing import gpu_watch
 from benchmarks.tuning import candidates
 from benchmarks.tuning.candidates import Trial
 from benchmarks.tuning.trials import Workload, fits
-from harness import fingerprint, jsonl
+from harness import fingerprint, jsonl, machines
 from harness.fingerprint import Fingerprint
 from nsa.io import atomic_write
 from nsa.triton_backend import tuning
@@ -49,6 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     for kernel in kernels if arguments.kernels is not None else ():  # before hours are spent on others
         if not fits(kernel, table.of(kernel, width, group), table, workload):
             raise ValueError(f"--kernels: {kernel} does not serve --heads {arguments.heads} here")
+    if not arguments.dry_run:
+        gpu_watch.begin(machines.machine(None, machines.visible_gpu()))
     for kernel in kernels:
         current = table.of(kernel, width, group)
         found = candidates.candidates(current)

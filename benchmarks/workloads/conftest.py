@@ -8,23 +8,24 @@ say how long to measure have no effect.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import runner
+from benchmarks import runner, watched
 from benchmarks.cases.key import Key
 from benchmarks.commands import options
 from benchmarks.commands.run import run_command
 from benchmarks.correctness import row_sampling
 from benchmarks.history import run_file
 from benchmarks.runner import Measurement
-from benchmarks.timing import peak
+from benchmarks.timing import gpu_watch, peak
+from benchmarks.timing.gpu_watch import GpuWatch
 from benchmarks.workloads import suite
-from harness import fingerprint, machines
+from harness import arguments, fingerprint, machines
 from harness.machines import Machine, WrongMachineError
 from nsa import backends
 
@@ -50,6 +51,11 @@ class Session:
         return suite.absent_once([key for key in keys if key.mode != "memory"], self.machine.device)
 
     @cached_property
+    def watch(self) -> GpuWatch | None:
+        """Begun before the first measurement."""
+        return gpu_watch.begin(self.machine)
+
+    @cached_property
     def identity(self) -> fingerprint.Fingerprint:
         """Taken once, when it is first needed."""
         return fingerprint.take(self.machine.id, self.machine.device, peak.measure(self.machine))
@@ -57,11 +63,16 @@ class Session:
     def measure(self, key: Key) -> Measurement:
         """Measure and write the record."""
         command = run_command(self.machine.id, self.backend, quick=self.quick, seed=self.seed)
+        watch = self.watch  # begun before `identity` measures what the GPU reaches
         if self.path is None:
             self.path = run_file.create(self._results, self.identity, command)
         plan = runner.QUICK if self.quick else runner.FULL
         case_command = partial(run_file.case_command, command)
-        (measured,) = runner.run([key], self.machine.device, plan, self.identity, case_command, seed=self.seed)
+
+        def run(keys: Sequence[Key]) -> Iterator[Measurement]:
+            return runner.run(keys, self.machine.device, plan, self.identity, case_command, seed=self.seed)
+
+        (measured,) = watched.run([key], run, watch)
         measured = runner.unless_changed(measured)
         run_file.append(self.path, measured.record)
         if measured.raw:
@@ -74,7 +85,7 @@ SESSION = pytest.StashKey[Session]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("NSA benches")
-    group.addoption("--gpu", choices=machines.known_ids(), help="refuse any other machine (default: what is found)")
+    group.addoption("--gpu", type=arguments.machine_id, help="refuse any other machine (default: what is found)")
     group.addoption("--backend", choices=backends.NAMES, default="auto", help="NSA's backend (default: auto)")
     group.addoption("--full", action="store_true", help="the machine's whole suite (default: its quick part)")
     group.addoption("--results", type=Path, default=options.RESULTS, help="where records go (default: results)")

@@ -25,8 +25,8 @@ from tests.harness.test_machines import NAMES
 DRIVER = "580.82.07"
 GPUS = {
     family: HostGpu(name, capability, DRIVER)
-    for name, capability, family, _ in reversed(NAMES)
-    if family in machines.image_families()
+    for name, capability, *_ in reversed(NAMES)
+    if (family := machines.recognise(machines.Gpu(name, capability)).family) in machines.image_families()
 }
 """A GPU of each family that has an image."""
 FAMILIES = tuple(machines.image_families())

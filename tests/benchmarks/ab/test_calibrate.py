@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
 import time
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ from harness import jsonl
 from harness.machines import Gpu, recognise
 from tests.benchmarks import comparisons
 from tests.benchmarks.synthetic import FINGERPRINT
+from tests.fake_nvml import process
+from tests.fake_nvml.boards import ALONE, BOARDS, Course, OnGpu
 
 RULES = Rules()
 
@@ -129,6 +132,19 @@ def test_an_interrupted_calibration_goes_on_where_it_stopped(
     third = Machine(monkeypatch)
     assert main(arguments) == 0
     assert third.pairs == 0
+
+
+def test_beside_a_process_that_goes_on_a_calibration_stops_and_keeps_its_pairs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    until_the_second_pair = (ALONE,) * 9
+    board = BOARDS["a100-40gb-sxm"].telling(processes=Course((*until_the_second_pair, (OnGpu(),))))
+    process.install(monkeypatch, board, os.getppid())
+    here = Machine(monkeypatch)
+    assert main(["calibrate", "--gpu", "a100-40gb-sxm", "--pairs", "14", "--out", str(tmp_path)]) == 2
+    assert f"(pid {os.getppid()}, 8000 MiB, SMs 97 % busy) computed on the GPU too" in capsys.readouterr().err
+    assert here.pairs == 2
+    assert len(calibration_samples.path(tmp_path, "a100-40gb-sxm").read_text().splitlines()) == 2
 
 
 def test_minutes_end_a_calibration_that_goes_on_later(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ from benchmarks.cases.outcome import CaseOutcome
 from harness import fingerprint, machines, repository
 from tests.benchmarks.repository import Repository
 from tests.benchmarks.synthetic import FINGERPRINT
+from tests.fake_nvml import process
+from tests.fake_nvml.boards import ALONE, BOARDS, Course, OnGpu
 
 CASE = "prefill-forward/8x2x64/b1/s512/float32/nsa"
 OTHER = "decode/8x2x64/b4/s16384/float32/nsa"
@@ -221,6 +224,31 @@ def test_a_confirmed_slowdown_exits_with_1_also_through_a_pipe(
 def test_faster_exits_with_0(answered: Callable[[Play], None], tmp_path: Path) -> None:
     answered(lambda key, i: samples(10.0, 9.0))
     assert run(tmp_path, "HEAD~1", "HEAD") == 0
+
+
+def test_pairs_beside_a_process_that_goes_on_say_so(
+    answered: Callable[[Play], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    answered(lambda key, i: samples(10.0, 10.0 + 0.01 * (-1) ** i))
+    before_the_first_pair = (ALONE,) * 5
+    board = BOARDS["a100-80gb-pcie"].telling(processes=Course((*before_the_first_pair, (OnGpu(),))))
+    process.install(monkeypatch, board, os.getppid())
+    arguments = ["HEAD~1", "HEAD", "--gpu", "a100", "--cases", CASE, "--out", str(tmp_path / "results")]
+    assert main(["compare", *arguments]) == 0
+    said = capsys.readouterr().out
+    (file,) = (tmp_path / "results" / "verdicts").iterdir()
+    (found,) = (json.loads(line) for line in file.read_text().splitlines())
+    other = f"(pid {os.getppid()}, 8000 MiB, SMs 97 % busy) computed on the GPU too"
+    assert found["fingerprint"]["machine"] == "a100-80gb-pcie"
+    assert "before pair 1 " in found["reason"]
+    assert other in found["reason"]
+    assert f"{other}\n" in said
+    process.install(monkeypatch, board.telling(processes=(OnGpu(),)), os.getppid())
+    assert main(["compare", *arguments]) == 2
+    assert f"{other}, for as long as was waited" in capsys.readouterr().err
 
 
 def test_what_reproduces_a_result_is_in_it(answered: Callable[[Play], None], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from benchmarks.history import reservations
 from benchmarks.history.records import Record
 from benchmarks.history.samples import SampleSummary
 from benchmarks.timing.clocks import ClockSummary
+from harness.nvml import GpuSettings
 from tests.benchmarks.synthetic import failed, key, passed
 
 
@@ -35,6 +36,8 @@ def record(threads: int = 2, load: float | None = None, driver: str | None = Non
         (record(load=6.2, driver="560", other_load=6.0), []),  # a GPU's own time
         (record(unmet="4 of 6 samples", samples=SampleSummary.of((1.0,) * 5)), ["unmet", "few_samples"]),
         (record(samples=SampleSummary.of((1.0,) * 6)), []),
+        (record(gpu_conditions={"waited": "20 s", "other_process": "sleep", "cooled": "3 s"}), ["other_process"]),
+        (record(gpu_conditions={"hot": "90 degrees C", "unseen": "", "warmer": "", "idle_process": ""}), ["hot"]),
         (failed(key(), CaseOutcome.CRASHED, "boom"), []),
     ],
 )
@@ -58,3 +61,36 @@ def test_the_pages_tell_what_the_device_did_too() -> None:
         "1 samples at lowered clocks (thermal)",
     )
     assert "unmet precision (half width 3 % > 1 %)" in reservations.with_device(made, calm.fingerprint)
+
+
+def settings(display: bool | None) -> GpuSettings:
+    return GpuSettings(350.0, 350.0, True, display, None, False)
+
+
+@pytest.mark.parametrize(
+    ("clocks", "said"),
+    [
+        (ClockSummary(1900, 1980.0, 300.0, 70, {}, -0.03), []),
+        (ClockSummary(1700, 1980.0, 300.0, 84, {}, -0.06), ["the SM clock drifted by -6 % over the samples, up to 84"]),
+        (ClockSummary(1980, 1980.0, 300.0, 40, {}, 0.04), ["the SM clock drifted by +4 %"]),
+        (
+            ClockSummary(1860, 1980.0, 300.0, 60, {}, 0.0),
+            ["clocks are not locked: SM 1860 MHz beside a median"],
+        ),
+        (ClockSummary(1860, 1980.0, 300.0, 60, {"power_cap": 2}, 0.0), ["2 samples at lowered clocks (power_cap)"]),
+        (ClockSummary(1890, 1980.0, 300.0, 60), []),
+    ],
+)
+def test_clocks_that_moved_are_marked(clocks: ClockSummary, said: list[str]) -> None:
+    made = record(driver="580", clocks=clocks)
+    found = reservations.with_device(made, made.fingerprint)
+    assert len(found) == len(said)
+    assert all(one.startswith(words) for one, words in zip(found, said, strict=True))
+    assert reservations.of(made) == {}
+
+
+def test_a_screen_and_what_nvml_does_not_tell_are_marked() -> None:
+    made = record(driver="580", gpu_conditions={"unseen": "NVML does not tell other processes"})
+    for display, said in ((True, ["the GPU draws a screen"]), (False, []), (None, [])):
+        drawing = dataclasses.replace(made.fingerprint, gpu_settings=settings(display))
+        assert list(reservations.with_device(made, drawing)) == [*said, "NVML does not tell other processes"]

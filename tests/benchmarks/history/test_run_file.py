@@ -52,7 +52,8 @@ EVERYTHING = Record(
     stop_reason="wall_limit",
     unmet="precision",
     other_load=0.25,
-    clocks=ClockSummary(1200, 1500.0, 402.5, 61, {"power_cap": 2, "hardware_slowdown+thermal": 1}),
+    clocks=ClockSummary(1200, 1500.0, 402.5, 61, {"power_cap": 2, "hardware_slowdown+thermal": 1}, -0.05),
+    gpu_conditions={"waited": "waited 3 s for python (pid 1) to end"},
     flops=2.5e13,
     bytes_moved=12345670.0,
     anchor=Anchor("0123456789abcdef", "2" * 16),
@@ -124,6 +125,7 @@ def test_a_record_of_a_quick_run_takes_six_hundred_bytes(tmp_path: Path) -> None
         queued_ahead=True,
         stop_reason="precise_enough",
         unmet=None,
+        gpu_conditions={},
     )
     path = written(tmp_path, on_a_gpu, command=COMMAND)
     (_, _), (_, line) = read_lines(path)

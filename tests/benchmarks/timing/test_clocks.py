@@ -83,6 +83,24 @@ def test_a_sample_is_tagged_by_the_reading_before_it_and_the_next_after_it() -> 
     assert seen.sm_mhz == (1200, 1200, 1200, 1980, 1980)
 
 
+@pytest.mark.parametrize(
+    ("sm_mhz", "drift"),
+    [
+        ((1980,) * 6, 0.0),
+        ((2000, 2000, 1990, 1950, 1900, 1900), pytest.approx(-0.05)),
+        ((1000, 1000, 1500, 1500, 1100, 1100), pytest.approx(0.1)),
+        ((2000, 1000, 1000, 1000, 1000), None),  # too few to tell a drift from noise
+        ((0,) * 6, None),
+    ],
+)
+def test_the_drift_of_the_clock_is_from_the_first_third_of_the_samples_to_the_last(
+    sm_mhz: tuple[int, ...], drift: float | None
+) -> None:
+    seen = Clocks(sm_mhz, (300.0,) * len(sm_mhz), (60,) * len(sm_mhz))
+    assert seen.drift == drift
+    assert seen.summary.sm_mhz_drift == seen.drift
+
+
 def test_an_idle_device_is_not_throttled() -> None:
     assert watched([IDLE], 3).throttled_samples == ()
 
