@@ -151,7 +151,7 @@ def workflows(session: nox.Session) -> None:
 def package(session: nox.Session) -> None:
     """Wheel and sdist, checked and used from elsewhere; the hub's kernel, loaded: `nox -s package -- FOLDER`."""
     session.install("-c", "constraints.txt", "build", "check-wheel-contents", "kernels", "setuptools", "twine")
-    torch_from = str(shared(session, *session.posargs))
+    torch_from = str(shared(session, "distribution.archives"))
     session.run("python", "-m", "distribution.archives", *session.posargs, "--torch-from", torch_from)
     here(session, "pytest", "-p", "no:benchmark", "tests/distribution", path=packages(session))
 
@@ -159,7 +159,7 @@ def package(session: nox.Session) -> None:
 @nox.session(venv_backend="virtualenv")
 def docs(session: nox.Session) -> None:
     """The documents and the API reference as pages, build/docs/index.html; a broken reference is an error."""
-    session.install("-c", "constraints.txt", "mkdocs", "mkdocs-material", "mkdocstrings", "mkdocstrings-python")
+    session.install("-c", "constraints.txt", "mkdocs", "mkdocs-material", "mkdocstrings", "mkdocstrings-python", "ruff")
     variables = {"PYTHONPATH": os.getcwd(), "NO_MKDOCS_2_WARNING": "1"}  # the pinned versions stay
     session.run("mkdocs", "build", *session.posargs, env=variables)
 

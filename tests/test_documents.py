@@ -12,7 +12,7 @@ from containers import container, image
 from harness.repository import ROOT
 
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-TOPS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"results"}  # whose files are made by runs
+TOPS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"results", "build", "dist"}  # made by runs
 PACKAGES = ("nsa", "harness", "benchmarks", "regression", "containers", "distribution", "tests")
 
 

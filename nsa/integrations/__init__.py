@@ -1,1 +1,1 @@
-"""NSA inside other training and serving code. A module says whether it needs the package it is named after."""
+"""NSA inside other frameworks. Nothing here is imported by `import nsa`; each module names the extra that it needs."""
