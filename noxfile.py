@@ -153,7 +153,7 @@ def package(session: nox.Session) -> None:
     session.install("-c", "constraints.txt", "build", "check-wheel-contents", "kernels", "setuptools", "twine")
     torch_from = str(shared(session, "distribution.archives"))
     session.run("python", "-m", "distribution.archives", *session.posargs, "--torch-from", torch_from)
-    here(session, "pytest", "-p", "no:benchmark", "tests/distribution", path=packages(session))
+    here(session, "pytest", "-p", "no:benchmark", "tests/distribution", "-k", "kernels", path=packages(session))
 
 
 @nox.session(venv_backend="virtualenv")
