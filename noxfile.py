@@ -159,8 +159,11 @@ def package(session: nox.Session) -> None:
 @nox.session(venv_backend="virtualenv")
 def docs(session: nox.Session) -> None:
     """The documents and the API reference as pages, build/docs/index.html; a broken reference is an error."""
-    session.install("-c", "constraints.txt", "mkdocs", "mkdocs-material", "mkdocstrings", "mkdocstrings-python", "ruff")
+    session.install(
+        "-c", "constraints.txt", "mkdocs", "mkdocs-material", "mkdocstrings", "mkdocstrings-python", "pytest", "ruff"
+    )
     variables = {"PYTHONPATH": os.getcwd(), "NO_MKDOCS_2_WARNING": "1"}  # the pinned versions stay
+    session.run("python", "-m", "pytest", "--noconftest", "tests/distribution/test_pages.py", env=variables)
     session.run("mkdocs", "build", *session.posargs, env=variables)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 
 from harness.repository import ROOT
@@ -30,6 +33,30 @@ BASE = "https://github.com/owner/name/blob/abc"
 )
 def test_links(page: str, link: str, wanted: str) -> None:
     assert pages.linked(f"See {link}.", page, BASE) == f"See {wanted}."
+
+
+@pytest.mark.filterwarnings("default")  # of mkdocs and its plugins
+@pytest.mark.parametrize(
+    "fault", [None, "[a](../gone.md)", "[a](../training.md#gone)", "::: nsa.gone", "[a][nsa.gone]"]
+)
+def test_a_link_or_reference_that_leads_nowhere_fails_the_build(
+    fault: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+    from mkdocs.exceptions import Abort
+
+    monkeypatch.chdir(ROOT)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    page = tmp_path / "docs" / "reference" / "packages.md"
+    page.write_text(f"{page.read_text()}\n{fault or ''}\n")
+    config = load_config("mkdocs.yml", docs_dir=str(tmp_path / "docs"), site_dir=str(tmp_path / "site"))
+    if fault is None:
+        build(config)
+        assert "NativeSparseAttention" in (tmp_path / "site" / "reference" / "layer.html").read_text()
+    else:
+        with pytest.raises(Abort):
+            build(config)
 
 
 def test_a_source_is_named_without_a_site() -> None:
