@@ -115,7 +115,7 @@ def parallelize(
     FSDP2 (`shard`) over the mesh "fsdp", with any of torchtitan's activation checkpointing and `torch.compile`.
 
     Raises NotImplementedError naming what is not served: context, tensor, pipeline and expert parallelism, replicas
-    (HSDP), offloading to the CPU, and every `parallelism.spmd_backend` but "partial_dtensor".
+    (HSDP), offloading to the CPU, symmetric memory, and every `parallelism.spmd_backend` but "partial_dtensor".
     """
     kinds = {"cp": "context", "tp": "tensor", "pp": "pipeline", "ep": "expert"}
     for short, kind in kinds.items():
@@ -127,6 +127,8 @@ def parallelize(
         raise NotImplementedError("replicas are not served; set parallelism.data_parallel_replicate_degree to 1")
     if training.enable_cpu_offload:
         raise NotImplementedError("offloading is not served; set training.enable_cpu_offload to False")
+    if parallelism.enable_fsdp_symm_mem:
+        raise NotImplementedError("symmetric memory is not served; set parallelism.enable_fsdp_symm_mem to False")
     if parallelism.spmd_backend != "partial_dtensor":
         raise NotImplementedError(
             f"parallelism.spmd_backend must be 'partial_dtensor' with NSA; got {parallelism.spmd_backend!r}"

@@ -69,6 +69,7 @@ def test_two_ranks_have_the_losses_of_our_model(losses: list[dict[str, list[floa
         ({"parallel_dims": {"ep_enabled": True}}, "expert parallelism .* parallelism.expert_parallel_degree"),
         ({"parallel_dims": {"dp_replicate_enabled": True}}, "data_parallel_replicate_degree"),
         ({"training": {"enable_cpu_offload": True}}, "training.enable_cpu_offload"),
+        ({"parallelism": {"enable_fsdp_symm_mem": True}}, "parallelism.enable_fsdp_symm_mem"),
         ({"parallelism": {"spmd_backend": "spmd_types"}}, "spmd_backend must be 'partial_dtensor' .* 'spmd_types'"),
     ],
 )

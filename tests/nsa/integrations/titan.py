@@ -142,7 +142,11 @@ def options(**changes: Any) -> dict[str, Any]:
             "mixed_precision_param": "float32",
             "mixed_precision_reduce": "float32",
         },
-        "parallelism": {"spmd_backend": "partial_dtensor", "fsdp_reshard_after_forward": "default"},
+        "parallelism": {
+            "spmd_backend": "partial_dtensor",
+            "fsdp_reshard_after_forward": "default",
+            "enable_fsdp_symm_mem": False,
+        },
         "compile_config": {"enable": False, "components": ["model", "loss"], "backend": "eager"},
     }
     for name, change in changes.items():
