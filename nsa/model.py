@@ -20,6 +20,8 @@ from nsa.loss import in_vocabulary
 from nsa.loss import next_token_loss as next_token_loss
 from nsa.paged.cache import PagedRows
 
+__all__ = ["BASE_125M", "SHOWCASE", "DecoderLM", "ModelConfig"]
+
 ATTENTIONS = ("nsa", "dense")
 OLD_NAMES = {"n_kv_groups": "num_kv_heads"}
 """Fields of ModelConfig under the names that profiles of the field and older checkpoints have."""

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from nsa.layer import a_size
 
+__all__ = ["Sampling", "draw"]
+
 NOT_FINITE = -1
 """In place of a token where the logits held a NaN or nothing but -inf."""
 

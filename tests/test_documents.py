@@ -11,9 +11,9 @@ import pytest
 from containers import container, image
 from harness.repository import ROOT
 
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-TOPS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"results"}  # whose files are made by runs
-PACKAGES = ("nsa", "harness", "benchmarks", "regression", "containers", "tests")
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+TOPS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"results", "build", "dist"}  # made by runs
+PACKAGES = ("nsa", "harness", "benchmarks", "regression", "containers", "distribution", "tests")
 
 
 def texts(document: Path) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 from harness.repository import ROOT
 
 pytest.importorskip("importlinter")
-PACKAGES = ("nsa", "harness", "benchmarks", "regression", "containers")
+PACKAGES = ("nsa", "harness", "benchmarks", "regression", "containers", "distribution")
 LINT = "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 
