@@ -57,6 +57,9 @@ _MOST_QUERIES = 8_192
 """Of a case that is measured on a GPU: what takes longer says no more."""
 _LEAST_PAIRS = 12
 """Two halves, each with two tests of identical code."""
+_PAIRS = 60
+_QUICK_EVERY = 4
+"""With --quick each fourth case is measured, of every mode the first."""
 
 
 def keys(machine: Machine) -> list[Key]:
@@ -77,15 +80,27 @@ def keys(machine: Machine) -> list[Key]:
     ]
 
 
+def quick_part(of: Sequence[Key]) -> list[Key]:
+    """What `--quick` measures: each fourth case of every mode, the first at least; enough for first thresholds."""
+    by_mode: dict[str, list[Key]] = {}
+    for key in of:
+        by_mode.setdefault(key.mode, []).append(key)
+    return [key for one_mode in by_mode.values() for key in one_mode[::_QUICK_EVERY]]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How many pairs and minutes, and where they are written."""
     options.add_gpu(parser)
     parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"a quarter of the cases and {_LEAST_PAIRS} pairs: first thresholds, which know little of the noise",
+    )
+    parser.add_argument(
         "--pairs",
         type=int,
-        default=60,
         metavar="N",
-        help="pairs of processes in all, those of before too (default: 60)",
+        help=f"pairs of processes in all, those of before too (default: {_PAIRS}, with --quick {_LEAST_PAIRS})",
     )
     parser.add_argument(
         "--minutes", type=float, metavar="M", help="begin no further pair after so many minutes (default: no limit)"
@@ -95,6 +110,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure the pairs that are missing, judge all of them; the last line of stdout is JSON."""
+    if arguments.pairs is None:
+        arguments.pairs = _LEAST_PAIRS if arguments.quick else _PAIRS
     if arguments.pairs < _LEAST_PAIRS:
         raise ValueError(f"--pairs must be at least {_LEAST_PAIRS}; got {arguments.pairs}")
     if arguments.minutes is not None and not arguments.minutes >= 0:
@@ -141,13 +158,14 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _command(arguments: argparse.Namespace, machine: Machine) -> str:
-    words = ["--gpu", machine.id, "--pairs", str(arguments.pairs)]
+    words = ["--gpu", machine.id, *["--quick"] * arguments.quick, "--pairs", str(arguments.pairs)]
     elsewhere = [] if arguments.out == options.RESULTS else ["--out", str(arguments.out)]
     return shlex.join(["python", "-m", "benchmarks", "calibrate", *words, *elsewhere])
 
 
 def _pairs(arguments: argparse.Namespace, machine: Machine, identity: fingerprint.Fingerprint) -> list[CalibrationPair]:
     cases, rules = keys(machine), Rules.of_device(machine.device)
+    cases = quick_part(cases) if arguments.quick else cases
     word = calibration_samples.identity(identity, [key.name for key in cases], rules)
     pairs = calibration_samples.read(arguments.out, machine.id, word)[: arguments.pairs]
     print(f"{len(cases)} cases, {arguments.pairs} pairs of processes, of which {len(pairs)} are there", flush=True)
