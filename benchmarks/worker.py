@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -102,8 +103,10 @@ class _Worker:
             begin = time.perf_counter()
             if self._pipe.poll(deadline_s):
                 measured: Measurement = self._pipe.recv()
-                reason = impossible(measured, key, time.perf_counter() - begin)
-                return measured if reason is None else self._refused(key, CaseOutcome.INCORRECT, reason, command)
+                elapsed_s = time.perf_counter() - begin
+                if reason := impossible(measured, key, elapsed_s):
+                    return self._refused(key, CaseOutcome.INCORRECT, reason, command)
+                return replace(measured, record=replace(measured.record, case_s=elapsed_s))
             reason = f"no answer within {deadline_s:.0f} s; it stood {self._where()}"
             outcome = CaseOutcome.STALLED
         except ImportError as error:

@@ -13,8 +13,10 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 
+from benchmarks import budget
 from benchmarks.ab import calibration, checkout, reach, result, sequential, trial
 from benchmarks.ab.calibration import Calibration
 from benchmarks.ab.checkout import Sources
@@ -22,8 +24,10 @@ from benchmarks.ab.child import THREADS
 from benchmarks.ab.result import CompareVerdict, ComparisonResult, Rules
 from benchmarks.ab.sequential import PairFailure, PairTiming
 from benchmarks.ab.starter import PairStarter
+from benchmarks.budget import BudgetPlan
 from benchmarks.cases.key import Key
 from benchmarks.commands import options
+from benchmarks.history.store import Store
 from harness import fingerprint, jsonl, machines
 from harness.interrupt import INTERRUPTED
 from harness.machines import Machine
@@ -40,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_gpu(parser)
     options.add_cases(parser, default="those of the quick suite, but memory, that the difference can reach")
     parser.add_argument("--quick", action="store_true", help="of the named cases only those of the quick suite")
+    options.add_budget(parser)
     add_pairs(parser)
     options.add_out(parser)
 
@@ -70,8 +75,10 @@ def main(arguments: argparse.Namespace) -> int:
         if not keys:
             print(json.dumps({"verdicts": {}, "bad": [], "undecided": []}))
             return 0
+        planned = _planned(arguments, machine, keys, rules)
+        keys = keys if planned is None else [key for case in planned.chosen for key in case.keys]
         print(f"{machine.title}: {len(keys)} cases, {_name(base)} against {_name(head)}", flush=True)
-        found, interrupted = measure(machine, keys, base, head, rules)
+        found, interrupted = measure(machine, keys, base, head, rules, arguments.budget)
     path = result.path(arguments.out, found[0].utc, base.side, head.side)
     for one in found:
         jsonl.append(path, one)
@@ -80,6 +87,7 @@ def main(arguments: argparse.Namespace) -> int:
         "verdicts": dict(Counter(one.verdict.value for one in found)),
         "bad": [one.key.name for one in found if one.verdict in BAD],
         "undecided": [one.key.name for one in found if one.verdict is CompareVerdict.UNDECIDED],
+        "unmeasured": [case.case for case in planned.left_out] if planned else [],
         "seconds": round(time.perf_counter() - begin, 1),
         "results": str(path),
     }
@@ -116,6 +124,27 @@ def _reached(keys: Sequence[Key], base: Sources, head: Sources) -> list[Key]:
     return found
 
 
+def _planned(
+    arguments: argparse.Namespace, machine: Machine, keys: Sequence[Key], rules: CaseRules
+) -> BudgetPlan | None:
+    """What --budget chooses of the cases, which is said; None without it.
+
+    A case costs what it cost in a run, for each pair of processes before the first analysis.
+    """
+    if arguments.budget is None:
+        return None
+    last = {one.key.name: one.utc for one in result.read(arguments.out)[0] if one.fingerprint.machine == machine.id}
+    pairs = rules.schedule.interim_analyses[0]
+    visits = {
+        name: [visit._replace(utc=last.get(name, ""), case_s=visit.case_s and pairs * visit.case_s) for visit in found]
+        for name, found in Store(arguments.out, machine.id).visits(machine.id).items()
+    }
+    now = datetime.now(timezone.utc).isoformat()
+    found = budget.choose(budget.cases(keys, visits, rules.calibrated), arguments.budget, now)
+    print(budget.said(found), flush=True)
+    return found
+
+
 def rules_for(results: Path, machine: Machine, pairs: int) -> CaseRules:
     """This machine's calibrated thresholds, or the defaults, up to so many pairs. ValueError for too few.
 
@@ -137,23 +166,36 @@ def rules_for(results: Path, machine: Machine, pairs: int) -> CaseRules:
     return CaseRules(schedule, found)
 
 
+class _BudgetOverError(Exception):
+    """The time that was given is over."""
+
+
 def measure(
-    machine: Machine, keys: Sequence[Key], base: Sources, head: Sources, rules: CaseRules
+    machine: Machine,
+    keys: Sequence[Key],
+    base: Sources,
+    head: Sources,
+    rules: CaseRules,
+    budget_s: float | None = None,
 ) -> tuple[list[ComparisonResult], bool]:
-    """One result per key, with a line of progress per pair of processes; and whether it was interrupted."""
+    """One result per key, with a line of progress per pair of processes; and whether it was interrupted.
+
+    After `budget_s` no further pair begins; what is open then is UNDECIDED.
+    """
     identity = fingerprint.take(machine.id, machine.device)
     if machine.device == "cpu":
         identity = dataclasses.replace(identity, threads=THREADS)
     tested, interrupted = [sequential.CaseResult(key.name) for key in keys], False
     with PairStarter(base, head, machine.device) as starter:
-        measure_pair = _Measure(starter, {key.name: key for key in keys}, rules.schedule)
+        measure_pair = _Measure(starter, {key.name: key for key in keys}, rules.schedule, budget_s)
         try:
             sequential.extend(tested, measure_pair, rules, rules.schedule.interim_analyses)
-        except KeyboardInterrupt:
-            interrupted = True
+        except (KeyboardInterrupt, _BudgetOverError) as error:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            why = "interrupted" if interrupted else "the budget was over"
             for case_result in tested:
-                if case_result.verdict is CompareVerdict.UNDECIDED:
-                    case_result.reason = f"interrupted after {len(case_result.pairs)} pairs of processes"
+                if case_result.verdict is CompareVerdict.UNDECIDED and case_result.stopped is None:
+                    case_result.reason = f"{why} after {len(case_result.pairs)} pairs of processes"
     paired = zip(tested, keys, strict=True)
     return [_result(case_result, key, identity, base, head, rules) for case_result, key in paired], interrupted
 
@@ -161,11 +203,13 @@ def measure(
 class _Measure:
     """Measures pairs of processes for `sequential.extend` and prints the progress."""
 
-    def __init__(self, starter: PairStarter, keys: Mapping[str, Key], rules: Rules) -> None:
-        self._starter, self._keys, self._rules = starter, keys, rules
+    def __init__(self, starter: PairStarter, keys: Mapping[str, Key], rules: Rules, budget_s: float | None) -> None:
+        self._starter, self._keys, self._rules, self._budget_s = starter, keys, rules, budget_s
         self._done, self._seconds, self._cases = 0, 0.0, 0
 
     def __call__(self, cases: Sequence[str]) -> Mapping[str, PairTiming | PairFailure]:
+        if self._budget_s is not None and self._seconds > self._budget_s:
+            raise _BudgetOverError
         begin = time.perf_counter()
         keys = [self._keys[case] for case in cases]
         found = trial.run(self._starter, keys, self._rules, self._done % 2, check=self._done == 0)

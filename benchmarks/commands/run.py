@@ -8,10 +8,14 @@ import shlex
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks import anchors, console, runner, worker
+from benchmarks import anchors, budget, console, runner, worker
+from benchmarks.ab import calibration
+from benchmarks.budget import BudgetPlan
+from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.commands import options
 from benchmarks.commands.report import build_page
@@ -20,6 +24,7 @@ from benchmarks.history import reservations, run_file, speedup
 from benchmarks.history.anchor_plan import AnchorRequest
 from benchmarks.history.anchors import CLASSES
 from benchmarks.history.records import Record
+from benchmarks.history.store import Store
 from benchmarks.timing import peak
 from benchmarks.timing.latency import SamplingPlan
 from benchmarks.workloads import suite
@@ -36,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer shapes and samples: under a minute on a CPU")
     options.add_gpu(parser)
     options.add_cases(parser)
+    options.add_budget(parser)
     parser.add_argument("--backend", choices=backends.NAMES, default="auto", help="NSA's backend (default: auto)")
     parser.add_argument(
         "--seed",
@@ -81,6 +87,8 @@ def main(arguments: argparse.Namespace) -> int:
     seed = row_sampling.new_seed() if arguments.seed is None else arguments.seed
     command = run_command(machine.id, arguments.backend, quick=arguments.quick, seed=seed)
     beside = anchors.find(arguments.anchors, arguments.out, identity, keys)
+    planned = _planned(arguments, machine.id, identity, keys)
+    keys = keys if planned is None else [key for case in planned.chosen for key in case.keys]
     path = run_file.create(arguments.out, identity, command)
     print(f"{machine.title}: {len(keys)} measurements -> {path}", flush=True)
     case_command = partial(run_file.case_command, command)
@@ -96,6 +104,8 @@ def main(arguments: argparse.Namespace) -> int:
                     run_file.append_samples(path, measured.raw)
                 progress.finished(measured.record)
                 done.append(measured.record)
+                if planned and _over(keys, len(done), time.perf_counter() - begin, planned.budget_s):
+                    break
         bridged = _measure_anchors(beside, path, machine.device, plan, identity, command, seed) if beside else []
     except KeyboardInterrupt:
         return _interrupted(arguments.out, path, len(done), len(keys))
@@ -112,6 +122,7 @@ def main(arguments: argparse.Namespace) -> int:
         "red_baselines": {record.key.name: record.outcome.value for record in speedup.red_baselines(done)},
         "not_trustworthy": reservations.count(done),
         "anchors": dict(Counter(record.outcome.value for record in bridged)),
+        "unmeasured": _unmeasured(planned, done),
         "seed": seed,
         "seconds": round(time.perf_counter() - begin, 1),
         "records": str(path),
@@ -122,6 +133,38 @@ def main(arguments: argparse.Namespace) -> int:
         print("python -m benchmarks: NSA was measured on no case; the page says why", file=sys.stderr)
         return 2
     return 1 if wrong else 0
+
+
+def _planned(
+    arguments: argparse.Namespace, machine: str, identity: Fingerprint, keys: Sequence[Key]
+) -> BudgetPlan | None:
+    """What --budget chooses, which is said; None without it."""
+    if arguments.budget is None:
+        return None
+    try:
+        calibrated = calibration.load(arguments.out, machine)
+    except ValueError:  # of an earlier rule: as good as none
+        calibrated = None
+    visits = Store(arguments.out, machine).visits(machine)
+    found = budget.choose(budget.cases(keys, visits, calibrated, identity.nsa_sha256), arguments.budget, identity.utc)
+    print(budget.said(found), flush=True)
+    return found
+
+
+def _over(keys: Sequence[Key], done: int, elapsed_s: float, budget_s: float) -> bool:
+    """Whether the time is up and the next measurement would begin another case."""
+    return elapsed_s > budget_s and done < len(keys) and keys[done].case != keys[done - 1].case
+
+
+def _unmeasured(planned: BudgetPlan | None, done: Sequence[Record]) -> list[str]:
+    """The cases that a budget has left out, and those that it ended before; the latter are said."""
+    if planned is None:
+        return []
+    met = {record.key.case for record in done}
+    late = [case.case for case in planned.chosen if case.case not in met]
+    if late:
+        print(f"\nThe budget of {budget.minutes(planned.budget_s)} was over. UNMEASURED too: {', '.join(late)}")
+    return [*late, *(case.case for case in planned.left_out)]
 
 
 def _measure_anchors(

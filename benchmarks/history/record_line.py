@@ -129,6 +129,7 @@ class RecordLine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
     flops: float | None = None
     bytes_moved: float | None = None
     other_load: float | None = None
+    case_s: float | None = None
     anchor: _Anchor | None = None
 
     def __post_init__(self) -> None:
@@ -145,7 +146,7 @@ _SAME = (
 """Fields that stand in a line as they are."""
 _FIGURES = (
     "latency_ms", "end_to_end_ms", "tokens_per_s", "peak_mem_mib", "compile_s", "flops", "bytes_moved",
-    "other_load",
+    "other_load", "case_s",
 )  # fmt: skip
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(RecordLine)}
 _ENCODER = msgspec.json.Encoder()

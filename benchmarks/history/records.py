@@ -108,6 +108,9 @@ class Record:
     """Floating-point operations that the case needs at least, a multiply-add being two; from the case, not counted."""
     bytes_moved: float | None = None
     """Bytes that the case must read and write at least; from the case, not counted."""
+    case_s: float | None = None
+    """Wall time of the whole measurement, from inputs to the last check; what a budget is planned with. None where it
+    did not answer, and in earlier records."""
     anchor: Anchor | None = None
     """What was measured in place of the NSA that the fingerprint names; None where it is that one. Such a record is no
     point of its case's series."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.cases.key import NSA, Key
+from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.history import anchors, reservations, run_file
 from benchmarks.history.anchors import AnchorRatio, Figure, SeriesAnchors
 from benchmarks.history.conditions import Conditions, hard
@@ -59,6 +60,16 @@ class LatencySeries:
     """What was measured of other commits under the conditions of these points."""
 
 
+class CaseVisit(NamedTuple):
+    """That a run met one implementation of a case, whatever came of it."""
+
+    utc: str
+    nsa_sha256: str
+    case_s: float | None
+    """What it took; None where that was not recorded."""
+    outcome: CaseOutcome
+
+
 class _Row(NamedTuple):
     """The columns of one record."""
 
@@ -74,6 +85,8 @@ class _Row(NamedTuple):
     reservations: tuple[str, ...]
     file: int
     """Number of its file."""
+    case_s: float | None
+    outcome: CaseOutcome
     anchor: Anchor | None
     """None where NSA, or a baseline, of the run itself was measured."""
 
@@ -213,6 +226,15 @@ class Store:
         here = {id(row.fingerprint): row.fingerprint for row in self._rows if row.fingerprint.machine == machine}
         return list(dict.fromkeys(here.values()))  # the lines of an old run have each its own
 
+    def visits(self, machine: str) -> dict[str, list[CaseVisit]]:
+        """What this machine's runs met, by the name of the key, oldest run first."""
+        found: dict[str, list[CaseVisit]] = {}
+        for row in self._rows:
+            if row.fingerprint.machine == machine:
+                visit = CaseVisit(row.fingerprint.utc, row.fingerprint.nsa_sha256, row.case_s, row.outcome)
+                found.setdefault(row.key.name, []).append(visit)
+        return found
+
     def damaged(self) -> list[DamagedLine]:
         """Every line that is no record, by name."""
         return list(self._damaged)
@@ -242,6 +264,8 @@ def _row(key: Key, fingerprint: Fingerprint, figures: Record | RecordLine, file:
         figures.bytes_moved,
         reservations.with_device(figures, fingerprint),
         file,
+        figures.case_s,
+        figures.outcome,
         Anchor(figures.anchor.commit, figures.anchor.nsa_sha256) if figures.anchor else None,
     )
 

@@ -36,6 +36,7 @@ class MachineSection:
     boundaries: ReportTable
     limits: ReportTable
     missing: ReportTable
+    unmeasured: ReportTable
     doubtful: ReportTable
     about: ReportTable
 
@@ -71,6 +72,7 @@ def build(
         boundaries=_boundaries(marked),
         limits=machine_tables.limits(here),
         missing=machine_tables.missing(here),
+        unmeasured=machine_tables.unmeasured(store.visits(name), runs[-1].utc),
         doubtful=machine_tables.doubtful(here),
         about=machine_tables.machine(newest),
     )
