@@ -111,8 +111,8 @@ def cases(
     for key in keys:
         by_case.setdefault(key.case, []).append(key)
     by_mode: dict[str, list[float]] = {}
-    for name, found in visits.items():
-        by_mode.setdefault(name.partition("/")[0], []).extend(_costs(found))
+    for name, of_key in visits.items():
+        by_mode.setdefault(name.partition("/")[0], []).extend(_costs(of_key))
     found = []
     for case, of_case in by_case.items():
         own = visits.get(f"{case}/{NSA}", ())

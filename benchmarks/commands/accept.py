@@ -8,6 +8,7 @@ refused unless `--despite` says why it is right all the same.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import getpass
 import json
 import subprocess
@@ -19,7 +20,7 @@ from pathlib import Path
 from benchmarks.ab.checkout import git
 from benchmarks.cases.key import NSA
 from benchmarks.commands import options
-from benchmarks.history import accepted, reservations, trend
+from benchmarks.history import accepted, memory, reservations, trend
 from benchmarks.history.accepted import Acceptance, Standing, State
 from benchmarks.history.records import Record
 from benchmarks.history.store import LatencySeries, Store
@@ -68,7 +69,11 @@ def main(arguments: argparse.Namespace) -> int:
         chosen = _settled(chosen, doubts)
     elif doubts:
         raise ValueError(f"--case: {next(iter(doubts.values()))}")
-    moved = _acceptances(machine, chosen, arguments.reason, arguments.despite, arguments.out)
+    peaks_mib = {one.name: one.now_mib for one in memory.trends(store.visits(machine))}
+    moved = [
+        dataclasses.replace(acceptance, peak_mem_mib=peaks_mib.get(acceptance.case))
+        for acceptance in _acceptances(machine, chosen, arguments.reason, arguments.despite, arguments.out)
+    ]
     for acceptance in moved:
         jsonl.append(accepted.path(arguments.out), acceptance)
         print(f"{acceptance.case}: {_ms(acceptance.previous_ms)} -> {_ms(acceptance.latency_ms)}")

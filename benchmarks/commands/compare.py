@@ -1,7 +1,8 @@
 """`compare`: is HEAD slower than BASE? Both are measured now, here, with interleaved samples, by today's benches.
 
 Answers FASTER, SLOWER, SAME or UNDECIDED for each case, with the smallest change that could have been seen; FAILED
-where HEAD does not pass it. Exit code 1 for SLOWER or FAILED, 0 otherwise: UNDECIDED is no verdict.
+where HEAD does not pass it. On a GPU it also says where memory grew or shrank. Exit code 1 for SLOWER, FAILED or memory
+that grew, 0 otherwise: UNDECIDED is no verdict.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from benchmarks import budget
+from benchmarks import budget, peak_memory
 from benchmarks.ab import calibration, checkout, reach, result, sequential, trial
 from benchmarks.ab.calibration import Calibration
 from benchmarks.ab.checkout import Sources
@@ -28,6 +29,7 @@ from benchmarks.budget import BudgetPlan
 from benchmarks.cases.key import Key
 from benchmarks.commands import options
 from benchmarks.history.store import Store
+from benchmarks.peak_memory import MemoryVerdict
 from harness import fingerprint, jsonl, machines
 from harness.interrupt import INTERRUPTED
 from harness.machines import Machine
@@ -87,6 +89,7 @@ def main(arguments: argparse.Namespace) -> int:
         "verdicts": dict(Counter(one.verdict.value for one in found)),
         "bad": [one.key.name for one in found if one.verdict in BAD],
         "undecided": [one.key.name for one in found if one.verdict is CompareVerdict.UNDECIDED],
+        "memory_grew": [one.key.name for one in found if one.memory is MemoryVerdict.GREW],
         "unmeasured": [case.case for case in planned.left_out] if planned else [],
         "seconds": round(time.perf_counter() - begin, 1),
         "results": str(path),
@@ -94,7 +97,7 @@ def main(arguments: argparse.Namespace) -> int:
     print(json.dumps(summary))
     if interrupted:
         return INTERRUPTED
-    return 1 if summary["bad"] else 0
+    return 1 if summary["bad"] or summary["memory_grew"] else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,6 +263,7 @@ def _result(
         changes=tuple(pair.change for pair in case_result.pairs),
         base_outcome=case_result.stopped.base if case_result.stopped else None,
         head_outcome=case_result.stopped.head if case_result.stopped else None,
+        peaks_mib=case_result.peaks_mib,
     )
 
 
@@ -293,4 +297,6 @@ def _line(one: ComparisonResult) -> str:
         words.append(f"{one.change:+.1%} [{low:+.1%}, {high:+.1%}]")
         words.append(f"{one.base_ms:.4g} -> {one.head_ms:.4g} ms")
         words.append(f"could see {one.detectable:.1%}")
+    if one.peaks_mib is not None and one.memory in (MemoryVerdict.GREW, MemoryVerdict.SHRANK):
+        words.append(f"{one.memory.value} {peak_memory.said(*one.peaks_mib)}")
     return "  ".join([*words, one.reason or ""]).rstrip()

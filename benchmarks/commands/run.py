@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
+
+import psutil
+import torch
 
 from benchmarks import anchors, budget, console, runner, worker
 from benchmarks.ab import calibration
@@ -23,14 +28,19 @@ from benchmarks.correctness import row_sampling
 from benchmarks.history import reservations, run_file, speedup
 from benchmarks.history.anchor_plan import AnchorRequest
 from benchmarks.history.anchors import CLASSES
+from benchmarks.history.memory import WillNotFit, will_not_fit
 from benchmarks.history.records import Record
 from benchmarks.history.store import Store
+from benchmarks.runner import Measurement
 from benchmarks.timing import peak
 from benchmarks.timing.latency import SamplingPlan
 from benchmarks.workloads import suite
+from benchmarks.workloads.prepare import estimate_gib
 from harness import fingerprint, machines
 from harness.fingerprint import Fingerprint
 from harness.interrupt import INTERRUPTED
+from harness.machines import Machine
+from harness.peak import MIB
 from nsa import backends
 
 SUMMARY = "measure, write records, build the page"
@@ -89,6 +99,8 @@ def main(arguments: argparse.Namespace) -> int:
     beside = anchors.find(arguments.anchors, arguments.out, identity, keys)
     planned = _planned(arguments, machine.id, identity, keys)
     keys = keys if planned is None else [key for case in planned.chosen for key in case.keys]
+    too_large = {one.name: one for one in _too_large(arguments.out, machine, identity, keys)}
+    keys = sorted(keys, key=lambda key: key.name not in too_large)  # stable: those that are not tried come first
     path = run_file.create(arguments.out, identity, command)
     print(f"{machine.title}: {len(keys)} measurements -> {path}", flush=True)
     case_command = partial(run_file.case_command, command)
@@ -98,7 +110,10 @@ def main(arguments: argparse.Namespace) -> int:
     plan = runner.QUICK if arguments.quick else runner.FULL
     try:
         with console.RunProgress(keys) as progress:
-            for measured in worker.run(keys, machine.device, plan, identity, case_command, seed=seed):
+            tried = [key for key in keys if key.name not in too_large]
+            refused = (_not_tried(key, too_large[key.name], identity, command) for key in keys[: len(too_large)])
+            measuring = worker.run(tried, machine.device, plan, identity, case_command, seed=seed)
+            for measured in chain(refused, measuring):
                 run_file.append(path, measured.record)
                 if measured.raw:
                     run_file.append_samples(path, measured.raw)
@@ -133,6 +148,28 @@ def main(arguments: argparse.Namespace) -> int:
         print("python -m benchmarks: NSA was measured on no case; the page says why", file=sys.stderr)
         return 2
     return 1 if wrong else 0
+
+
+def _too_large(results: Path, machine: Machine, identity: Fingerprint, keys: Sequence[Key]) -> list[WillNotFit]:
+    """The cases that this device has no memory for, which are said before anything runs."""
+    free, total = torch.cuda.mem_get_info() if machine.device == "cuda" else psutil.virtual_memory()[1::-1]
+    stored = Store(results)
+    elsewhere_mib: dict[str, float] = {}
+    for other in stored.machines():
+        for name, found in stored.visits(other).items():
+            if other != machines.CPU and found[-1].peak_mem_mib is not None:
+                elsewhere_mib[name] = min(found[-1].peak_mem_mib, elsewhere_mib.get(name, math.inf))
+    estimates_mib = {key.name: 1024 * estimate_gib(key) for key in keys}
+    sources, here = identity.nsa_sha256, stored.visits(machine.id)
+    found_too_large = will_not_fit(estimates_mib, total / MIB, free / MIB, sources, here, elsewhere_mib)
+    for one in found_too_large:
+        print(f"will not fit: {one.name}: {one.reason}", flush=True)
+    return found_too_large
+
+
+def _not_tried(key: Key, why: WillNotFit, identity: Fingerprint, command: str) -> Measurement:
+    again = run_file.case_command(command, key)
+    return Measurement(Record(key, CaseOutcome.OUT_OF_MEMORY, why.reason, identity, again, out_of_memory=why.lacks))
 
 
 def _planned(

@@ -47,7 +47,7 @@ class FileEntry:
     name: str
     """Its path."""
     sha256: str
-    bytes: int
+    size_bytes: int
 
     def __post_init__(self) -> None:
         if not allowed(self.name):

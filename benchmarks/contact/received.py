@@ -76,7 +76,7 @@ def _members(path: Path) -> dict[str, bytes]:
     try:
         with (
             gzip.open(path, "rb") as packed,
-            tarfile.open(fileobj=cast(IO[bytes], _Limited(packed, most)), mode="r|") as tar,
+            tarfile.open(fileobj=cast(IO[bytes], _Limited(cast(IO[bytes], packed), most)), mode="r|") as tar,
         ):
             for member in tar:
                 if len(found) > MOST_FILES:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.cases.key import NSA, Key
-from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.history import anchors, reservations, run_file
 from benchmarks.history.anchors import AnchorRatio, Figure, SeriesAnchors
 from benchmarks.history.conditions import Conditions, hard
 from benchmarks.history.record_line import RecordLine
 from benchmarks.history.records import Anchor, Record, share_of_limit
 from benchmarks.history.run_file import DamagedLine
+from benchmarks.peak_memory import OutOfMemory
 from harness.fingerprint import Fingerprint
 
 
@@ -64,10 +64,16 @@ class CaseVisit(NamedTuple):
     """That a run met one implementation of a case, whatever came of it."""
 
     utc: str
-    nsa_sha256: str
+    fingerprint: Fingerprint
+    path: str | None
     case_s: float | None
-    """What it took; None where that was not recorded."""
-    outcome: CaseOutcome
+    peak_mem_mib: float | None
+    peak_mem_source: str | None
+    out_of_memory: OutOfMemory | None
+
+    @property
+    def nsa_sha256(self) -> str:
+        return self.fingerprint.nsa_sha256
 
 
 class _Row(NamedTuple):
@@ -86,7 +92,9 @@ class _Row(NamedTuple):
     file: int
     """Number of its file."""
     case_s: float | None
-    outcome: CaseOutcome
+    peak_mem_mib: float | None
+    peak_mem_source: str | None
+    out_of_memory: OutOfMemory | None
     anchor: Anchor | None
     """None where NSA, or a baseline, of the run itself was measured."""
 
@@ -231,7 +239,8 @@ class Store:
         found: dict[str, list[CaseVisit]] = {}
         for row in self._rows:
             if row.fingerprint.machine == machine:
-                visit = CaseVisit(row.fingerprint.utc, row.fingerprint.nsa_sha256, row.case_s, row.outcome)
+                memory = (row.peak_mem_mib, row.peak_mem_source, row.out_of_memory)
+                visit = CaseVisit(row.fingerprint.utc, row.fingerprint, row.path, row.case_s, *memory)
                 found.setdefault(row.key.name, []).append(visit)
         return found
 
@@ -265,7 +274,9 @@ def _row(key: Key, fingerprint: Fingerprint, figures: Record | RecordLine, file:
         reservations.with_device(figures, fingerprint),
         file,
         figures.case_s,
-        figures.outcome,
+        figures.peak_mem_mib,
+        figures.peak_mem_source,
+        figures.out_of_memory,
         Anchor(figures.anchor.commit, figures.anchor.nsa_sha256) if figures.anchor else None,
     )
 

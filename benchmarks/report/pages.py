@@ -23,7 +23,7 @@ from benchmarks.history import accepted, speedup
 from benchmarks.history import alerts as kept
 from benchmarks.history import mutants as recorded
 from benchmarks.history.store import Store
-from benchmarks.report import alerts, calibration, comparisons, evidence, ledger, machine, mutants, published
+from benchmarks.report import alerts, calibration, comparisons, evidence, ledger, machine, memory, mutants, published
 from benchmarks.report.case_pages import ReportContext
 from benchmarks.report.folder import ReportFolder
 from benchmarks.report.judgement import CaseState
@@ -116,6 +116,7 @@ def build(results: Path, settings: ReportSettings | None = None) -> Report:
             alerts.headline(stored_alerts), evidence.laws(results, repository),
             evidence.incidents(incidents, repository, incidents_page),
             evidence.mutants(tried, repository, incidents_page),
+            memory.headline([(m.page, m.memory_trends) for m in machines]),
         ],
         comparisons=comparisons.newest(compared), earlier=comparisons.earlier(compared),
         accepted=comparisons.accepted(moved),

@@ -13,7 +13,6 @@ from benchmarks import budget, runner, worker
 from benchmarks.__main__ import main
 from benchmarks.ab import calibration
 from benchmarks.budget import BudgetCase
-from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.commands import run as run_command
 from benchmarks.history.store import CaseVisit, Store
 from benchmarks.report import machine_tables
@@ -30,6 +29,11 @@ def case(
     name: str, cost_s: float = 60.0, last_utc: str = NOW, unknown: float = 1.0, reached: bool = True
 ) -> BudgetCase:
     return BudgetCase(name, (), cost_s, last_utc, unknown, reached)
+
+
+def visit(utc: str, nsa_sha256: str, case_s: float | None) -> CaseVisit:
+    where = dataclasses.replace(FINGERPRINT, nsa_sha256=nsa_sha256)
+    return CaseVisit(utc, where, "torch", case_s, None, None, None)
 
 
 def night(number: int) -> str:
@@ -89,8 +93,8 @@ def test_what_is_known_of_a_case(tmp_path: Path) -> None:
     write_calibration(tmp_path)
     costs_s = (2.0, 4.0, 6.0, 8.0)
     visits = {
-        a.name: [CaseVisit(night(n), "new" if n else "old", costs_s[n], CaseOutcome.PASSED) for n in range(4)],
-        of_baseline.name: [CaseVisit(night(5), "new", None, CaseOutcome.CRASHED)],
+        a.name: [visit(night(n), "new" if n else "old", costs_s[n]) for n in range(4)],
+        of_baseline.name: [visit(night(5), "new", None)],
     }
     first, second = budget.cases([a, of_baseline, b], visits, calibration.load(tmp_path, "cpu"), "new")
     assert (first.case, first.keys) == (a.case, (a, of_baseline))
@@ -136,7 +140,7 @@ def test_a_run_measures_what_was_met_longest_ago_and_names_the_rest(
         assert newest.key.case not in told["unmeasured"]
     visits = Store(tmp_path).visits("cpu")
     assert sorted(set(met)) == sorted({*met, *told["unmeasured"]})
-    assert {visit.case_s for found in visits.values() for visit in found} == {10.0}
+    assert {one.case_s for found in visits.values() for one in found} == {10.0}
     shown = machine_tables.unmeasured(visits, Store(tmp_path).runs("cpu")[-1].utc)
     oldest_first = sorted(set(met) - {met[-1]}, key=lambda name: -met[::-1].index(name))
     assert [row[0].text for row in shown.rows] == [f"{name}/nsa" for name in oldest_first]
@@ -152,5 +156,4 @@ def test_the_clock_ends_it_between_two_cases() -> None:
 
 def test_the_time_of_a_case_is_kept(tmp_path: Path) -> None:
     stored.write(tmp_path, dataclasses.replace(passed(key()), case_s=1.25), passed(key("decode")))
-    assert [visit.case_s for found in Store(tmp_path).visits("cpu").values() for visit in found] == [1.25, None]
-    assert FINGERPRINT.machine == "cpu"
+    assert [one.case_s for found in Store(tmp_path).visits("cpu").values() for one in found] == [1.25, None]

@@ -21,6 +21,7 @@ from benchmarks.history import run_file, samples
 from benchmarks.history.records import Anchor, Record
 from benchmarks.history.run_file import DamagedLine
 from benchmarks.history.samples import RawSamples, SampleSummary
+from benchmarks.peak_memory import OutOfMemory
 from benchmarks.timing.clocks import Clocks, ClockSummary
 from harness import schema
 from harness.peak import MeasuredPeak
@@ -52,6 +53,7 @@ EVERYTHING = Record(
     stop_reason="wall_limit",
     unmet="precision",
     other_load=0.25,
+    case_s=2.25,
     clocks=ClockSummary(1200, 1500.0, 402.5, 61, {"power_cap": 2, "hardware_slowdown+thermal": 1}),
     flops=2.5e13,
     bytes_moved=12345670.0,
@@ -60,6 +62,11 @@ EVERYTHING = Record(
 RECORDS = {
     "passed": passed(key()),
     "failed": failed(key(implementation="sdpa-flash"), CaseOutcome.UNSUPPORTED, "no <kernel> & no 'luck'"),
+    "out of memory": dataclasses.replace(
+        failed(key(), CaseOutcome.OUT_OF_MEMORY, "CUDA out of memory"),
+        out_of_memory=OutOfMemory(20480.0, 5437.5, None),
+        case_s=2.5,
+    ),
     "not finite": Record(
         key(), CaseOutcome.NONFINITE, "NaN", FINGERPRINT, "c", Correctness(8, (OracleCheck("o", None, 2e-7),), "torch")
     ),
@@ -85,7 +92,7 @@ def test_reads_back_what_was_written(tmp_path: Path, record: Record) -> None:
 def test_every_field_that_differs_from_its_default_is_kept() -> None:
     """A field that is added to a record and not to its line would be lost."""
     for field in dataclasses.fields(Record):
-        assert getattr(EVERYTHING, field.name) != field.default or field.name == "reason", field.name
+        assert getattr(EVERYTHING, field.name) != field.default or field.name in ("reason", "out_of_memory"), field.name
 
 
 def test_figures_keep_seven_digits_and_their_order(tmp_path: Path) -> None:
