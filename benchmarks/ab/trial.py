@@ -111,7 +111,7 @@ class WorkerPair:
         finished = self._ask_both({"finish": True}, together=self._device == "cpu")
         if isinstance(finished, PairFailure):
             return finished
-        base_mib, head_mib = (answer["peak_mem_mib"] for answer in finished)
+        base_mib, head_mib = (answer.get("peak_mem_mib") for answer in finished)
         if base_mib is None or head_mib is None:
             return samples
         return dataclasses.replace(samples, peaks_mib=(base_mib, head_mib))
