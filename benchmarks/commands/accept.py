@@ -132,17 +132,17 @@ def _doubts(store: Store, machine: str, chosen: Sequence[LatencySeries]) -> dict
         begin = begins.get(record.identity)
         if begin is not None and record.latency_ms is not None and record.fingerprint.utc >= begin:
             seen.setdefault(record.identity, []).append(record)
-    found = {}
+    doubts = {}
     for identity, records in seen.items():
         doubted = [record for record in records if reservations.of(record)]
         if 2 * len(doubted) >= len(records):
             newest = doubted[-1]
-            found[identity] = (
+            doubts[identity] = (
                 f"{len(doubted)} of the {len(records)} run(s) in the level of {newest.key.name} are not"
                 f" trustworthy: {'; '.join(reservations.of(newest).values())}. Measure it again on an idle machine:"
                 f" {newest.command}; or take it with --despite TEXT, which says why it is right all the same"
             )
-    return found
+    return doubts
 
 
 def _acceptances(

@@ -1,7 +1,7 @@
 """`first-contact`: everything that a machine without history needs, in one command, and the bundle to send.
 
-Preflight, laws in small, some incidents, the quick suite, a quick calibration: an hour or two on a GPU. After an
-interrupt the same command goes on where it stopped. Exit code 0 where every step is green, 1 where one is red (the last
+Preflight, laws in small, some incidents, the quick suite, a quick calibration. After an interrupt the same command goes
+on where it stopped. Exit code 0 where every step is green, 1 where one is red (the last
 lines say whose matter it is and what to send), 2 where the machine cannot be measured as it is.
 """
 
