@@ -7,7 +7,6 @@ slowdown, which the changed sources reach, and which were met longest ago. What 
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,17 +26,7 @@ LEAST_UNKNOWN = 0.05
 """What a case tells whose comparisons find every slowdown: something still, its machine may change."""
 SLOWDOWN = 0.03
 """Whose power counts."""
-_UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0}
 _DAY_S = 86400.0
-
-
-def seconds(text: str) -> float:
-    """20m, 90s or 1h30m in seconds. Raises ValueError."""
-    found = re.findall(r"(\d+(?:\.\d+)?)([hms])", text)
-    total = sum(float(number) * _UNITS_S[unit] for number, unit in found)
-    if "".join(number + unit for number, unit in found) != text or not total > 0:
-        raise ValueError(f"must be a time such as 20m, 90s or 1h30m; got {text!r}")
-    return total
 
 
 @dataclass(frozen=True)

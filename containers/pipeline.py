@@ -62,7 +62,14 @@ class PipelineStepResult:
 
 
 def plan(
-    chosen: engine.Choice, family: str | None, base: str | None, *, quick: bool, logs: Path, registry: str | None = None
+    chosen: engine.Choice,
+    family: str | None,
+    base: str | None,
+    *,
+    quick: bool,
+    logs: Path,
+    registry: str | None = None,
+    budget: str | None = None,
 ) -> list[PipelineStep]:
     """The chain for this machine. Pure but for the clock, and for asking git whether nsa/ differs from the base."""
     which = (
@@ -72,6 +79,7 @@ def plan(
     )
     bare = None if chosen.engine else "no container engine: the suites run in the host's environment"
     unchanged = _why_no_compare(base)
+    limited = ("--budget", budget) if budget else ()
     begin = datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     comment = ("--since", begin, "--file", str(logs / COMPARISON))
     return [
@@ -79,8 +87,12 @@ def plan(
         PipelineStep("preflight", "preflight-machine", which, bare),
         PipelineStep("tests", "tests", (*which, *(QUICK_TESTS if quick else ()))),
         PipelineStep("regress", "regress", (*which, "--junitxml", str(logs / "regress.xml"))),
-        PipelineStep("bench", f"bench-{family}" if family else "bench", (*which, *(("--quick",) if quick else ()))),
-        PipelineStep("compare", "compare", (*which, base or "", *(QUICK_COMPARE if quick else ())), unchanged),
+        PipelineStep(
+            "bench", f"bench-{family}" if family else "bench", (*which, *(("--quick",) if quick else ()), *limited)
+        ),
+        PipelineStep(
+            "compare", "compare", (*which, base or "", *(QUICK_COMPARE if quick else ()), *limited), unchanged
+        ),
         PipelineStep("report", "report", which),
         PipelineStep("comment", "comment", (*which, *comment), unchanged),
     ]
@@ -152,7 +164,7 @@ def _verdicts(done: Sequence[PipelineStepResult]) -> Iterator[str]:
     wanted = (
         ("compare", ("bad", "undecided", "verdicts")),
         ("regress", ("red",)),
-        ("bench", ("faults", "red_baselines", "not_trustworthy", "outcomes")),
+        ("bench", ("faults", "red_baselines", "not_trustworthy", "outcomes", "unmeasured")),
     )
     told = {one.step.name: one.told for one in done}
     for name, keys in wanted:

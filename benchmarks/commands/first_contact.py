@@ -83,6 +83,8 @@ def _pack(folder: Path, identity: Fingerprint, results: list[StepResult], *, com
     """What the last line says of the bundle."""
     target = folder.with_suffix(".tar.gz")
     sha256 = bundle.write(folder, identity, target, complete=complete)
+    with received.opened(target):  # what a receiver would refuse is seen here
+        pass
     print(f"\nThe bundle: {target}\n{'complete' if complete else 'NOT complete'}, sha256 of its manifest {sha256}")
     steps_told = {one.name: one.code for one in results}
     return {"bundle": str(target), "sha256": sha256, "complete": complete, "steps": steps_told}

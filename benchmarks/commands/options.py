@@ -8,10 +8,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import budget
 from benchmarks.cases.key import NSA, Key
 from benchmarks.workloads import suite
 from harness import environment, machines
+from harness.arguments import time_s
 from harness.machines import Machine
 
 RESULTS = environment.read().results
@@ -44,18 +44,11 @@ def add_cases(parser: argparse.ArgumentParser, default: str = "every mode but me
     )
 
 
-def _budget(text: str) -> float:
-    try:
-        return budget.seconds(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def add_budget(parser: argparse.ArgumentParser) -> None:
     """--budget."""
     parser.add_argument(
         "--budget",
-        type=_budget,
+        type=time_s,
         metavar="TIME",
         help="spend about so long (20m, 90s, 1h30m): on the cases met longest ago, then on those that tell the most per"
         " second; the others are named as unmeasured, and each is met within seven nights (default: no limit)",

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from harness import machines
 from harness.repository import ROOT
 
 _PATH = re.compile(
@@ -22,10 +23,13 @@ _PATH = re.compile(
 )
 """A path below a folder where disks and users lie; one that begins within a word is a URL's or a case's name."""
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|PRIVATE_?KEY", re.IGNORECASE)
-_LEAST_CHARACTERS = 4
-"""A shorter name of a host or user is found in ordinary words: it is replaced where it stands alone."""
-_ORDINARY = frozenset({"root", "localhost", "user", "runner", "cpu", "gpu", "nsa", "admin", "ubuntu", "debian"})
-"""Names that tell of nobody."""
+_ORDINARY = frozenset(
+    {
+        "root", "localhost", "user", "runner", "nsa", "admin", "ubuntu", "debian", "linux", "nvidia", "cuda", "torch",
+        "triton", "python", "reference", "benchmarks", "regression", *machines.known_ids(),
+    }
+)  # fmt: skip
+"""Names of hosts and users that tell of nobody; records are full of some of them."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,8 @@ def absolute_path(text: str) -> str | None:
 
 
 def _standing_alone(word: str) -> re.Pattern[str]:
-    sides = (r"(?<!\w)", r"(?!\w)") if len(word) < 2 * _LEAST_CHARACTERS else ("", "")
-    return re.compile(sides[0] + re.escape(word) + sides[1])
+    """A name that is part of another word is none."""
+    return re.compile(rf"(?<![\w-]){re.escape(word)}(?![\w-])")
 
 
 def _user() -> str:

@@ -18,6 +18,7 @@ from benchmarks.history.store import CaseVisit, Store
 from benchmarks.report import machine_tables
 from benchmarks.runner import Measurement
 from benchmarks.timing import peak
+from harness import arguments
 from tests.benchmarks import stored
 from tests.benchmarks.full_results import write_calibration
 from tests.benchmarks.synthetic import FINGERPRINT, key, passed
@@ -110,7 +111,7 @@ def test_what_is_known_of_a_case(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "time_s"), [("20m", 1200), ("90s", 90), ("1h30m", 5400), ("0.5h", 1800)])
 def test_reads_a_time(text: str, time_s: float) -> None:
-    assert budget.seconds(text) == time_s
+    assert arguments.time_s(text) == time_s
 
 
 @pytest.mark.parametrize("text", ["", "20", "m", "20 m", "-5m", "0s", "1d", "20mm"])

@@ -96,6 +96,17 @@ def test_private_words_are_taken_out(folder: Path, tmp_path: Path, monkeypatch: 
     assert said == expected
 
 
+@pytest.mark.parametrize("name", ["a100", "h200", "triton", "cpu", "nsa", "part"])
+def test_a_host_may_be_called_as_a_record_s_word_is(
+    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    monkeypatch.setattr(private, "_user", lambda: name)
+    bundle.write(folder, WHERE, tmp_path / "two.tar.gz", complete=True)
+    with received.opened(tmp_path / "two.tar.gz") as found:
+        assert [record.key for record in run_file.read_all(found.folder)[0]] == [key()]
+
+
 def test_what_still_holds_one_is_not_packed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(private.PrivateWords, "removed", lambda self, text: text)
     (folder / "logs" / "laws.log").write_text("see /home/anna/x")
