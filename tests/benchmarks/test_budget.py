@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from benchmarks import budget, runner, worker
 from benchmarks.__main__ import main
-from benchmarks.ab import calibration
+from benchmarks.ab import calibration, result
+from benchmarks.ab.checkout import Sources
+from benchmarks.ab.result import CompareVerdict, Rules, Side
+from benchmarks.ab.trial import PairedSamples
 from benchmarks.budget import BudgetCase
+from benchmarks.commands import compare
 from benchmarks.commands import run as run_command
 from benchmarks.history.store import CaseVisit, Store
 from benchmarks.report import machine_tables
 from benchmarks.runner import Measurement
 from benchmarks.timing import peak
-from harness import arguments
+from harness import arguments, jsonl, machines
 from tests.benchmarks import stored
+from tests.benchmarks.comparisons import comparison_result
 from tests.benchmarks.full_results import write_calibration
 from tests.benchmarks.synthetic import FINGERPRINT, key, passed
 
@@ -158,3 +166,36 @@ def test_the_clock_ends_it_between_two_cases() -> None:
 def test_the_time_of_a_case_is_kept(tmp_path: Path) -> None:
     stored.write(tmp_path, dataclasses.replace(passed(key()), case_s=1.25), passed(key("decode")))
     assert [one.case_s for found in Store(tmp_path).visits("cpu").values() for one in found] == [1.25, None]
+
+
+def test_a_comparison_ends_with_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pairs at 40 s each: after the second the minute is over, and what is open says so."""
+    clock = iter(range(0, 4000, 40))
+    samples = PairedSamples((10.0,) * 6, ((10.0,),) * 6)
+    monkeypatch.setattr(compare, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(compare.trial, "run", lambda starter, keys, *_, **__: [samples for _ in keys])
+    side = cast(Sources, SimpleNamespace(side=Side("main", "a" * 40, False, "b" * 16)))
+    rules = compare.CaseRules(Rules(), None)
+    found, interrupted = compare.measure(machines.recognise(None), [key(), key("decode")], side, side, rules, 60.0)
+    assert not interrupted
+    assert {one.verdict for one in found} == {CompareVerdict.UNDECIDED}
+    assert {one.reason for one in found} == {"the budget was over after 2 pairs of processes"}
+    assert {len(one.changes) for one in found} == {2}
+
+
+def test_a_comparison_takes_what_was_compared_longest_ago(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = [key(length=64), key(length=128), key(length=256)]
+    stored.write(tmp_path, *(dataclasses.replace(passed(one), case_s=10.0) for one in keys))
+    for day, one in zip((3, 1, 2), keys, strict=True):
+        utc = f"2026-02-{day:02d}T00:00:00.000Z"
+        compared = dataclasses.replace(comparison_result(CompareVerdict.SAME), utc=utc, key=one)
+        jsonl.append(result.path(tmp_path, utc, compared.base, compared.head), compared)
+    asked = argparse.Namespace(out=tmp_path, budget=60.0)
+    rules = compare.CaseRules(Rules(), None)
+    plan = compare._planned(asked, machines.recognise(None), keys, rules)
+    assert plan is not None
+    assert [one.case for one in plan.chosen] == [keys[1].case, keys[2].case]  # 3 pairs of 10 s each
+    assert f"UNMEASURED: {keys[0].case}" in capsys.readouterr().out
+    assert (
+        compare._planned(argparse.Namespace(out=tmp_path, budget=None), machines.recognise(None), keys, rules) is None
+    )
