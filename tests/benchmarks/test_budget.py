@@ -93,7 +93,7 @@ def test_a_budget_that_cannot_meet_every_case_says_what_can() -> None:
 )
 def test_what_tells_more_per_second_is_chosen(better: BudgetCase, worse: BudgetCase) -> None:
     oldest = case("oldest", 200.0, "2026-03-01T00:00:00.000Z")  # what the rotation takes
-    plan = budget.choose([worse, better, oldest], 200.0 + better.cost_s, NOW)
+    plan = budget.choose([worse, better, oldest], 200.0 + max(better.cost_s, worse.cost_s), NOW)
     assert [one.case for one in plan.chosen] == ["oldest", "b"]
 
 

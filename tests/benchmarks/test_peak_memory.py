@@ -96,7 +96,7 @@ def test_a_case_that_needs_more_than_it_did() -> None:
         ((100.0, 160.0, 100.0), None, SHRANK, 160.0),
         ((100.0, 160.0), 160.0, SAME, 160.0),
         ((100.0, 160.0, 200.0), 160.0, GREW, 160.0),
-        ((100.0, 101.9, 103.8, 105.7), None, GREW, 100.0),
+        ((1000.0, 1008.0, 1016.0, 1024.0), None, GREW, 1000.0),
     ],
     ids=["one", "rounding", "partly", "less", "less than accepted", "back", "accepted", "above accepted", "slowly"],
 )
