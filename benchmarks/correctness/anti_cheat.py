@@ -59,6 +59,11 @@ class Touch:
         self._tensors = [x for x in tensors if x.is_floating_point() and x.numel()]
         self._flipped: list[Counter[int]] = [Counter() for _ in self._tensors]
 
+    @property
+    def changes_something(self) -> bool:
+        """Whether any of the tensors has a value whose sign can be flipped: tokens have none."""
+        return bool(self._tensors)
+
     def __call__(self) -> None:
         for x, flipped in zip(self._tensors, self._flipped, strict=True):
             place = secrets.randbelow(x.numel())

@@ -27,9 +27,8 @@ from benchmarks.correctness.verify import IncorrectError, NonFiniteError
 from benchmarks.timing import clock_check, device_clock, host_clock, l2_persistence
 from benchmarks.timing.latency import Timing
 
-_FRESH_FACTOR, _FRESH_SPARE_MS = 1.25, 0.3
-"""A call on other inputs may take this many times as long as on the timed ones, and so much more: drawing the inputs
-has taken the caches, which costs a call of 0.06 ms as much again."""
+_FRESH_FACTOR, _FRESH_SPARE_MS = 1.25, 0.1
+"""A call on other inputs may take this many times as long as on the timed ones, and so much more."""
 _SPARE_MS = 0.05
 _SHORTER, _LONGER = 0.9, 1.25
 """Shares of the events' time that the wall clock must reach, and may exceed beside the launch."""
@@ -84,11 +83,13 @@ class Observer:
         self.seen.append(Observation((end - begin) * 1e3, host_ms, asleep_ms))
         return outputs
 
-    def best_ms(self) -> float:
-        """The faster of two calls in a row, as they are in the timing: the first may find inputs just drawn."""
-        for _ in range(2):
-            self.observe()
-        return min(one.wall_ms for one in self.seen[-2:])
+    def observe_two(self) -> None:
+        """Two calls in a row, on inputs that differ. Raises IncorrectError where they return the same."""
+        outputs = anti_cheat.OtherInputs()
+        first = [x.detach().clone() for x in self.observe()]  # a graph's are overwritten; to look at them takes time
+        second = self.observe()
+        outputs.require_new(first)
+        outputs.require_new(second)
 
     def observe_other_inputs(self) -> tuple[Tensor, ...]:
         """The same, whose outputs must not be those of the observation before, nor change any more."""
@@ -128,19 +129,27 @@ def recheck(
     if cold:
         l2_persistence.require_unchanged()
 
+    def timed_ms() -> float:
+        """A call on the timed inputs, just written as other ones are: that takes the caches from the first call."""
+        timed.observe()  # what remembers the last call's inputs remembers these
+        touch.undo()
+        if work.redraw is not None:
+            work.redraw(row_sampling.TIMED_SEED)
+        timed.observe()
+        touch.undo()
+        return timed.seen[-1].wall_ms
+
     def pair() -> tuple[float, float]:
         """(ms on inputs that no call has seen, on the timed ones); these are the inputs again at the end."""
         assert work.redraw is not None
-        timed_ms = timed.best_ms()
-        touch.undo()
+        on_timed_ms = timed_ms()
         work.redraw(row_sampling.new_seed())
         fresh.observe()
         work.redraw(row_sampling.TIMED_SEED)
-        return fresh.seen[-1].wall_ms, timed_ms
+        return fresh.seen[-1].wall_ms, on_timed_ms
 
     pairs = [pair() for _ in range(secrets.randbelow(_MOST_DECOYS + 1) if work.redraw else 0)]
-    timed_ms = timed.best_ms()
-    touch.undo()
+    on_timed_ms = timed_ms()
     try:
         correctness = work.recheck(checked.observe_other_inputs, seed)
     except (IncorrectError, NonFiniteError):
@@ -150,9 +159,12 @@ def recheck(
         raise
     checked.require_settled()
     if work.redraw is not None and len(checked.seen) > 1:
-        pairs.append((checked.seen[1].wall_ms, timed_ms))
+        pairs.append((checked.seen[1].wall_ms, on_timed_ms))
         work.redraw(row_sampling.TIMED_SEED)
         require_same_pace(itertools.chain(pairs, (pair() for _ in range(_TRIES))))
+    if touch.changes_something:
+        require_computed_anew(timed)
+        touch.undo()
     if timing is not None and timing.queued_ahead:
         require_awake(timed.seen + fresh.seen)
     return correctness
@@ -177,6 +189,18 @@ def require_events(latency_ms: float, timed: Observer) -> None:
         f"the events say {latency_ms:.4g} ms, but the GPU worked for {rest_ms:.4g} ms after the launch: the timer was"
         " replaced, or another process keeps the GPU busy"
     )
+
+
+def require_computed_anew(timed: Observer) -> None:
+    """Raises IncorrectError where calls that follow one another return the same although one value of each input
+    changes between them. A change may alter nothing (a query that sees one key), but not every time."""
+    for left in reversed(range(_TRIES)):
+        try:
+            timed.observe_two()
+            break
+        except IncorrectError:
+            if not left:
+                raise
 
 
 def require_same_pace(pairs: Iterable[tuple[float, float]]) -> None:

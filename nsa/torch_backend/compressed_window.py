@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nsa.torch_backend.rows import from_key_rows, from_query_rows, key_rows, query_rows, without_views
-from nsa.torch_backend.tile import attend, attend_backward, finite, mark, without_autocast
+from nsa.torch_backend.tile import attend, attend_backward, finite, log_sum_exp, mark, without_autocast
 
 Span = Callable[[int, int], tuple[int, int]]
 
@@ -47,7 +47,8 @@ class CompressedWindowAttention(torch.autograd.Function):
             part = slice(first * group, last * group)
             visible = seen_keys(lo, hi, first, last, k0, k1)
             own = slice(k0 - start, k1 - start)
-            lse_rows[:, part] = attend(rows[:, part], keys[:, own], vals[:, own], visible, o_rows[:, part])
+            m, l = attend(rows[:, part], keys[:, own], vals[:, own], visible, o_rows[:, part])
+            lse_rows[:, part] = log_sum_exp(m, l)
             read[first:last] = visible[0].sum(-1, dtype=torch.int32)
         o, lse = without_views(
             from_query_rows(o_rows, q.shape, num_kv_heads).to(q.dtype),

@@ -13,6 +13,7 @@ from torch import Tensor
 from nsa import geometry
 from nsa.geometry import Layout
 from nsa.torch_backend import index as inverted_index
+from nsa.torch_backend.tile import partial_weights
 
 ROWS_PER_TILE = 256
 MIN_TOKENS_PER_STEP = 4096
@@ -87,11 +88,10 @@ def batches(count: int, elements_each: int) -> list[slice]:
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
 
-def merge(o: Tensor, lse: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-    """Each query's results over its blocks into one: o [tiles, C·G, D], lse [tiles, C·G] -> ([R, G, D], [R, G])."""
-    pairs = lse.view(step.queries.numel(), -1)[step.places].transpose(1, 2)  # [R, G, n]
-    lse = pairs.logsumexp(-1)
-    weights = (pairs - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
+def merge(o: Tensor, m: Tensor, l: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+    """Each query's results over its blocks into one: o [tiles, C·G, D], m and l [tiles, C·G] -> ([R, G, D], [R, G])."""
+    of_pairs = (x.view(step.queries.numel(), -1)[step.places].transpose(1, 2) for x in (m, l))  # [R, G, n]
+    weights, lse = partial_weights(*of_pairs)
     return sum_over_blocks(o, weights, step), lse
 
 

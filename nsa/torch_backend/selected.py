@@ -2,7 +2,7 @@
 
 A query reads n blocks of l' keys; gathering those per query would move l'/G times more than gathering queries per
 block does. So (query, block) pairs are grouped by block into tiles (`grouping`), each tile is one small attention,
-and a query's n partial results are merged by their lse.
+and a query's n partial results are merged.
 """
 
 from __future__ import annotations
@@ -62,13 +62,14 @@ class SelectedAttention(torch.autograd.Function):
         for step in steps(block_indices, layout, group):
             part = slice(step.first * group, step.last * group)
             tiles, width = step.queries.shape
-            o_tiles, lse_tiles = rows.new_empty(tiles, width * group, v.shape[3]), rows.new_empty(tiles, width * group)
+            o_tiles = rows.new_empty(tiles, width * group, v.shape[3])
+            m_tiles, l_tiles = rows.new_empty(tiles, width * group), rows.new_empty(tiles, width * group)
             read_tiles = read.new_empty(tiles, width)
             for batch in batches(tiles, layout.config.l_sel * max(width * group, k.shape[3], v.shape[3])):
                 visible, q_tiles = step.visible(batch), step.gather(rows[:, part], batch)
-                lse_tiles[batch] = attend(q_tiles, *keys.tiles(step.keys[batch]), visible, o_tiles[batch])
+                m_tiles[batch], l_tiles[batch] = attend(q_tiles, *keys.tiles(step.keys[batch]), visible, o_tiles[batch])
                 read_tiles[batch] = visible.sum(-1, dtype=read.dtype)
-            o, lse = merge(o_tiles, lse_tiles, step)
+            o, lse = merge(o_tiles, m_tiles, l_tiles, step)
             o_rows[:, part], lse_rows[:, part] = o.view_as(o_rows[:, part]), lse.view_as(lse_rows[:, part])
             read[:, step.first : step.last] = (
                 read_tiles.view(-1)[step.places].sum(-1).view(rows.shape[0], step.last - step.first)

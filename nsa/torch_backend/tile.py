@@ -49,18 +49,39 @@ def _hide(s: Tensor, visible: Tensor, value: float) -> Tensor:
     return s
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, o: Tensor) -> Tensor:
-    """lse [N, C·G], and o [N, C·G, Dv] written in place; q and k marked, v finite.
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
+    """(m, l), each [N, C·G], and o [N, C·G, Dv] written in place; q and k marked, v finite.
 
-    A row that sees nothing gives 0 and -inf.
+    m is a row's largest score and l the sum of exp(s - m): a row that sees nothing gives 0, -inf and 0.
     """
     s = _hide(q @ k.mT, visible, -torch.inf)
     m = s.amax(-1, keepdim=True)
-    m.masked_fill_(m == -torch.inf, 0)
-    p = s.sub_(m).exp_()
+    p = s.sub_(_at_least_finite(m)).exp_()
     l = p.sum(-1, keepdim=True)
     torch.bmm(p, v, out=o).div_(l.masked_fill(l == 0, 1))
-    return (l.log() + m).squeeze(-1)
+    return m.squeeze(-1), l.squeeze(-1)
+
+
+def log_sum_exp(m: Tensor, l: Tensor) -> Tensor:
+    """lse of a row's scores from `attend`'s m and l."""
+    return l.log() + _at_least_finite(m)
+
+
+def partial_weights(m: Tensor, l: Tensor) -> tuple[Tensor, Tensor]:
+    """(what `attend`'s results over parts of a row's keys count in the whole, the lse [...] of the whole), from the
+    parts' m and l [..., parts].
+
+    From the lse of the parts the weights would be wrong by eps · |lse|, and with them rowsum(do · o).
+    """
+    largest = m.amax(-1, keepdim=True)
+    share = (m - _at_least_finite(largest)).exp() * l
+    total = share.sum(-1, keepdim=True)
+    return share / total.masked_fill(total == 0, 1), log_sum_exp(largest, total).squeeze(-1)
+
+
+def _at_least_finite(m: Tensor) -> Tensor:
+    """m with 0 for rows that see nothing, so that no infinities are subtracted."""
+    return m.masked_fill(m == -torch.inf, 0)
 
 
 def attend_backward(
@@ -71,7 +92,7 @@ def attend_backward(
     Operands are finite; lse is NaN where anything that a row sees, or its do, was not.
     delta [N, C·G] is rowsum(do · o) minus the gradient of lse.
     """
-    p = _hide((q @ k.mT).sub_(lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp_(), visible, 0)
+    p = _hide((q @ k.mT).sub_(_at_least_finite(lse)[..., None]).exp_(), visible, 0)
     dv = p.mT @ do
     ds = _hide((do @ v.mT).sub_(delta[..., None]).mul_(p), visible, 0)
     torch.bmm(ds, k, out=dq)

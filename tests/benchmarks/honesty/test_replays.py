@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.correctness import anti_cheat
 from benchmarks.timing import cross_check, cuda_graphs
 from nsa import nsa_attention
@@ -51,6 +50,8 @@ class Recogniser:
 def test_timed_inputs_recognised_by_a_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
     refused(measured(monkeypatch, unless_checked(Recogniser()), length=256), RECOGNISED)
     monkeypatch.setattr(cross_check, "require_same_pace", lambda _: None)
+    refused(measured(monkeypatch, unless_checked(Recogniser()), length=256), REMEMBERED)
+    monkeypatch.setattr(cross_check, "require_computed_anew", lambda _: None)
     accepted(measured(monkeypatch, unless_checked(Recogniser()), length=256))
 
 
@@ -90,9 +91,7 @@ def test_calls_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         kept[0] = time.monotonic()
         return kept[1].clone()
 
-    record = measured(monkeypatch, unless_checked(rushed), length=512)
-    assert record.outcome is CaseOutcome.INCORRECT
-    assert any(said in (record.reason or "") for said in (RECOGNISED, REMEMBERED)), record.reason
+    refused(measured(monkeypatch, unless_checked(rushed), length=512), REMEMBERED)
 
 
 def test_work_moved_to_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +173,6 @@ def test_blocks_may_stay_the_same_for_other_inputs() -> None:
 
 def test_a_host_that_is_held_up_is_asked_again() -> None:
     cross_check.require_same_pace([(9.0, 1.0), (9.0, 1.0), (1.2, 1.0)])
-    cross_check.require_same_pace([(0.2, 0.06)])  # cold caches
+    cross_check.require_same_pace([(0.1, 0.06)])
     with pytest.raises(anti_cheat.IncorrectError, match=r"a call takes 1\.6 ms, on the timed ones 1 ms"):
         cross_check.require_same_pace([(9.0, 1.0), (1.6, 1.0)])

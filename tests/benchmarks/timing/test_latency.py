@@ -38,22 +38,35 @@ def test_samples_cover_the_time_asked_for() -> None:
     assert all(sample >= 2 for sample in timed.samples_ms)
 
 
-def test_what_is_made_ready_ahead_of_a_call_is_not_timed() -> None:
-    timed = latency.measure(lambda: None, "cpu", "warm", SamplingPlan(3, 0.0, 10.0), before=lambda: time.sleep(0.01))
-    assert timed.latency_ms < 5
+class Clock:
+    """The host's time, which moves only where a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
 
 
-def test_warms_up_until_calls_no_longer_get_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock that moves in the calls alone."""
-    now_s = 0.0
-
-    def call() -> None:
-        nonlocal now_s
-        now_s += next(seconds, 0.01)
-
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
     for module in (latency, host_clock):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now_s))
-    monkeypatch.setattr(host_clock, "raw_s", lambda: now_s)
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+    monkeypatch.setattr(host_clock, "raw_s", lambda: clock.now_s)
+    return clock
+
+
+def test_what_is_made_ready_ahead_of_a_call_is_not_timed(clock: Clock) -> None:
+    plan, make_ready = SamplingPlan(3, 0.0, 10.0), lambda: clock.wait(0.01)
+    timed = latency.measure(lambda: clock.wait(0.002), "cpu", "warm", plan, before=make_ready)
+    assert timed.samples_ms == pytest.approx((2.0,) * 3)
+
+
+def test_warms_up_until_calls_no_longer_get_faster(clock: Clock) -> None:
+    def call() -> None:
+        clock.wait(next(seconds, 0.01))
+
     seconds = iter([0.04, 0.02, 0.01])
     timed = latency.measure(call, "cpu", "warm", SamplingPlan(3, 0.0, 10.0, warmup_calls=1))
     assert timed.warmup_calls == 1  # nothing to compare one call with

@@ -69,7 +69,9 @@ def test_cold_calls_rotate_their_inputs_where_there_is_room(
     log.calls.clear()
     last = max(expected)
     assert both.recheck(7) == GREEN
-    assert log.calls == [last, last, last, f"rechecked {last} with 7"], "watched on the timed inputs, then on others"
+    assert log.calls == [last, last, last, f"rechecked {last} with 7", last, last], (
+        "on the timed inputs, others, in a row"
+    )
 
 
 def test_the_inputs_change_between_calls_and_at_last_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:

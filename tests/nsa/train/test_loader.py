@@ -187,13 +187,24 @@ def test_an_error_of_the_source_comes_where_its_batch_is_asked_for() -> None:
             prefetch.next()
 
 
-def test_batches_are_ready_before_they_are_asked_for(tmp_path: Path) -> None:
-    feed = Loader(settings(tmp_path), Shard())
-    time.sleep(0.3)
-    for _ in range(4):
-        next(feed)
-        assert feed.waited_s < 0.05
-    feed.close()
+def test_batches_are_made_before_they_are_asked_for() -> None:
+    made = threading.Semaphore(0)
+
+    class Counted:
+        name = "counted"
+
+        def next(self) -> data.Batch:
+            made.release()
+            return data.pack([Row(torch.zeros(4, dtype=torch.int64), (4,))], packing=False, position={})
+
+        def restore(self, position: dict[str, Any]) -> None: ...
+
+    prefetch = Prefetch(Counted, 4, pin=False)
+    assert all(made.acquire(timeout=60) for _ in range(5))  # the queue holds 4, the thread one more
+    assert not made.acquire(timeout=0.3)
+    prefetch.next()
+    assert made.acquire(timeout=60)
+    prefetch.close()
 
 
 def test_a_position_of_another_source_is_refused(tmp_path: Path) -> None:
