@@ -119,6 +119,8 @@ def main(arguments: argparse.Namespace) -> int:
     machine = machines.machine(arguments.gpu, machines.visible_gpu())
     options.check_writable(arguments.out / "calibration")
     identity = fingerprint.take(machine.id, machine.device)
+    if arguments.quick:
+        _keep_better(arguments, identity)
     if machine.device == "cpu":
         identity = dataclasses.replace(identity, threads=THREADS)
     begin = time.perf_counter()
@@ -155,6 +157,17 @@ def main(arguments: argparse.Namespace) -> int:
     print(f"\nThresholds and rates: {path}")
     print(json.dumps({**summary, "seconds": round(time.perf_counter() - begin, 1), "calibration": str(path)}))
     return 0
+
+
+def _keep_better(arguments: argparse.Namespace, identity: fingerprint.Fingerprint) -> None:
+    """Raises ValueError where a calibration of more pairs would be replaced."""
+    try:
+        found = calibration.load(arguments.out, identity.machine)
+    except ValueError:  # of an earlier rule
+        return
+    if found is not None and found.fingerprint.device == identity.device and found.pairs > arguments.pairs:
+        file = calibration.path(arguments.out, identity.machine)
+        raise ValueError(f"--quick: {file} is of {found.pairs} pairs; leave out --quick, or name another --out")
 
 
 def _command(arguments: argparse.Namespace, machine: Machine) -> str:

@@ -157,13 +157,17 @@ def _fingerprints(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def merge_into(received: ReceivedBundle, results: Path) -> MergeResult:
-    """Bring the records of a verified bundle into a folder of results; again adds nothing.
+    """Bring the records of a verified bundle into a folder of results; again adds nothing. Of two calibrations of one
+    device that of more pairs is kept.
 
     Raises BundleError where a file that is there says something else, before anything is written.
     """
     if conflicts := list(_conflicts(received.folder, results)):
         raise BundleError("; ".join(conflicts) + ". Nothing was merged")
     merged = MergeResult()
+    for path in received.folder.glob("calibration/*.json"):
+        if _pairs(results / "calibration" / path.name) > _pairs(path):
+            path.unlink()
     if not _holds_records(received.folder):
         return merged
     merge.merge(received.folder, results, merged)
@@ -188,6 +192,12 @@ def _conflicts(folder: Path, results: Path) -> Iterator[str]:
                 yield f"{name} is there for {ours.get('device')!r}, and the bundle's is for {theirs.get('device')!r}"
             elif theirs.get("utc") == ours.get("utc"):
                 yield f"{name} is there with another content under the same date; remove the one that is not wanted"
+
+
+def _pairs(calibrated: Path) -> int:
+    """Of processes, that a calibration is of; 0 where there is none."""
+    found = _object(_json(calibrated)).get("pairs") if calibrated.exists() else None
+    return found if isinstance(found, int) else 0
 
 
 def _holds_records(folder: Path) -> bool:

@@ -247,6 +247,22 @@ def test_a_conflict_is_named_and_nothing_is_merged(packed: Path, tmp_path: Path)
     assert kept.fingerprint == newer
 
 
+def test_a_calibration_of_more_pairs_is_kept(packed: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    with received.opened(packed) as found:
+        received.merge_into(found, elsewhere)
+    ours = calibration.load(elsewhere, "cpu")
+    assert ours is not None
+    older = dataclasses.replace(ours.fingerprint, utc="2025-01-01T00:00:00.000Z")
+    for pairs, kept_pairs in ((ours.pairs + 30, ours.pairs + 30), (ours.pairs - 30, ours.pairs)):
+        calibration.save(elsewhere, dataclasses.replace(ours, fingerprint=older, pairs=pairs))
+        with received.opened(packed) as found:
+            received.merge_into(found, elsewhere)
+        kept = calibration.load(elsewhere, "cpu")
+        assert kept is not None
+        assert kept.pairs == kept_pairs
+
+
 def test_incidents_travel_too(folder: Path, tmp_path: Path) -> None:
     where = run_of(6)
     for path in (*folder.glob("runs/*/*"), *folder.glob("calibration/*")):
