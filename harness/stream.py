@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,17 +18,15 @@ from harness import interrupt, repository
 from harness.interrupt import INTERRUPTED
 
 
-def run(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
+def run(command: Sequence[str], log: Path) -> tuple[int, str]:
     """(exit code, the last line that looks like JSON, "" without one) of a command in the repository's root.
 
-    `environment` is beside this process's own. The exit code is `INTERRUPTED` where an interrupt came; negative for a
-    signal that ended the command.
+    The exit code is `INTERRUPTED` where an interrupt came; negative for a signal that ended the command.
     """
     with log.open("w") as kept, interrupt.deferred() as let_through:
         process = subprocess.Popen(
             command,
             cwd=repository.ROOT,
-            env={**os.environ, **(environment or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

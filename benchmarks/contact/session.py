@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -116,7 +115,7 @@ def complete(plan: Sequence[ContactStep], results: Sequence[StepResult]) -> bool
 
 
 def _run_step(words: Sequence[str], log: Path) -> int:
-    return stream.run([sys.executable, *words], log, {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})[0]
+    return stream.run([sys.executable, *words], log)[0]
 
 
 def _keep_laws(folder: Path, identity: Fingerprint, log: Path) -> int:
