@@ -20,8 +20,8 @@ _ORDER = (MemoryVerdict.GREW, MemoryVerdict.SHRANK, MemoryVerdict.SAME)
 
 
 def limit_mib(machine: str, device: str) -> float | None:
-    """The memory of this machine's board, by its data sheet; None where it is not listed."""
-    family = machines.families().get(machine)
+    """The memory of this machine's board, by its data sheet; None where it is not listed, and of a part of a board."""
+    family = None if "-mig-" in machine else machines.families().get(machine.partition("-")[0])
     boards = family.boards if family else ()
     found = next((board for board in boards if re.search(board.pattern, device)), None)
     return None if found is None else found.memory_gb * 1e9 / MIB

@@ -33,7 +33,7 @@ HEAD = (
     "baseline",
 )
 _NAME = re.compile(
-    r"(?P<machine>[a-z0-9]+)-(?P<day>\d{8})-(?P<commit>[0-9a-f]{7,40})-(?P<what>.+?)(-forced-sm(?P<forced>\d+))?",
+    r"(?P<machine>[a-z0-9][a-z0-9-]*?)-(?P<day>\d{8})-(?P<commit>[0-9a-f]{7,40})-(?P<what>.+?)(-forced-sm(?P<forced>\d+))?",
     re.ASCII,
 )
 NOTHING = "–"
@@ -92,14 +92,15 @@ def table(
     for name in machines.known_ids():
         family = machines.families().get(name)
         architecture = "" if family is None else "{}{}".format(*family.compute_capability)
+        measured = sum(count for machine, count in cases.items() if _is_of(machine, name))
         own = [
             _compiled(laws, architecture, repository),
             _forced(laws, architecture, repository),
-            _laws([one for one in laws if one.machine == name and one.forced is None], repository),
-            _incidents([entry for entry in incidents if entry.fingerprint.machine == name]),
-            Cell(f"{cases[name]} cases", GOOD) if cases.get(name) else Cell(NOTHING),
-            Cell("calibrated", GOOD) if name in calibrated_here else Cell(NOTHING),
-            Cell("accepted", GOOD) if name in baselines else Cell(NOTHING),
+            _laws([one for one in laws if _is_of(one.machine, name) and one.forced is None], repository),
+            _incidents([entry for entry in incidents if _is_of(entry.fingerprint.machine, name)]),
+            Cell(f"{measured} cases", GOOD) if measured else Cell(NOTHING),
+            Cell("calibrated", GOOD) if any(_is_of(one, name) for one in calibrated_here) else Cell(NOTHING),
+            Cell("accepted", GOOD) if any(_is_of(one, name) for one in baselines) else Cell(NOTHING),
         ]
         if family is None and all(cell.text == NOTHING for cell in own):
             continue
@@ -107,6 +108,11 @@ def table(
         capability = "{}.{}".format(*family.compute_capability) if family else NOTHING
         rows.append([Cell(title), Cell(capability), *own])
     return ReportTable(HEAD, rows)
+
+
+def _is_of(machine: str, family: str) -> bool:
+    """Whether a machine's name is the family's, or that of one of its boards: "a100-80gb-pcie"."""
+    return machine == family or machine.startswith(f"{family}-")
 
 
 def _compiled(laws: Sequence[LawRecord], architecture: str, repository: Repository) -> Cell:

@@ -57,6 +57,14 @@ def test_what_ran_forced_is_not_what_ran_truly(tmp_path: Path) -> None:
     assert {row["laws"].text for row in found.values()} == {"–"}
 
 
+def test_a_board_s_records_are_its_family_s(tmp_path: Path) -> None:
+    law(tmp_path, "a100-80gb-pcie-20260101-aaaaaaaaaa-laws", "2026-01-01", 700)
+    found = rows(tmp_path, **{"a100-80gb-pcie": 12, "a100-40gb-sxm": 3})
+    assert found["NVIDIA A100"]["laws"].text == "700 of 700 at aaaaaaa"
+    assert found["NVIDIA A100"]["bench"].text == "15 cases"
+    assert found["NVIDIA H100"]["laws"].text == "–"
+
+
 def test_a_part_of_the_laws_does_not_hide_the_whole(tmp_path: Path) -> None:
     law(tmp_path, "h200-20260101-aaaaaaaaaa-laws", "2026-01-01", 1999, 1)
     law(tmp_path, "h200-20260102-bbbbbbbbbb-hopper", "2026-01-02", 264)
