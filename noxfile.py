@@ -215,6 +215,12 @@ def calibrate(session: nox.Session) -> None:
     in_image(session, "benchmarks", "calibrate", repository=True, extras=TO_MEASURE)
 
 
+@nox.session(name="first-contact")
+def first_contact(session: nox.Session) -> None:
+    """Everything that a machine without history needs, and the bundle to send: laws, incidents, bench, calibration."""
+    in_image(session, "benchmarks", "first-contact", repository=True)
+
+
 @nox.session
 def report(session: nox.Session) -> None:
     """Build results/report/index.html from the records."""

@@ -11,9 +11,12 @@
     python -m benchmarks calibrate      how often compare is right on this machine; sets its thresholds
     python -m benchmarks backtest --gpu NAME    are its calls right? replayed from the pairs that calibrate recorded
     python -m benchmarks merge FOLDER...    join the results of several runners
+    python -m benchmarks first-contact  a machine without history: checks, laws, incidents, quick suite, calibration
+    python -m benchmarks bundle verify FILE     what first-contact packed elsewhere; `bundle merge` takes its records
     python -m benchmarks samples RUN    every sample of a run, where they still are
     python -m benchmarks convert        bring records of earlier versions into today's form
-    python -m benchmarks accept --case NAME --reason TEXT    take the level that a case has now as its baseline
+    python -m benchmarks accept --case NAME --reason TEXT    take the level that a case has now as its baseline;
+                                        --first instead of --case: of all cases that have none yet
     python -m benchmarks tune           find faster tiles of the kernels on this GPU; writes its table
 
 Exit code: 0 where all is well; 1 where NSA is wrong on a case (run, compare) or slower (compare), a line was refused
@@ -38,10 +41,12 @@ with broken_sources.named():
         alerts,
         backtest,
         bisect,
+        bundle,
         calibrate,
         comment,
         compare,
         convert,
+        first_contact,
         merge,
         report,
         results,
@@ -66,6 +71,8 @@ COMMANDS = {
     "accept": accept,
     "alerts": alerts,
     "merge": merge,
+    "first-contact": first_contact,
+    "bundle": bundle,
     "samples": samples,
     "convert": convert,
     "tune": tune,

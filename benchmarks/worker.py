@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -25,6 +26,7 @@ from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.correctness import row_sampling
 from benchmarks.history.records import Record
+from benchmarks.peak_memory import out_of_memory
 from benchmarks.runner import Measurement, Prepare
 from benchmarks.timing.latency import SamplingPlan
 from benchmarks.workloads.prepare import prepare
@@ -102,8 +104,10 @@ class _Worker:
             begin = time.perf_counter()
             if self._pipe.poll(deadline_s):
                 measured: Measurement = self._pipe.recv()
-                reason = impossible(measured, key, time.perf_counter() - begin)
-                return measured if reason is None else self._refused(key, CaseOutcome.INCORRECT, reason, command)
+                elapsed_s = time.perf_counter() - begin
+                if reason := impossible(measured, key, elapsed_s):
+                    return self._refused(key, CaseOutcome.INCORRECT, reason, command)
+                return _told(measured, elapsed_s)
             reason = f"no answer within {deadline_s:.0f} s; it stood {self._where()}"
             outcome = CaseOutcome.STALLED
         except ImportError as error:
@@ -132,6 +136,13 @@ class _Worker:
         """Where its main thread stands: the innermost line of this project, or of anything."""
         self._child.events(0.0)  # the worker's process id, for one
         return innermost(self._child.threads(_STACKS_S))
+
+
+def _told(measured: Measurement, elapsed_s: float) -> Measurement:
+    """With what this process knows of it: how long it took, and what its allocator lacked."""
+    record = measured.record
+    lacked = out_of_memory(record.reason or "") if record.outcome is CaseOutcome.OUT_OF_MEMORY else None
+    return replace(measured, record=replace(record, case_s=elapsed_s, out_of_memory=lacked))
 
 
 def impossible(measured: Measurement, key: Key, elapsed_s: float) -> str | None:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from containers import container, engine, host, image, pipeline
 from harness import environment, machines, repository
-from harness.arguments import Parser
+from harness.arguments import Parser, time_s
 from harness.environment import Environment
 from harness.interrupt import INTERRUPTED
 
@@ -64,6 +64,12 @@ def parser() -> argparse.ArgumentParser:
         help=f"what `compare` judges against; {pipeline.LAST_MEASURED}: the newest commit before this one that this"
         " machine has measured (default: no compare)",
     )
+    subs["pipeline"].add_argument(
+        "--budget",
+        type=_time,
+        metavar="TIME",
+        help="spend about so long (20m) on bench, and on compare; what is left out is named",
+    )
     subs["pipeline"].add_argument("--quick", action="store_true", help="some tests, quick benches: minutes")
     subs["pipeline"].add_argument(
         "--logs",
@@ -73,6 +79,12 @@ def parser() -> argparse.ArgumentParser:
         help="(default: results/pipeline)",
     )
     return top
+
+
+def _time(text: str) -> str:
+    """As it is typed, which the sessions read again, once it is a time."""
+    time_s(text)
+    return text
 
 
 def _add_machine(sub: argparse.ArgumentParser, told: Environment) -> None:
@@ -195,7 +207,15 @@ def chain(chosen: engine.Choice, arguments: argparse.Namespace) -> int:
     base = arguments.base
     if base == pipeline.LAST_MEASURED:
         base = pipeline.last_measured(host.target(arguments.family).expect, environment.read().results)
-    steps = pipeline.plan(chosen, arguments.family, base, quick=arguments.quick, logs=logs, registry=arguments.registry)
+    steps = pipeline.plan(
+        chosen,
+        arguments.family,
+        base,
+        quick=arguments.quick,
+        logs=logs,
+        registry=arguments.registry,
+        budget=arguments.budget,
+    )
     done = pipeline.run(steps, logs)
     comparison = logs / pipeline.COMPARISON
     text = pipeline.summary(done, comparison.read_text() if comparison.exists() else "")

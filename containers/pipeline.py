@@ -8,9 +8,6 @@ Each step is a nox session. The first red one ends the chain, but pages and summ
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -18,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from containers import engine
-from harness import interrupt, repository
+from harness import repository, stream
 from harness.interrupt import INTERRUPTED
 
 SUMMARY = "summary.md"
@@ -65,7 +62,14 @@ class PipelineStepResult:
 
 
 def plan(
-    chosen: engine.Choice, family: str | None, base: str | None, *, quick: bool, logs: Path, registry: str | None = None
+    chosen: engine.Choice,
+    family: str | None,
+    base: str | None,
+    *,
+    quick: bool,
+    logs: Path,
+    registry: str | None = None,
+    budget: str | None = None,
 ) -> list[PipelineStep]:
     """The chain for this machine. Pure but for the clock, and for asking git whether nsa/ differs from the base."""
     which = (
@@ -75,6 +79,7 @@ def plan(
     )
     bare = None if chosen.engine else "no container engine: the suites run in the host's environment"
     unchanged = _why_no_compare(base)
+    limited = ("--budget", budget) if budget else ()
     begin = datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     comment = ("--since", begin, "--file", str(logs / COMPARISON))
     return [
@@ -82,8 +87,12 @@ def plan(
         PipelineStep("preflight", "preflight-machine", which, bare),
         PipelineStep("tests", "tests", (*which, *(QUICK_TESTS if quick else ()))),
         PipelineStep("regress", "regress", (*which, "--junitxml", str(logs / "regress.xml"))),
-        PipelineStep("bench", f"bench-{family}" if family else "bench", (*which, *(("--quick",) if quick else ()))),
-        PipelineStep("compare", "compare", (*which, base or "", *(QUICK_COMPARE if quick else ())), unchanged),
+        PipelineStep(
+            "bench", f"bench-{family}" if family else "bench", (*which, *(("--quick",) if quick else ()), *limited)
+        ),
+        PipelineStep(
+            "compare", "compare", (*which, base or "", *(QUICK_COMPARE if quick else ()), *limited), unchanged
+        ),
         PipelineStep("report", "report", which),
         PipelineStep("comment", "comment", (*which, *comment), unchanged),
     ]
@@ -125,58 +134,15 @@ def run(steps: Sequence[PipelineStep], logs: Path) -> list[PipelineStepResult]:
         print(f"\n== {step.name}", flush=True)
         begin = time.perf_counter()
         code, last = _stream(step, logs / f"{step.name}.log")
-        done.append(PipelineStepResult(step, code, time.perf_counter() - begin, _json(last)))
+        done.append(PipelineStepResult(step, code, time.perf_counter() - begin, stream.as_json(last)))
         if code == INTERRUPTED:
             return done
     return done
 
 
 def _stream(step: PipelineStep, log: Path) -> tuple[int, str]:
-    """Run a session, show and keep what it prints; its exit code, and the last line that is JSON.
-
-    An interrupt is passed on once, and what the session prints while it ends is still read: with its pipe closed it
-    could not end its container.
-    """
-    command = [sys.executable, "-m", "nox", "--session", step.session, "--", *step.words]
-    with log.open("w") as kept, interrupt.deferred() as let_through:
-        process = subprocess.Popen(
-            command,
-            cwd=repository.ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # the terminal's Ctrl-C would reach it beside the one that is passed on
-        )
-        with process:
-            try:
-                let_through()
-                last = _shown(process, kept)
-            except KeyboardInterrupt:
-                os.killpg(process.pid, signal.SIGINT)
-                _shown(process, kept)
-                process.wait()
-                return INTERRUPTED, ""
-            return process.wait(), last
-
-
-def _shown(process: subprocess.Popen[str], kept: IO[str]) -> str:
-    """Everything to the end of what it prints; the last line that is JSON."""
-    assert process.stdout is not None
-    last = ""
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        kept.write(line)
-        last = line if line.startswith("{") else last
-    return last
-
-
-def _json(line: str) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+    """Run a session, show and keep what it prints; its exit code, and the last line that is JSON."""
+    return stream.run([sys.executable, "-m", "nox", "--session", step.session, "--", *step.words], log)
 
 
 def summary(done: Sequence[PipelineStepResult], comparison: str = "") -> str:
@@ -198,7 +164,7 @@ def _verdicts(done: Sequence[PipelineStepResult]) -> Iterator[str]:
     wanted = (
         ("compare", ("bad", "undecided", "verdicts")),
         ("regress", ("red",)),
-        ("bench", ("faults", "red_baselines", "not_trustworthy", "outcomes")),
+        ("bench", ("faults", "red_baselines", "not_trustworthy", "outcomes", "unmeasured")),
     )
     told = {one.step.name: one.told for one in done}
     for name, keys in wanted:

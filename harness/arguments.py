@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,18 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
 
+_UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0}
+
+
+def time_s(text: str) -> float:
+    """20m, 90s or 1h30m in seconds. Raises argparse.ArgumentTypeError."""
+    found = re.findall(r"(\d+(?:\.\d+)?)([hms])", text)
+    total_s = sum(float(number) * _UNITS_S[unit] for number, unit in found)
+    if "".join(number + unit for number, unit in found) != text or not total_s > 0:
+        raise argparse.ArgumentTypeError(f"must be a time such as 20m, 90s or 1h30m; got {text!r}")
+    return total_s
+
+
 def unrecognised(words: Sequence[str], known: Collection[str]) -> str:
     """What to say of words that are no arguments here: "unrecognized arguments: --case (did you mean --cases?)"."""
     options = [word.partition("=")[0] for word in words if word.startswith("-")]
@@ -51,7 +64,8 @@ def machine_id(text: str) -> str:
 
 def check(words: Sequence[str]) -> None:
     """Raises ValueError for a misspelt option of `python -m words...`, where that is a command of this repository."""
-    path = ROOT.joinpath(*words[0].split("."), "commands", f"{words[1]}.py" if len(words) > 1 else "")
+    command = f"{words[1].replace('-', '_')}.py" if len(words) > 1 else ""
+    path = ROOT.joinpath(*words[0].split("."), "commands", command)
     if not path.is_file():
         path = ROOT.joinpath(*words[0].split("."), "__main__.py")
     if not path.is_file():

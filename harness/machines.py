@@ -162,6 +162,14 @@ def same_family(machine_id: str, family: str) -> bool:
     return machine_id in (family, *(board.id for board in boards))
 
 
+def memory_gb(device: str) -> float | None:
+    """What the board of this device name holds by its data sheet, or what its slice holds by its name."""
+    if (mig := _MIG.fullmatch(device)) is not None:
+        return float(mig[3])
+    boards = (board for family in families().values() for board in family.boards)
+    return next((board.memory_gb for board in boards if re.search(board.pattern, device)), None)
+
+
 def is_virtual(device: str) -> bool:
     """Whether a device's name is that of a vGPU profile."""
     return _VGPU.search(device) is not None

@@ -11,9 +11,11 @@ from enum import Enum
 from pathlib import Path
 from typing import ClassVar
 
+from benchmarks import peak_memory
 from benchmarks.ab.moderated import UNKNOWN, NoisePrior
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome
+from benchmarks.peak_memory import MemoryVerdict
 from harness import jsonl
 from harness.fingerprint import Fingerprint
 
@@ -133,6 +135,13 @@ class ComparisonResult:
     """Each pair of processes, in the order measured."""
     base_outcome: CaseOutcome | None = None
     head_outcome: CaseOutcome | None = None
+    peaks_mib: tuple[float, float] | None = None
+    """Peak memory of a call of BASE and of HEAD; None on a CPU, and in earlier results."""
+
+    @property
+    def memory(self) -> MemoryVerdict | None:
+        """Whether HEAD needs more memory, or less; None where it is not known."""
+        return None if self.peaks_mib is None else peak_memory.judge(*self.peaks_mib)
 
 
 def path(results: Path, utc: str, base: Side, head: Side) -> Path:

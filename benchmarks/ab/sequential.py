@@ -28,6 +28,8 @@ class PairTiming:
     head_ms: float
     log_ratio: float
     """log(head / base)."""
+    peaks_mib: tuple[float, float] | None = None
+    """Peak memory of BASE and of HEAD; None of a pair that was not asked for it."""
 
     @property
     def change(self) -> float:
@@ -90,6 +92,11 @@ class CaseResult:
     @property
     def base_ms(self) -> float:
         return statistics.median(pair.base_ms for pair in self.pairs)
+
+    @property
+    def peaks_mib(self) -> tuple[float, float] | None:
+        """Peak memory of BASE and of HEAD: one pair tells it."""
+        return next((pair.peaks_mib for pair in self.pairs if pair.peaks_mib is not None), None)
 
     def effect(self, rules: Rules) -> Effect | None:
         """What is measured of HEAD beside BASE; None where the pairs are too few."""

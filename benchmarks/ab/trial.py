@@ -52,12 +52,14 @@ class PairedSamples:
     base_ms: tuple[float, ...]
     head_ms: tuple[tuple[float, ...], ...]
     """Per sample: as it is, then with each slowdown injected."""
+    peaks_mib: tuple[float, float] | None = None
+    """Peak memory of a call of BASE and of HEAD; None where it was not asked for, and on a CPU."""
 
     def timed(self, level: int = 0) -> PairTiming:
         """One observation; `level` is 0 for HEAD as it is, i for the i-th slowdown."""
         head_ms = [sample[level] for sample in self.head_ms]
         ratio = moderated.pseudomedian(self._log_ratios(level))
-        return PairTiming(statistics.median(self.base_ms), statistics.median(head_ms), ratio)
+        return PairTiming(statistics.median(self.base_ms), statistics.median(head_ms), ratio, self.peaks_mib)
 
     def enough(self, rules: Rules) -> bool:
         """Whether further samples would say little more; by the spread alone, so that it favours no answer."""
@@ -93,8 +95,9 @@ class WorkerPair:
         read. `check`: the oracle is asked before the samples, and again after them on other inputs. Raises SideError.
         """
         request = {"prepare": dataclasses.asdict(key), "device": self._device, "check": check}
-        if refused := self._ask_both(request, together=self._device == "cpu" or not check):
-            return refused
+        prepared = self._ask_both(request, together=self._device == "cpu" or not check)
+        if isinstance(prepared, PairFailure):
+            return prepared
         latencies_ms = [self._ask_one(side, {"slowdowns": list(slowdowns)})["latency_ms"] for side in (0, 1)]
         calls = calls_per_sample(min(latencies_ms), self._device)
         samples = PairedSamples((), ())
@@ -103,17 +106,23 @@ class WorkerPair:
             for side in (0, 1) if (len(samples.base_ms) + first) % 2 == 0 else (1, 0):
                 sample_ms[side] = self._ask_one(side, {"sample": calls})["sample_ms"]
             samples = PairedSamples((*samples.base_ms, sample_ms[0][0]), (*samples.head_ms, tuple(sample_ms[1])))
-        if check and (refused := self._ask_both({"finish": True}, together=self._device == "cpu")):
-            return refused
-        return samples
+        if not check:
+            return samples
+        finished = self._ask_both({"finish": True}, together=self._device == "cpu")
+        if isinstance(finished, PairFailure):
+            return finished
+        base_mib, head_mib = (answer.get("peak_mem_mib") for answer in finished)
+        if base_mib is None or head_mib is None:
+            return samples
+        return dataclasses.replace(samples, peaks_mib=(base_mib, head_mib))
 
     def _ask_one(self, side: int, request: Mapping[str, Any]) -> dict[str, Any]:
         with blame(side):
             self._children[side].ask(request)
             return self._children[side].answer(SAMPLE_DEADLINE_S)
 
-    def _ask_both(self, request: Mapping[str, Any], *, together: bool) -> PairFailure | None:
-        """Ask both, at the same time or one after the other: a GPU has the oracle's memory for one of them."""
+    def _ask_both(self, request: Mapping[str, Any], *, together: bool) -> list[dict[str, Any]] | PairFailure:
+        """Both answers, asked for at the same time or one after the other: a GPU has the oracle's memory for one."""
         asked, answers = 0, []
         for side in (0, 1):
             while asked <= (1 if together else side):
@@ -124,7 +133,7 @@ class WorkerPair:
                 answers.append(self._children[side].answer(PREPARE_DEADLINE_S))
         base, head = (CaseOutcome(answer["outcome"]) for answer in answers)
         if base is head is CaseOutcome.PASSED:
-            return None
+            return answers
         said = ("BASE", base, answers[0]["reason"]), ("HEAD", head, answers[1]["reason"])
         why = "; ".join(f"{name} {outcome.value}: {text}" for name, outcome, text in said if text)
         return PairFailure(base, head, why)

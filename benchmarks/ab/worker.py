@@ -8,9 +8,10 @@ stdin, each is answered by one JSON line on stdout; end of file ends the process
     {"prepare": {...key...}, "device": "cpu", "check": true}    -> {"outcome": "PASSED", "reason": null}
     {"slowdowns": [0.01, 0.03]}                  -> {"latency_ms": of a call}
     {"sample": 3}                                -> {"sample_ms": [latency, latency of each slowdown]}, of so many calls
-    {"finish": true}                             -> {"outcome": "PASSED", "reason": null}
+    {"finish": true}                             -> {"outcome": "PASSED", "reason": null, "peak_mem_mib": of a call}
 
-An exception of the case becomes its outcome. `finish` asks the oracle again, on inputs that no call has seen.
+An exception of the case becomes its outcome. `finish` asks the oracle again, on inputs that no call has seen. A peak of
+memory is told on a GPU; None on a CPU, where these processes keep what they free.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from benchmarks.ab import injection
 from benchmarks.cases.key import NSA, Key
 from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.correctness import anti_cheat, integrity, row_sampling
-from benchmarks.timing import l2_persistence, latency, launch_interval
+from benchmarks.timing import l2_persistence, latency, launch_interval, memory
 from benchmarks.timing.rotating_inputs import RotatingInputs
 from benchmarks.workloads.prepare import prepare
 
@@ -62,7 +63,8 @@ class Worker:
             return {"latency_ms": self._case.inject(request["slowdowns"])}
         if "sample" in request:
             return {"sample_ms": self._case.sample(request["sample"])}
-        return self._outcome(self._case.finish)
+        answer = self._outcome(self._case.finish)
+        return {**answer, "peak_mem_mib": self._case.peak_mem_mib}
 
     def _prepare(self, prepare: Mapping[str, Any], device: str, check: bool) -> None:
         _free(device)
@@ -90,6 +92,7 @@ class _Case:
             self._work.check(self._seed) if check else self._work.call()
         self._rotating = RotatingInputs(self._work, key, device)
         self._staged: injection.StagedSlowdown | None = None
+        self.peak_mem_mib: float | None = None
 
     def inject(self, slowdowns: Sequence[float]) -> float:
         """Warm up, find how many ms a call takes, and add the slowdowns to it; for a time when nothing else runs."""
@@ -114,6 +117,8 @@ class _Case:
     def finish(self) -> None:
         """Raises where the calls changed their inputs, or the benches, or are wrong on other inputs."""
         anti_cheat.require_unchanged(self._work.inputs, self._inputs)
+        if self._device == "cuda":
+            self.peak_mem_mib = memory.of_cuda(self._work.call).mib
         self._rotating.recheck(self._seed)
         integrity.require_intact()
 

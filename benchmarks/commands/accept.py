@@ -8,18 +8,19 @@ refused unless `--despite` says why it is right all the same.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import getpass
 import json
 import subprocess
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
 from benchmarks.ab.checkout import git
 from benchmarks.cases.key import NSA
 from benchmarks.commands import options
-from benchmarks.history import accepted, reservations, trend
+from benchmarks.history import accepted, memory, reservations, trend
 from benchmarks.history.accepted import Acceptance, Standing, State
 from benchmarks.history.records import Record
 from benchmarks.history.store import LatencySeries, Store
@@ -30,13 +31,18 @@ SUMMARY = "move baselines to the level that cases have now, with a reason"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which cases, and why."""
-    parser.add_argument(
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument(
         "--case",
-        required=True,
         dest="cases",
         type=lambda text: text.split(","),
         metavar="A,B",
         help="modes or patterns of case names as `run` prints them, such as 'decode/*' or 'decode/*/nsa'",
+    )
+    which.add_argument(
+        "--first",
+        action="store_true",
+        help="every case of this machine that has no baseline yet and whose figures are trustworthy; names the others",
     )
     parser.add_argument("--reason", required=True, metavar="TEXT", help="why the new level is right")
     parser.add_argument(
@@ -57,10 +63,17 @@ def main(arguments: argparse.Namespace) -> int:
     machine = arguments.gpu or machines.machine(None, machines.visible_gpu()).id
     store = Store(arguments.out)
     history = store.history(machine)
-    chosen = _chosen(history, arguments.cases, machine)
-    if arguments.despite is None:
-        _require_trustworthy(store, machine, chosen)
-    moved = _acceptances(machine, chosen, arguments.reason, arguments.despite, arguments.out)
+    chosen = _first(history, machine, arguments.out) if arguments.first else _chosen(history, arguments.cases, machine)
+    doubts = {} if arguments.despite is not None else _doubts(store, machine, chosen)
+    if arguments.first:
+        chosen = _settled(chosen, doubts)
+    elif doubts:
+        raise ValueError(f"--case: {next(iter(doubts.values()))}")
+    peaks_mib = {one.name: one.now_mib for one in memory.trends(store.visits(machine))}
+    moved = [
+        dataclasses.replace(acceptance, peak_mem_mib=peaks_mib.get(acceptance.case))
+        for acceptance in _acceptances(machine, chosen, arguments.reason, arguments.despite, arguments.out)
+    ]
     for acceptance in moved:
         jsonl.append(accepted.path(arguments.out), acceptance)
         print(f"{acceptance.case}: {_ms(acceptance.previous_ms)} -> {_ms(acceptance.latency_ms)}")
@@ -84,23 +97,52 @@ def _chosen(history: Sequence[LatencySeries], patterns: Sequence[str], machine: 
     return [series for series in history if any(options.named(series.newest.key, pattern) for pattern in patterns)]
 
 
-def _require_trustworthy(store: Store, machine: str, chosen: Sequence[LatencySeries]) -> None:
-    """Raises ValueError for a level that half of its runs or more saw under a reservation."""
+def _first(history: Sequence[LatencySeries], machine: str, results: Path) -> list[LatencySeries]:
+    """The series of cases without a baseline. ValueError where there is none."""
+    known = accepted.current(results)
+    chosen = [
+        series
+        for series in history
+        if (machine, series.points[-1].fingerprint.device, series.newest.key.name) not in known
+    ]
+    if not chosen:
+        raise ValueError(f"--first: {machine} has measured no case of NSA that has no baseline yet")
+    return chosen
+
+
+def _settled(chosen: Sequence[LatencySeries], doubts: Mapping[str, str]) -> list[LatencySeries]:
+    """Those with nothing against them; names the others. ValueError where none is left."""
+    against = dict(doubts)
+    for series in chosen:
+        if trend.of(series).confirmation_wanted:
+            against.setdefault(series.newest.identity, f"the last run of {series.newest.key.name} is not confirmed")
+    for why in against.values():
+        print(f"not accepted: {why}")
+    settled = [series for series in chosen if series.newest.identity not in against]
+    if not settled:
+        raise ValueError("--first: no case can be accepted; the lines above say why")
+    return settled
+
+
+def _doubts(store: Store, machine: str, chosen: Sequence[LatencySeries]) -> dict[str, str]:
+    """By `Record.identity`, what is against a level that half of its runs or more saw under a reservation."""
     seen: dict[str, list[Record]] = {}
     begins = {one.newest.identity: one.points[trend.of(one).level_begin].utc for one in chosen}
     for record in store.records(machine, implementation=NSA, since=min(begins.values())):
         begin = begins.get(record.identity)
         if begin is not None and record.latency_ms is not None and record.fingerprint.utc >= begin:
             seen.setdefault(record.identity, []).append(record)
-    for records in seen.values():
+    doubts = {}
+    for identity, records in seen.items():
         doubted = [record for record in records if reservations.of(record)]
         if 2 * len(doubted) >= len(records):
             newest = doubted[-1]
-            raise ValueError(
-                f"--case: {len(doubted)} of the {len(records)} run(s) in the level of {newest.key.name} are not"
+            doubts[identity] = (
+                f"{len(doubted)} of the {len(records)} run(s) in the level of {newest.key.name} are not"
                 f" trustworthy: {'; '.join(reservations.of(newest).values())}. Measure it again on an idle machine:"
                 f" {newest.command}; or take it with --despite TEXT, which says why it is right all the same"
             )
+    return doubts
 
 
 def _acceptances(

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.ab import checkout, device_code, result
+from benchmarks.ab import checkout, device_code, paired_run, result
 from benchmarks.ab.device_code import DeviceCode
+from benchmarks.ab.paired_run import CaseRules
 from benchmarks.ab.result import ComparisonResult
 from benchmarks.alerts import confirm, issue
 from benchmarks.alerts.update import update
 from benchmarks.cases.key import Key
 from benchmarks.commands import accept, compare, options
-from benchmarks.commands.compare import CaseRules
 from benchmarks.history import alerts
 from benchmarks.history.alerts import Alert, AlertEvent
 from benchmarks.report import links
@@ -143,7 +143,7 @@ class _Remeasure:
             return []
         with checkout.sources([good, other]) as (base, head):
             print(f"{good[:10]} against {other[:10]}", flush=True)
-            found, interrupted = compare.measure(self._machine, keys, base, head, self._rules)
+            found, interrupted = paired_run.measure(self._machine, keys, base, head, self._rules)
         path = result.path(self._results, found[0].utc, base.side, head.side)
         for one in found:
             jsonl.append(path, one)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from benchmarks.ab import bisect, checkout, result
+from benchmarks.ab import bisect, checkout, paired_run, result
 from benchmarks.ab.result import CompareVerdict
 from benchmarks.commands import compare, options
 from harness import jsonl, machines
@@ -41,7 +41,7 @@ def main(arguments: argparse.Namespace) -> int:
     def ask(commit: str) -> CompareVerdict:
         with checkout.sources([good, commit]) as (base, head):
             print(f"{good[:10]} against {commit[:10]}", flush=True)
-            (found,), interrupted = compare.measure(machine, keys, base, head, rules)
+            (found,), interrupted = paired_run.measure(machine, keys, base, head, rules)
             if interrupted:
                 raise KeyboardInterrupt
         jsonl.append(result.path(arguments.out, found.utc, base.side, head.side), found)

@@ -58,6 +58,9 @@ _MOST_QUERIES = 8_192
 """Of a case that is measured on a GPU: what takes longer says no more."""
 LEAST_PAIRS = 12
 """Two halves, each with two tests of identical code."""
+_PAIRS = 60
+_QUICK_EVERY = 4
+"""With --quick each fourth case is measured, of every mode the first."""
 
 
 def keys(machine: Machine) -> list[Key]:
@@ -78,15 +81,27 @@ def keys(machine: Machine) -> list[Key]:
     ]
 
 
+def quick_part(of: Sequence[Key]) -> list[Key]:
+    """What `--quick` measures: each fourth case of every mode, the first at least; enough for first thresholds."""
+    by_mode: dict[str, list[Key]] = {}
+    for key in of:
+        by_mode.setdefault(key.mode, []).append(key)
+    return [key for one_mode in by_mode.values() for key in one_mode[::_QUICK_EVERY]]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How many pairs and minutes, and where they are written."""
     options.add_gpu(parser)
     parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"a quarter of the cases and {LEAST_PAIRS} pairs: first thresholds, which know little of the noise",
+    )
+    parser.add_argument(
         "--pairs",
         type=int,
-        default=60,
         metavar="N",
-        help="pairs of processes in all, those of before too (default: 60)",
+        help=f"pairs of processes in all, those of before too (default: {_PAIRS}, with --quick {LEAST_PAIRS})",
     )
     parser.add_argument(
         "--minutes", type=float, metavar="M", help="begin no further pair after so many minutes (default: no limit)"
@@ -96,6 +111,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure the pairs that are missing, judge all of them; the last line of stdout is JSON."""
+    if arguments.pairs is None:
+        arguments.pairs = LEAST_PAIRS if arguments.quick else _PAIRS
     if arguments.pairs < LEAST_PAIRS:
         raise ValueError(f"--pairs must be at least {LEAST_PAIRS}; got {arguments.pairs}")
     if arguments.minutes is not None and not arguments.minutes >= 0:
@@ -103,6 +120,8 @@ def main(arguments: argparse.Namespace) -> int:
     machine = machines.machine(arguments.gpu, machines.visible_gpu())
     options.check_writable(arguments.out / "calibration")
     identity = fingerprint.take(machine.id, machine.device)
+    if arguments.quick:
+        _keep_better(arguments, identity)
     if machine.device == "cpu":
         identity = dataclasses.replace(identity, threads=THREADS)
     begin = time.perf_counter()
@@ -141,14 +160,26 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _keep_better(arguments: argparse.Namespace, identity: fingerprint.Fingerprint) -> None:
+    """Raises ValueError where a calibration of more pairs would be replaced."""
+    try:
+        found = calibration.load(arguments.out, identity.machine)
+    except ValueError:  # of an earlier rule
+        return
+    if found is not None and found.fingerprint.device == identity.device and found.pairs > arguments.pairs:
+        file = calibration.path(arguments.out, identity.machine)
+        raise ValueError(f"--quick: {file} is of {found.pairs} pairs; leave out --quick, or name another --out")
+
+
 def _command(arguments: argparse.Namespace, machine: Machine) -> str:
-    words = ["--gpu", machine.id, "--pairs", str(arguments.pairs)]
+    words = ["--gpu", machine.id, *["--quick"] * arguments.quick, "--pairs", str(arguments.pairs)]
     elsewhere = [] if arguments.out == options.RESULTS else ["--out", str(arguments.out)]
     return shlex.join(["python", "-m", "benchmarks", "calibrate", *words, *elsewhere])
 
 
 def _pairs(arguments: argparse.Namespace, machine: Machine, identity: fingerprint.Fingerprint) -> list[CalibrationPair]:
     cases, rules = keys(machine), Rules.of_device(machine.device)
+    cases = quick_part(cases) if arguments.quick else cases
     word = calibration_samples.identity(identity, [key.name for key in cases], rules)
     recorded, damaged = calibration_samples.read(arguments.out, machine.id, word)
     pairs = recorded[: arguments.pairs]

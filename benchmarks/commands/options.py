@@ -11,6 +11,7 @@ from pathlib import Path
 from benchmarks.cases.key import NSA, Key
 from benchmarks.workloads import suite
 from harness import arguments, environment, machines
+from harness.arguments import time_s
 from harness.machines import Machine
 
 RESULTS = environment.read().results
@@ -41,6 +42,17 @@ def add_cases(parser: argparse.ArgumentParser, default: str = "every mode but me
         type=lambda text: text.split(","),
         metavar="A,B",
         help=f"modes ({', '.join(suite.MODES)}) or patterns of case names, such as 'decode/*/nsa' (default: {default})",
+    )
+
+
+def add_budget(parser: argparse.ArgumentParser) -> None:
+    """--budget."""
+    parser.add_argument(
+        "--budget",
+        type=time_s,
+        metavar="TIME",
+        help="spend about so long (20m, 90s, 1h30m): on the cases met longest ago, then on those that tell the most per"
+        " second; the others are named as unmeasured, and each is met within seven nights (default: no limit)",
     )
 
 

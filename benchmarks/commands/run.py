@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
-from benchmarks import anchors, console, runner, watched, worker
+import psutil
+import torch
+
+from benchmarks import anchors, budget, console, runner, watched, worker
+from benchmarks.ab import calibration
+from benchmarks.budget import BudgetPlan
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.commands import options
@@ -21,15 +28,20 @@ from benchmarks.correctness import row_sampling
 from benchmarks.history import reservations, run_file, speedup
 from benchmarks.history.anchor_plan import AnchorRequest
 from benchmarks.history.anchors import CLASSES
+from benchmarks.history.memory import WillNotFit, will_not_fit
 from benchmarks.history.records import Record
+from benchmarks.history.store import Store
 from benchmarks.runner import Measurement
 from benchmarks.timing import gpu_watch, peak
 from benchmarks.timing.gpu_watch import GpuWatch
 from benchmarks.timing.latency import SamplingPlan
 from benchmarks.workloads import suite
+from benchmarks.workloads.prepare import estimate_gib
 from harness import fingerprint, machines
 from harness.fingerprint import Fingerprint
 from harness.interrupt import INTERRUPTED
+from harness.machines import Machine
+from harness.peak import MIB
 from nsa import backends
 
 SUMMARY = "measure, write records, build the page"
@@ -40,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer shapes and samples: under a minute on a CPU")
     options.add_gpu(parser)
     options.add_cases(parser)
+    options.add_budget(parser)
     parser.add_argument("--backend", choices=backends.NAMES, default="auto", help="NSA's backend (default: auto)")
     parser.add_argument(
         "--seed",
@@ -86,6 +99,10 @@ def main(arguments: argparse.Namespace) -> int:
     seed = row_sampling.new_seed() if arguments.seed is None else arguments.seed
     command = run_command(machine.id, arguments.backend, quick=arguments.quick, seed=seed)
     beside = anchors.find(arguments.anchors, arguments.out, identity, keys)
+    planned = _planned(arguments, machine.id, identity, keys)
+    keys = keys if planned is None else [key for case in planned.chosen for key in case.keys]
+    too_large = {one.name: one for one in _too_large(arguments.out, machine, identity, keys)}
+    keys = sorted(keys, key=lambda key: key.name not in too_large)  # stable: those that are not tried come first
     path = run_file.create(arguments.out, identity, command)
     print(f"{machine.title}: {len(keys)} measurements -> {path}", flush=True)
     case_command = partial(run_file.case_command, command)
@@ -99,12 +116,16 @@ def main(arguments: argparse.Namespace) -> int:
 
     try:
         with console.RunProgress(keys) as progress:
-            for measured in watched.run(keys, measure, watch):
+            tried = [key for key in keys if key.name not in too_large]
+            refused = (_not_tried(key, too_large[key.name], identity, command) for key in keys[: len(too_large)])
+            for measured in chain(refused, watched.run(tried, measure, watch)):
                 run_file.append(path, measured.record)
                 if measured.raw:
                     run_file.append_samples(path, measured.raw)
                 progress.finished(measured.record)
                 done.append(measured.record)
+                if planned and _over(keys, len(done), time.perf_counter() - begin, planned.budget_s):
+                    break
         bridged = _measure_anchors(beside, path, machine.device, plan, identity, command, seed, watch) if beside else []
     except KeyboardInterrupt:
         return _interrupted(arguments.out, path, len(done), len(keys))
@@ -121,6 +142,7 @@ def main(arguments: argparse.Namespace) -> int:
         "red_baselines": {record.key.name: record.outcome.value for record in speedup.red_baselines(done)},
         "not_trustworthy": reservations.count(done),
         "anchors": dict(Counter(record.outcome.value for record in bridged)),
+        "unmeasured": _unmeasured(planned, done),
         "seed": seed,
         "seconds": round(time.perf_counter() - begin, 1),
         "records": str(path),
@@ -131,6 +153,60 @@ def main(arguments: argparse.Namespace) -> int:
         print("python -m benchmarks: NSA was measured on no case; the page says why", file=sys.stderr)
         return 2
     return 1 if wrong else 0
+
+
+def _too_large(results: Path, machine: Machine, identity: Fingerprint, keys: Sequence[Key]) -> list[WillNotFit]:
+    """The cases that this device has no memory for, which are said before anything runs."""
+    free, total = torch.cuda.mem_get_info() if machine.device == "cuda" else psutil.virtual_memory()[1::-1]
+    stored = Store(results)
+    elsewhere_mib: dict[str, float] = {}
+    for other in stored.machines():
+        for name, found in stored.visits(other).items():
+            if other != machines.CPU and found[-1].peak_mem_mib is not None:
+                elsewhere_mib[name] = min(found[-1].peak_mem_mib, elsewhere_mib.get(name, math.inf))
+    estimates_mib = {key.name: 1024 * estimate_gib(key) for key in keys}
+    sources, here = identity.nsa_sha256, stored.visits(machine.id)
+    found_too_large = will_not_fit(estimates_mib, total / MIB, free / MIB, sources, here, elsewhere_mib)
+    for one in found_too_large:
+        print(f"will not fit: {one.name}: {one.reason}", flush=True)
+    return found_too_large
+
+
+def _not_tried(key: Key, why: WillNotFit, identity: Fingerprint, command: str) -> Measurement:
+    again = run_file.case_command(command, key)
+    return Measurement(Record(key, CaseOutcome.OUT_OF_MEMORY, why.reason, identity, again, out_of_memory=why.lacks))
+
+
+def _planned(
+    arguments: argparse.Namespace, machine: str, identity: Fingerprint, keys: Sequence[Key]
+) -> BudgetPlan | None:
+    """What --budget chooses, which is said; None without it."""
+    if arguments.budget is None:
+        return None
+    try:
+        calibrated = calibration.load(arguments.out, machine)
+    except ValueError:  # of an earlier rule: as good as none
+        calibrated = None
+    visits = Store(arguments.out, machine).visits(machine)
+    found = budget.choose(budget.cases(keys, visits, calibrated, identity.nsa_sha256), arguments.budget, identity.utc)
+    print(budget.said(found), flush=True)
+    return found
+
+
+def _over(keys: Sequence[Key], done: int, elapsed_s: float, budget_s: float) -> bool:
+    """Whether the time is up and the next measurement would begin another case."""
+    return elapsed_s > budget_s and done < len(keys) and keys[done].case != keys[done - 1].case
+
+
+def _unmeasured(planned: BudgetPlan | None, done: Sequence[Record]) -> list[str]:
+    """The cases that a budget has left out, and those that it ended before; the latter are said."""
+    if planned is None:
+        return []
+    met = {record.key.case for record in done}
+    late = [case.case for case in planned.chosen if case.case not in met]
+    if late:
+        print(f"\nThe budget of {budget.minutes(planned.budget_s)} was over. UNMEASURED too: {', '.join(late)}")
+    return [*late, *(case.case for case in planned.left_out)]
 
 
 def _measure_anchors(

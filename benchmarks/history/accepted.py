@@ -40,6 +40,9 @@ class Acceptance:
 
     despite: str | None = None
     """Why it holds although most of its runs are not trustworthy; None where they are."""
+    peak_mem_mib: float | None = None
+    """The accepted peak of memory, of the newest run in that level; None where none was measured, and in lines that
+    were written before this was kept."""
 
     def __post_init__(self) -> None:
         if not self.reason.strip():

@@ -7,6 +7,7 @@ heartbeats of training runs that are kept as records: their summaries.
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -74,6 +75,8 @@ def convert(path: Path) -> Conversion:
     return Conversion(len(records), [found for found in run_file.entries(path) if isinstance(found, DamagedLine)])
 
 
+_COMPILED = re.compile(r"compile::\w+\[(\d{2,3})-", re.ASCII)
+"""A test of a file such as test_compile.py whose first parameter is the architecture that it compiles for: 86."""
 STEPS_PER_LINE = 25
 """Of a training run that is kept."""
 COUNTS = ("tokens_seen", "non_finite_steps", "fallbacks", "attempt", "life")
@@ -81,7 +84,8 @@ COUNTS = ("tokens_seen", "non_finite_steps", "fallbacks", "attempt", "life")
 
 
 def summarize_junit(path: Path) -> dict[str, Any]:
-    """What ran and how it ended: totals, counts per test file, the tests that failed, why others were skipped.
+    """What ran and how it ended: totals, counts per test file and per architecture that was compiled for, the tests
+    that failed, why others were skipped.
 
     ValueError where the file is no JUnit XML.
     """
@@ -97,12 +101,15 @@ def _junit(root: ElementTree.Element) -> dict[str, Any]:
     if not cases:
         raise ValueError("it holds no test")
     files: dict[str, Counter[str]] = {}
+    architectures: dict[str, Counter[str]] = {}
     reasons: Counter[str] = Counter()
     failed = []
     for case in cases:
         name = case.get("classname", "")
         outcome = _outcome(case)
         files.setdefault(name, Counter())[outcome] += 1
+        if compiled := _COMPILED.search(f"{name}::{case.get('name', '')}"):
+            architectures.setdefault(compiled[1], Counter())[outcome] += 1
         if outcome == "failed":
             failed.append(f"{name}::{case.get('name', '')}")
         if (skipped := case.find("skipped")) is not None:
@@ -114,6 +121,7 @@ def _junit(root: ElementTree.Element) -> dict[str, Any]:
         **{outcome: totals[outcome] for outcome in ("passed", "failed", "skipped")},
         "failures": failed,
         "skipped_because": dict(reasons.most_common()),
+        "architectures": {name: dict(counts) for name, counts in architectures.items()},
         "files": {name: dict(counts) for name, counts in sorted(files.items())},
     }
 

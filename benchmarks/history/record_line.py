@@ -21,6 +21,7 @@ from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome, Correctness, OracleCheck
 from benchmarks.history.records import Anchor, Record, check_figures
 from benchmarks.history.samples import RawSamples, SampleSummary
+from benchmarks.peak_memory import OutOfMemory
 from benchmarks.timing.clocks import ClockSummary
 from harness import schema
 from harness.fingerprint import Fingerprint
@@ -131,6 +132,8 @@ class RecordLine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
     bytes_moved: float | None = None
     other_load: float | None = None
     gpu_conditions: dict[str, str] | None = None
+    out_of_memory: OutOfMemory | None = None
+    case_s: float | None = None
     anchor: _Anchor | None = None
 
     def __post_init__(self) -> None:
@@ -148,7 +151,7 @@ _SAME = (
 """Fields that stand in a line as they are."""
 _FIGURES = (
     "latency_ms", "end_to_end_ms", "tokens_per_s", "peak_mem_mib", "compile_s", "flops", "bytes_moved",
-    "other_load",
+    "other_load", "case_s",
 )  # fmt: skip
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(RecordLine)}
 _ENCODER = msgspec.json.Encoder()
@@ -164,6 +167,7 @@ def encode(record: Record, *, with_command: bool) -> str:
         correctness=_correctness_line(record.correctness),
         interval_ms=None if record.interval_ms is None else tuple(map(_rounded, record.interval_ms)),
         samples=_Samples(*map(_rounded, vars(record.samples).values())) if record.samples else None,
+        out_of_memory=record.out_of_memory,
         anchor=_Anchor(record.anchor.commit, record.anchor.nsa_sha256) if record.anchor else None,
         clocks=ClockLine(*(_rounded(x, _CLOCK_DIGITS) for x in vars(record.clocks).values()))
         if record.clocks
@@ -225,6 +229,7 @@ def record(line: RecordLine, key: Key, fingerprint: Fingerprint, command: str | 
         interval_ms=line.interval_ms,
         samples=SampleSummary(*_values(line.samples)) if line.samples else None,
         clocks=ClockSummary(*_values(line.clocks)) if line.clocks else None,
+        out_of_memory=line.out_of_memory,
         anchor=Anchor(*_values(line.anchor)) if line.anchor else None,
         **{name: getattr(line, name) for name in (*_SAME, *_FIGURES)},
     )

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome, Correctness
 from benchmarks.history.samples import SampleSummary
+from benchmarks.peak_memory import OutOfMemory
 from benchmarks.timing.clocks import ClockSummary
 from harness.fingerprint import Fingerprint
 from harness.peak import MIB
@@ -26,6 +27,8 @@ _NOT_NEGATIVE = ("peak_mem_mib", "compile_s", "other_load")  # a call can need n
 
 def check_figures(of: Any) -> None:
     """Raises ValueError where the figures of a record, or of its line in a file, do not go with its outcome."""
+    if of.out_of_memory is not None and of.outcome is not CaseOutcome.OUT_OF_MEMORY:
+        raise ValueError(f"out_of_memory must be None with outcome {of.outcome.value}")
     if of.outcome is not CaseOutcome.PASSED:
         if not of.reason:
             raise ValueError(f"{of.outcome.value} needs a reason")
@@ -111,6 +114,11 @@ class Record:
     """Floating-point operations that the case needs at least, a multiply-add being two; from the case, not counted."""
     bytes_moved: float | None = None
     """Bytes that the case must read and write at least; from the case, not counted."""
+    out_of_memory: OutOfMemory | None = None
+    """What the allocator said; None with any other outcome than OUT_OF_MEMORY, and in earlier records."""
+    case_s: float | None = None
+    """Wall time of the whole measurement, from inputs to the last check; what a budget is planned with. None where it
+    did not answer, and in earlier records."""
     anchor: Anchor | None = None
     """What was measured in place of the NSA that the fingerprint names; None where it is that one. Such a record is no
     point of its case's series."""

@@ -16,6 +16,7 @@ from benchmarks.history.conditions import Conditions, hard
 from benchmarks.history.record_line import RecordLine
 from benchmarks.history.records import Anchor, Record, share_of_limit
 from benchmarks.history.run_file import DamagedLine
+from benchmarks.peak_memory import OutOfMemory
 from harness.fingerprint import Fingerprint
 
 
@@ -59,6 +60,22 @@ class LatencySeries:
     """What was measured of other commits under the conditions of these points."""
 
 
+class CaseVisit(NamedTuple):
+    """That a run met one implementation of a case, whatever came of it."""
+
+    utc: str
+    fingerprint: Fingerprint
+    path: str | None
+    case_s: float | None
+    peak_mem_mib: float | None
+    peak_mem_source: str | None
+    out_of_memory: OutOfMemory | None
+
+    @property
+    def nsa_sha256(self) -> str:
+        return self.fingerprint.nsa_sha256
+
+
 class _Row(NamedTuple):
     """The columns of one record."""
 
@@ -74,6 +91,10 @@ class _Row(NamedTuple):
     reservations: tuple[str, ...]
     file: int
     """Number of its file."""
+    case_s: float | None
+    peak_mem_mib: float | None
+    peak_mem_source: str | None
+    out_of_memory: OutOfMemory | None
     anchor: Anchor | None
     """None where NSA, or a baseline, of the run itself was measured."""
 
@@ -213,6 +234,16 @@ class Store:
         here = {id(row.fingerprint): row.fingerprint for row in self._rows if row.fingerprint.machine == machine}
         return list(dict.fromkeys(here.values()))  # the lines of an old run have each its own
 
+    def visits(self, machine: str) -> dict[str, list[CaseVisit]]:
+        """What this machine's runs met, by the name of the key, oldest run first."""
+        found: dict[str, list[CaseVisit]] = {}
+        for row in self._rows:
+            if row.fingerprint.machine == machine:
+                memory = (row.peak_mem_mib, row.peak_mem_source, row.out_of_memory)
+                visit = CaseVisit(row.fingerprint.utc, row.fingerprint, row.path, row.case_s, *memory)
+                found.setdefault(row.key.name, []).append(visit)
+        return found
+
     def damaged(self) -> list[DamagedLine]:
         """Every line that is no record, by name."""
         return list(self._damaged)
@@ -242,6 +273,10 @@ def _row(key: Key, fingerprint: Fingerprint, figures: Record | RecordLine, file:
         figures.bytes_moved,
         reservations.with_device(figures, fingerprint),
         file,
+        figures.case_s,
+        figures.peak_mem_mib,
+        figures.peak_mem_source,
+        figures.out_of_memory,
         Anchor(figures.anchor.commit, figures.anchor.nsa_sha256) if figures.anchor else None,
     )
 

@@ -6,8 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from benchmarks import peak_memory
 from benchmarks.ab.result import CompareVerdict, ComparisonResult, Side
 from benchmarks.history.accepted import Acceptance
+from benchmarks.peak_memory import MemoryVerdict
+from benchmarks.report import memory
 from benchmarks.report.table import (
     BAD,
     GOOD,
@@ -92,7 +95,17 @@ def newest(all_comparisons: Sequence[CompareRun]) -> list[CompareRun]:
 
 def cases(results: Iterable[ComparisonResult]) -> ReportTable:
     """A row per case, the gravest verdicts first."""
-    head = ("case", "verdict", "time, change", "95 % interval", "could have seen", "base, ms", "head, ms", "why")
+    head = (
+        "case",
+        "verdict",
+        "time, change",
+        "95 % interval",
+        "could have seen",
+        "base, ms",
+        "head, ms",
+        "memory",
+        "why",
+    )
     ordered = sorted(results, key=lambda one: (GRAVEST_FIRST.index(one.verdict), one.key.name))
     rows = [
         [
@@ -103,11 +116,20 @@ def cases(results: Iterable[ComparisonResult]) -> ReportTable:
             number(None if one.detectable is None else f"{100 * one.detectable:.1f} %"),
             number(None if one.base_ms is None else digits(one.base_ms)),
             number(None if one.head_ms is None else digits(one.head_ms)),
+            _memory(one),
             Cell(one.reason or ""),
         ]
         for one in ordered
     ]
     return ReportTable(head, rows)
+
+
+def _memory(one: ComparisonResult) -> Cell:
+    """In words where it changed."""
+    if one.peaks_mib is None or one.memory is None:
+        return Cell("–")
+    changed = "" if one.memory is MemoryVerdict.SAME else f": {peak_memory.said(*one.peaks_mib)}"
+    return Cell(one.memory.value + changed, memory.KINDS[one.memory])
 
 
 def earlier(all_comparisons: Sequence[CompareRun]) -> ReportTable:

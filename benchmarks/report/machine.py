@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.history import accepted
+from benchmarks.history import memory as memory_history
+from benchmarks.history.memory import MemoryTrend
 from benchmarks.history.speedup import BaselineComparison
 from benchmarks.history.store import Store
-from benchmarks.report import case_pages, changes, lengths, machine_tables, trends, verdicts
+from benchmarks.report import case_pages, changes, lengths, machine_tables, memory, trends, verdicts
 from benchmarks.report.case_pages import CasePage, ReportContext
 from benchmarks.report.folder import ReportFolder
 from benchmarks.report.table import Cell, ReportTable
@@ -35,7 +37,10 @@ class MachineSection:
     standings: ReportTable
     boundaries: ReportTable
     limits: ReportTable
+    memory: ReportTable
+    memory_trends: Sequence[MemoryTrend]
     missing: ReportTable
+    unmeasured: ReportTable
     doubtful: ReportTable
     about: ReportTable
 
@@ -55,6 +60,13 @@ def build(
     marked = trends.boundaries(runs, store.anchor_ratios(name))
     followed = changes.follow(history)
     standings = accepted.standings(name, history, context.baselines) if context.baselines else []
+    visits = store.visits(name)
+    accepted_mib = {
+        case: one.peak_mem_mib
+        for (machine, device, case), one in context.baselines.items()
+        if machine == name and device == newest.device and one.peak_mem_mib is not None
+    }
+    peaks = memory_history.trends(visits, accepted_mib)
     pages, where = case_pages.build(folder, name, followed, groups, runs, marked, context)
     return MachineSection(
         id=name,
@@ -70,7 +82,10 @@ def build(
         standings=changes.standings(standings),
         boundaries=_boundaries(marked),
         limits=machine_tables.limits(here),
+        memory=memory.table(peaks, memory.limit_mib(newest.device), context.repository),
+        memory_trends=peaks,
         missing=machine_tables.missing(here),
+        unmeasured=machine_tables.unmeasured(visits, runs[-1].utc),
         doubtful=machine_tables.doubtful(here),
         about=machine_tables.machine(newest),
     )

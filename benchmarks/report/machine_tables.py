@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks import console
+from benchmarks.cases.key import NSA
 from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.history import reservations, speedup
 from benchmarks.history.records import Record
 from benchmarks.history.speedup import BaselineComparison, speed_up
+from benchmarks.history.store import CaseVisit
 from benchmarks.report import style
 from benchmarks.report.lengths import TITLES, Group
-from benchmarks.report.table import BAD, GOOD, NAME, Cell, ReportTable, digits, number
+from benchmarks.report.table import BAD, GOOD, NAME, Cell, ReportTable, digits, number, when
 from harness.fingerprint import Fingerprint
 
 
@@ -93,6 +95,17 @@ def doubtful(here: Sequence[BaselineComparison]) -> ReportTable:
     said = [(record, reservations.with_device(record, record.fingerprint)) for record in records]
     rows = [[Cell(record.key.name, NAME), Cell("; ".join(words))] for record, words in said if words]
     return ReportTable(head, rows)
+
+
+def unmeasured(visits: Mapping[str, Sequence[CaseVisit]], newest_utc: str) -> ReportTable:
+    """NSA's cases that the newest run has left out, the one that was met longest ago first."""
+    last = {name: found[-1].utc for name, found in visits.items() if name.endswith(f"/{NSA}")}
+    rows = [
+        [Cell(name, NAME), when(utc)]
+        for name, utc in sorted(last.items(), key=lambda one: (one[1], one[0]))
+        if utc < newest_utc
+    ]
+    return ReportTable(("case", "last measured, UTC"), rows)
 
 
 def machine(newest: Fingerprint) -> ReportTable:

@@ -23,7 +23,19 @@ from benchmarks.history import accepted, speedup
 from benchmarks.history import alerts as kept
 from benchmarks.history import mutants as recorded
 from benchmarks.history.store import Store
-from benchmarks.report import alerts, backtest, calibration, comparisons, evidence, ledger, machine, mutants, published
+from benchmarks.report import (
+    alerts,
+    backtest,
+    calibration,
+    comparisons,
+    evidence,
+    ledger,
+    machine,
+    memory,
+    mutants,
+    proof,
+    published,
+)
 from benchmarks.report.case_pages import ReportContext
 from benchmarks.report.folder import ReportFolder
 from benchmarks.report.judgement import CaseState
@@ -34,7 +46,7 @@ from benchmarks.report.table import percent
 from benchmarks.report.verdicts import Answers, last_run
 
 INDEX = "index.html"
-FURTHER_PAGES = {"Calibration": "calibration.html", "Incidents": "ledger.html"}
+FURTHER_PAGES = {"Proven where": "proof.html", "Calibration": "calibration.html", "Incidents": "ledger.html"}
 TITLE = "Native Sparse Attention: is it slower?"
 _MANY_RUNS = 300
 """From here on the machines' pages are made side by side: a process of its own takes some 3 s to start."""
@@ -109,6 +121,13 @@ def build(results: Path, settings: ReportSettings | None = None) -> Report:
         ledger=ledger.rows(incidents, comparisons.speed(compared)), red=ledger.red(incidents),
         mutants=mutants.rows(tried), unseen=mutants.unseen(tried), wanted=f"{recorded.WANTED:.0%}",
     )  # fmt: skip
+    write(
+        "proof.html", "What is proven on which machine", "proof.html",
+        proven=proof.table(
+            results, [(m.id, len(m.figures.rows)) for m in machines], incidents,
+            [one.fingerprint.machine for one in calibrations], repository,
+        ),
+    )  # fmt: skip
     index = write(
         INDEX, TITLE, "index.html", machines=machines, answers=answers, settings=settings, CaseState=CaseState,
         runs=[last_run(m.id, m.device, m.utc, now, settings.overdue_days) for m in machines],
@@ -117,6 +136,7 @@ def build(results: Path, settings: ReportSettings | None = None) -> Report:
             alerts.headline(stored_alerts), evidence.laws(results, repository),
             evidence.incidents(incidents, repository, incidents_page),
             evidence.mutants(tried, repository, incidents_page),
+            memory.headline([(m.page, m.memory_trends) for m in machines]),
         ],
         comparisons=comparisons.newest(compared), earlier=comparisons.earlier(compared),
         accepted=comparisons.accepted(moved),

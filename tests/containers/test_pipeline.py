@@ -53,6 +53,13 @@ def test_the_quick_comparison_is_one_that_compare_takes() -> None:
     assert (arguments.cases, arguments.quick) == (["part-window"], True)
 
 
+def test_a_budget_is_that_of_bench_and_of_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "_why_no_compare", lambda _: None)
+    steps = pipeline.plan(DOCKER, "a100", "main", quick=False, logs=Path("logs"), budget="20m")
+    limited = {step.name: step.words[-2:] for step in steps if "--budget" in step.words}
+    assert limited == {"bench": ("--budget", "20m"), "compare": ("--budget", "20m")}
+
+
 def test_without_an_engine_no_image_is_built() -> None:
     steps = pipeline.plan(BARE, None, None, quick=True, logs=Path("logs"))
     assert [step.name for step in steps if step.skipped] == ["image", "preflight", "compare", "comment"]

@@ -192,6 +192,7 @@ def test_a_session_of_no_family_takes_what_is_here(gpu: str | None, ask: Ask) ->
         ("tests", "pytest -n auto -p no:benchmark -k causality"),
         ("compare", "benchmarks compare -k causality"),
         ("calibrate", "benchmarks calibrate -k causality"),
+        ("first-contact", "benchmarks first-contact -k causality"),
         ("alerts", "benchmarks alerts -k causality"),
         ("comment", "benchmarks comment -k causality"),
         ("report", "benchmarks report -k causality"),
@@ -202,7 +203,9 @@ def test_a_session_runs_its_suite_and_passes_arguments_on(name: str, words: str,
     session, _, (line,) = ask(name, None, "-k", "causality")
     assert session.codes == [0]
     assert line.endswith(f" python -m {words}")
-    assert ("--workdir" in line) == (name in ("compare", "calibrate", "alerts", "report"))  # which ask git
+    assert ("--workdir" in line) == (
+        name in ("compare", "calibrate", "first-contact", "alerts", "report")
+    )  # which ask git
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_an_option_is_not_abbreviated(
 def test_noxfile_knows_every_option_of_the_benches(command: str) -> None:
     (commands,) = (action for action in benchmarks.__main__.parser()._actions if isinstance(action.choices, dict))
     assert set(commands.choices[command]._option_string_actions) <= declared(
-        ROOT / "benchmarks" / "commands" / f"{command}.py"
+        ROOT / "benchmarks" / "commands" / f"{command.replace('-', '_')}.py"
     )
 
 

@@ -17,8 +17,8 @@ from harness.nvml import ClockLimits
 from harness.peak import MeasuredPeak
 from tests.benchmarks.synthetic import FINGERPRINT
 
-ONLY_TOLD = {"image", "utc", "load", "commit", "dirty", "nsa_sha256", "measured_peak"}
-"""When, how busy, what is compared, and what was measured itself."""
+ONLY_TOLD = {"image", "utc", "load", "commit", "dirty", "nsa_sha256", "measured_peak", "gpu_settings"}
+"""When, how busy, what is compared, what was measured itself, and settings whose effect is measured by itself (clocks)."""
 OTHER = {"threads": 1, "gpu_clocks": ClockLimits(1980, 3201, 700.0), "measured_peak": MeasuredPeak(1.0, 1.0, 1.0, None)}
 
 
@@ -73,7 +73,7 @@ def test_the_hash_holds_names_and_contents(tmp_path: Path) -> None:
 
 NOT_MEASURING = {
     "benchmarks/cases/key.py", "benchmarks/cases/outcome.py", "benchmarks/history/records.py",
-    "benchmarks/history/samples.py", "benchmarks/timing/peak.py", "harness/environment.py",
+    "benchmarks/history/samples.py", "benchmarks/peak_memory.py", "benchmarks/timing/peak.py", "harness/environment.py",
     "harness/fingerprint.py", "harness/guard.py", "harness/isolate.py", "harness/machines.py", "harness/peak.py",
     "harness/repository.py", "harness/schema.py",
 }  # fmt: skip

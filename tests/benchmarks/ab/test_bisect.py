@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.ab import bisect, checkout
+from benchmarks.ab import bisect, checkout, paired_run
 from benchmarks.ab.checkout import Sources
 from benchmarks.ab.result import CompareVerdict, ComparisonResult
-from benchmarks.commands import compare
 from tests.benchmarks.comparisons import comparison_result
 from tests.benchmarks.repository import Repository
 
@@ -68,7 +67,7 @@ def asked_sources(monkeypatch: pytest.MonkeyPatch, base_is_fast: str) -> list[tu
         assert texts[0] == base_is_fast
         return [comparison_result(CompareVerdict.SLOWER if "slow" in texts[1] else CompareVerdict.SAME)], False
 
-    monkeypatch.setattr(compare, "measure", judge)
+    monkeypatch.setattr(paired_run, "measure", judge)
     return asked
 
 

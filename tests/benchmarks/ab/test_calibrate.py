@@ -23,9 +23,10 @@ from benchmarks.ab.starter import PairStarter
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.commands import calibrate as command
-from harness import jsonl
+from harness import fingerprint, jsonl
 from harness.machines import Gpu, recognise
 from tests.benchmarks import comparisons
+from tests.benchmarks.full_results import write_calibration
 from tests.benchmarks.synthetic import FINGERPRINT
 from tests.fake_nvml import process
 from tests.fake_nvml.boards import ALONE, BOARDS, Course, OnGpu
@@ -206,3 +207,20 @@ def test_samples_that_do_not_fit_together_are_refused() -> None:
     for changes in ({"base_ms": one.base_ms[:1]}, {"head_ms": ((1.0, 2.0),) * 8}, {"base_ms": (0.0,) * 8}):
         with pytest.raises(ValueError, match="samples of case 0 must be above 0, one of each slowdown"):
             dataclasses.replace(one, **changes)
+
+
+def test_a_quick_calibration_replaces_none_of_more_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_calibration(tmp_path)
+    ours = calibration.load(tmp_path, "cpu")
+    assert ours is not None
+    here = dataclasses.replace(ours.fingerprint, device=fingerprint.device_name(recognise(None)))
+    calibration.save(tmp_path, dataclasses.replace(ours, fingerprint=here))
+    assert main(["calibrate", "--quick", "--gpu", "cpu", "--out", str(tmp_path)]) == 2
+    assert "cpu.json is of 60 pairs; leave out --quick" in capsys.readouterr().err
+
+
+def test_the_quick_part_has_every_mode() -> None:
+    keys = command.keys(recognise(None))
+    few = command.quick_part(keys)
+    assert {key.mode for key in few} == {key.mode for key in keys}
+    assert 2 <= len(few) < len(keys) / 3

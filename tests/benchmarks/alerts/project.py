@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ab import checkout, result
+from benchmarks.ab import checkout, paired_run, result
 from benchmarks.ab.checkout import Sources
 from benchmarks.ab.result import CompareVerdict, ComparisonResult, Side
 from benchmarks.alerts.update import update
 from benchmarks.cases.key import Key
-from benchmarks.commands import compare
 from benchmarks.history import accepted, alerts
 from benchmarks.history.accepted import Acceptance
 from benchmarks.history.alerts import Alert
@@ -122,5 +121,5 @@ def answer_compare(
         utc = f"2026-09-01T00:00:{len(asked):02d}.000Z"
         return [comparison(base.side.commit, head.side.commit, verdict, one, 0.12, utc) for one in keys], False
 
-    monkeypatch.setattr(compare, "measure", measure)
+    monkeypatch.setattr(paired_run, "measure", measure)
     return asked

@@ -185,7 +185,7 @@ def test_an_interrupt_keeps_what_was_measured(slower: Project, monkeypatch: pyte
         found = [comparison("a" * 40, "b" * 40, CompareVerdict.UNDECIDED, one) for one in keys]
         return list(found), True
 
-    monkeypatch.setattr("benchmarks.commands.compare.measure", measure)
+    monkeypatch.setattr("benchmarks.ab.paired_run.measure", measure)
     assert alerts(slower, "confirm") == 130
     assert len(result.read(slower.results)[0]) == 2
     assert slower.alert.state is AlertState.NEW

@@ -99,6 +99,27 @@ def test_refuses_a_level_that_one_run_alone_has_seen(results: Path, capsys: pyte
     assert accept(results) == 0
 
 
+def test_the_first_baselines_of_a_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One run: what is trustworthy is accepted, the rest is named; a second time there is nothing left to accept."""
+    doubted = dataclasses.replace(passed(B, 20.0, utc(0)), other_load=1.7)
+    path = run_file.create(tmp_path, doubted.fingerprint)
+    for record in (passed(A, 10.0, utc(0)), doubted):
+        run_file.append(path, record)
+    words = ["accept", "--first", "--reason", "first contact", "--gpu", "cpu", "--out", str(tmp_path)]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert json.loads(said.splitlines()[-1])["accepted"] == [A.name]
+    assert f"not accepted: 1 of the 1 run(s) in the level of {B.name} are not trustworthy" in said
+    assert main(words) == 2
+    assert "--first: no case can be accepted; the lines above say why" in capsys.readouterr().err
+    assert main([*words, "--despite", "busy on purpose"]) == 0
+    assert [entry.case for entry in accepted.read(tmp_path)[0]] == [A.name, B.name]
+    assert main(words) == 2
+    assert "that has no baseline yet" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*words, "--case", "decode"])
+
+
 def test_refuses_a_case_that_was_never_measured(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert accept(results, "decode,train-step") == 2
     assert "--case: no case of NSA that cpu has measured is named 'train-step'" in capsys.readouterr().err

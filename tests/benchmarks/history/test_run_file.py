@@ -21,6 +21,7 @@ from benchmarks.history import run_file, samples
 from benchmarks.history.records import Anchor, Record
 from benchmarks.history.run_file import DamagedLine
 from benchmarks.history.samples import RawSamples, SampleSummary
+from benchmarks.peak_memory import OutOfMemory
 from benchmarks.timing.clocks import Clocks, ClockSummary
 from harness import schema
 from harness.peak import MeasuredPeak
@@ -54,6 +55,7 @@ EVERYTHING = Record(
     other_load=0.25,
     clocks=ClockSummary(1200, 1500.0, 402.5, 61, {"power_cap": 2, "hardware_slowdown+thermal": 1}, -0.05),
     gpu_conditions={"waited": "waited 3 s for python (pid 1) to end"},
+    case_s=2.25,
     flops=2.5e13,
     bytes_moved=12345670.0,
     anchor=Anchor("0123456789abcdef", "2" * 16),
@@ -61,6 +63,11 @@ EVERYTHING = Record(
 RECORDS = {
     "passed": passed(key()),
     "failed": failed(key(implementation="sdpa-flash"), CaseOutcome.UNSUPPORTED, "no <kernel> & no 'luck'"),
+    "out of memory": dataclasses.replace(
+        failed(key(), CaseOutcome.OUT_OF_MEMORY, "CUDA out of memory"),
+        out_of_memory=OutOfMemory(20480.0, 5437.5, None),
+        case_s=2.5,
+    ),
     "not finite": Record(
         key(), CaseOutcome.NONFINITE, "NaN", FINGERPRINT, "c", Correctness(8, (OracleCheck("o", None, 2e-7),), "torch")
     ),
@@ -86,7 +93,7 @@ def test_reads_back_what_was_written(tmp_path: Path, record: Record) -> None:
 def test_every_field_that_differs_from_its_default_is_kept() -> None:
     """A field that is added to a record and not to its line would be lost."""
     for field in dataclasses.fields(Record):
-        assert getattr(EVERYTHING, field.name) != field.default or field.name == "reason", field.name
+        assert getattr(EVERYTHING, field.name) != field.default or field.name in ("reason", "out_of_memory"), field.name
 
 
 def test_figures_keep_seven_digits_and_their_order(tmp_path: Path) -> None:
@@ -129,7 +136,7 @@ def test_a_record_of_a_quick_run_takes_six_hundred_bytes(tmp_path: Path) -> None
     )
     path = written(tmp_path, on_a_gpu, command=COMMAND)
     (_, _), (_, line) = read_lines(path)
-    assert len(line) < 650
+    assert len(line) < 680
 
 
 def test_run_path_names_machine_time_and_commit(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ def test_junit_in_small(tmp_path: Path) -> None:
         "skipped": 1,
         "failures": ["tests.a::two", "tests.b::four"],
         "skipped_because": {"needs a GPU": 1},
+        "architectures": {},
         "files": {"tests.a": {"passed": 1, "failed": 1}, "tests.b": {"skipped": 1, "failed": 1}},
     }
 

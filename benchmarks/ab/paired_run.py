@@ -1,0 +1,163 @@
+"""Measuring the cases of a comparison: pair by pair, until `sequential` has decided each, with a line of progress."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+
+from benchmarks.ab import checkout, sequential, trial
+from benchmarks.ab.calibration import Calibration
+from benchmarks.ab.checkout import Sources
+from benchmarks.ab.child import THREADS
+from benchmarks.ab.result import CompareVerdict, ComparisonResult, Rules
+from benchmarks.ab.sequential import PairFailure, PairTiming
+from benchmarks.ab.starter import PairStarter
+from benchmarks.cases.key import Key
+from benchmarks.timing import gpu_watch
+from benchmarks.timing.gpu_watch import GpuWatch
+from harness import fingerprint
+from harness.machines import Machine
+
+
+@dataclasses.dataclass(frozen=True)
+class CaseRules:
+    """What each case is judged by."""
+
+    schedule: Rules
+    """The interim analyses and the sampling of every case, and the thresholds where there is no calibration."""
+    calibrated: Calibration | None
+
+    def __call__(self, case: str, base_ms: float) -> Rules:
+        rules = self.calibrated.rules(case, base_ms) if self.calibrated else None
+        if rules is None:
+            return self.schedule
+        return dataclasses.replace(rules, interim_analyses=self.schedule.interim_analyses)
+
+
+class _BudgetOverError(Exception):
+    """The time that was given is over."""
+
+
+def measure(
+    machine: Machine,
+    keys: Sequence[Key],
+    base: Sources,
+    head: Sources,
+    rules: CaseRules,
+    budget_s: float | None = None,
+) -> tuple[list[ComparisonResult], bool]:
+    """One result per key, with a line of progress per pair of processes; and whether it was interrupted.
+
+    After `budget_s` no further pair begins; what is open then is UNDECIDED.
+    """
+    watch = gpu_watch.begin(machine)
+    identity = fingerprint.take(machine.id, machine.device)
+    if machine.device == "cpu":
+        identity = dataclasses.replace(identity, threads=THREADS)
+    tested, interrupted = [sequential.CaseResult(key.name) for key in keys], False
+    with PairStarter(base, head, machine.device) as starter:
+        measure_pair = _PairMeasurement(starter, {key.name: key for key in keys}, rules.schedule, budget_s, watch)
+        try:
+            sequential.extend(tested, measure_pair, rules, rules.schedule.interim_analyses)
+        except (KeyboardInterrupt, _BudgetOverError) as error:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            why = "interrupted" if interrupted else "the budget was over"
+            for case_result in tested:
+                if case_result.verdict is CompareVerdict.UNDECIDED and case_result.stopped is None:
+                    case_result.reason = f"{why} after {len(case_result.pairs)} pairs of processes"
+    for case_result in tested:
+        said = [case_result.reason, *measure_pair.disturbed.get(case_result.case, [])]
+        case_result.reason = "; ".join(one for one in said if one) or None
+    paired = zip(tested, keys, strict=True)
+    return [_result(case_result, key, identity, base, head, rules) for case_result, key in paired], interrupted
+
+
+class _PairMeasurement:
+    """Measures pairs of processes for `sequential.extend` and prints the progress."""
+
+    def __init__(
+        self,
+        starter: PairStarter,
+        keys: Mapping[str, Key],
+        rules: Rules,
+        budget_s: float | None = None,
+        watch: GpuWatch | None = None,
+    ) -> None:
+        self._starter, self._keys, self._rules, self._budget_s, self._watch = starter, keys, rules, budget_s, watch
+        self.disturbed: dict[str, list[str]] = {}
+        """Of each case, what could not be waited for before its pairs."""
+        self._done, self._seconds, self._cases = 0, 0.0, 0
+
+    def __call__(self, cases: Sequence[str]) -> Mapping[str, PairTiming | PairFailure]:
+        if self._budget_s is not None and self._seconds > self._budget_s:
+            raise _BudgetOverError
+        self._make_ready(cases)
+        begin = time.perf_counter()
+        keys = [self._keys[case] for case in cases]
+        found = trial.run(self._starter, keys, self._rules, self._done % 2, check=self._done == 0)
+        self._done += 1
+        self._seconds += time.perf_counter() - begin
+        self._cases += len(cases)
+        print(self._progress(len(cases)), flush=True)
+        timed = (result if isinstance(result, PairFailure) else result.timed() for result in found)
+        return dict(zip(cases, timed, strict=True))
+
+    def _make_ready(self, cases: Sequence[str]) -> None:
+        noticed = self._watch.ready() if self._watch else {}
+        for text in noticed.values():
+            print(f"GPU: {text}", flush=True)
+        for text in (noticed[name] for name in gpu_watch.UNTRUSTED if name in noticed):
+            for case in cases:
+                self.disturbed.setdefault(case, []).append(f"before pair {self._done + 1} {text}")
+
+    def _progress(self, cases: int) -> str:
+        """Time left to the next interim analysis; how many cases go on after it is not known before it."""
+        what, analyses = f"pair {self._done}, {cases} case{'s' if cases > 1 else ''}", self._rules.interim_analyses
+        next_analysis = next((pairs for pairs in analyses if pairs >= self._done), self._done)
+        if next_analysis == self._done:
+            return f"[{what}] {self._seconds:.0f} s"
+        left_s = (next_analysis - self._done) * cases * self._seconds / self._cases
+        progress = f"[{what}] {self._seconds:.0f} s, {left_s:.0f} s to the analysis after pair {next_analysis}"
+        return f"{progress}, {analyses[-1]} at most"
+
+
+def _result(
+    case_result: sequential.CaseResult,
+    key: Key,
+    identity: fingerprint.Fingerprint,
+    base: Sources,
+    head: Sources,
+    rules: CaseRules,
+) -> ComparisonResult:
+    measured = rules(case_result.case, case_result.base_ms) if case_result.pairs else rules.schedule
+    judged_by = case_result.rules or measured
+    effect = case_result.effect(judged_by)
+    return ComparisonResult(
+        identity.utc,
+        base.side,
+        head.side,
+        identity,
+        key,
+        judged_by,
+        case_result.verdict,
+        case_result.reason,
+        _command(base, head, identity.machine, key, judged_by),
+        change=effect.change if effect else None,
+        interval=effect.interval if effect else None,
+        detectable=effect.detectable if effect else None,
+        p_value=effect.p_value if effect else None,
+        base_ms=effect.base_ms if effect else None,
+        head_ms=effect.head_ms if effect else None,
+        changes=tuple(pair.change for pair in case_result.pairs),
+        base_outcome=case_result.stopped.base if case_result.stopped else None,
+        head_outcome=case_result.stopped.head if case_result.stopped else None,
+        peaks_mib=case_result.peaks_mib,
+    )
+
+
+def _command(base: Sources, head: Sources, machine: str, key: Key, rules: Rules) -> str:
+    refs = [side.ref for side in (base.side, head.side) if side.ref != checkout.WORKING_TREE]
+    rest = ["--gpu", machine, "--cases", key.name, "--pairs", str(rules.interim_analyses[-1])]
+    return shlex.join(["python", "-m", "benchmarks", "compare", *refs, *rest])

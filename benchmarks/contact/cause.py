@@ -1,0 +1,96 @@
+"""Whose matter a step is that failed: the machine's, the driver's, Triton's or ours; and what to send.
+
+Judged from its exit code and the end of its log, by the first sign that is found, the most certain ones first. What
+shows no sign of another is ours.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Cause(str, Enum):
+    """Who must do something."""
+
+    MACHINE = "the machine"
+    """Its hardware, its memory, its disk, or other work on it."""
+    DRIVER = "the driver"
+    """NVIDIA's driver, or a PyTorch that does not fit it."""
+    TRITON = "Triton"
+    """The compiler of the kernels."""
+    OURS = "ours"
+    """This project's."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is said of a step that failed."""
+
+    cause: Cause
+    said: str
+    """What was seen, in one line."""
+    do: str
+    """What its owner can do."""
+    send: str
+    """What to send, and to whom."""
+
+
+_TO_US = "the bundle, to us"
+_VIA_US = "the bundle, to us, who report it to Triton"
+_LINE_CHARACTERS = 300
+
+
+@dataclass(frozen=True)
+class _Sign:
+    cause: Cause
+    pattern: str
+    """Found in the log, whatever the case of its letters."""
+    do: str
+    send: str = "nothing: nobody else can repair it"
+
+
+_SIGNS = (
+    _Sign(Cause.MACHINE, r"uncorrectable ECC|fallen off the bus|\bXid\b", "the GPU is faulty: dmesg says more",
+          "`nvidia-smi -q` and dmesg, to whoever runs the machine"),
+    _Sign(Cause.OURS, r"/nsa +(INCORRECT|NONFINITE) ", "nothing: NSA is wrong on this GPU", _TO_US),
+    _Sign(Cause.MACHINE, r"No space left on device|Disk quota exceeded|no room for", "make room, then run this again"),
+    _Sign(Cause.MACHINE, r"out of memory|can't allocate memory|MemoryError",
+          "end other work on this machine, then run this again; if nothing else ran, send it", _TO_US),
+    _Sign(Cause.MACHINE, r"this session needs an? ", "run it on that GPU, or leave out --gpu"),
+    _Sign(Cause.DRIVER, r"driver version is insufficient|driver .{0,80} is too old|Driver/library version mismatch"
+          r"|CUDA driver initialization failed|CUDA unknown error|forward compatibility was attempted",
+          "upgrade the driver, or reboot after an upgrade; else a PyTorch for this driver",
+          "`nvidia-smi`, to whoever runs the machine"),
+    _Sign(Cause.DRIVER, r"no kernel image is available",
+          "install a PyTorch that is built for this GPU's compute capability", "the bundle, to PyTorch"),
+    _Sign(Cause.OURS, r"out of resources?: |OutOfResources",
+          "a kernel's tiles do not fit this GPU: `python -m benchmarks tune` finds some that do", _TO_US),
+    _Sign(Cause.TRITON, r"PassManager::run failed|LLVM ERROR|ptxas|MLIR|triton\.compiler\.errors|CompilationError"
+          r"|No module named 'triton'",
+          "take the Triton that constraints.txt names, if another one is installed", _VIA_US),
+)  # fmt: skip
+
+
+def diagnose(code: int, log: str) -> Diagnosis:
+    """Of a step that ended with this code (negative: a signal) and printed this."""
+    for sign in _SIGNS:
+        if found := re.search(sign.pattern, log, re.IGNORECASE):
+            return Diagnosis(sign.cause, _line_of(log, found.start()), sign.do, sign.send)
+    if code in (-9, 137):
+        said = "it was killed (SIGKILL), as Linux does when memory runs out"
+        return Diagnosis(Cause.MACHINE, said, "end other work on this machine, then run this again", _TO_US)
+    said = _last_line(log) or f"exit code {code}, without a word"
+    return Diagnosis(Cause.OURS, said, "nothing before an answer: figures of this machine would prove nothing", _TO_US)
+
+
+def _line_of(log: str, place: int) -> str:
+    begin = log.rfind("\n", 0, place) + 1
+    return log[begin:].partition("\n")[0].strip()[:_LINE_CHARACTERS]
+
+
+def _last_line(log: str) -> str:
+    lines = [line.strip() for line in log.splitlines() if line.strip() and not line.startswith("{")]
+    failed = [line for line in lines if line.startswith(("FAILED ", "E  ", "ERROR "))]
+    return (failed or lines or [""])[-1][:_LINE_CHARACTERS]

@@ -1,0 +1,188 @@
+"""Can this machine be measured? What is read of it before anything runs there, and what that means.
+
+`read` asks the machine once; `findings` judges what it said, without asking anything, so that a test can describe any
+machine. A finding that refuses says whose matter it is and what to do.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from benchmarks.contact.cause import Cause
+from harness import environment, fingerprint, nvml
+from harness.machines import Machine
+from harness.peak import MIB
+
+LEAST_CAPABILITY = (8, 0)
+"""Of the Triton kernels."""
+LEAST_DISK_MIB = 2048.0
+MOST_IN_USE = 0.1
+"""Of the GPU's memory, before this suite has taken any: a display and a context need less."""
+BUSY_CORES = 0.25
+"""Share of the host's cores that other work may keep busy without being mentioned."""
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+"""There wherever the kernel has loaded NVIDIA's driver, whether it works or not."""
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """What a machine says of itself. None is unknown."""
+
+    machine: Machine
+    asked_for_cpu: bool
+    """Whether the CPU is measured on purpose."""
+    device: str
+    """The GPU's or the CPU's own name."""
+    image: str | None
+    """The container image; None outside one."""
+    driver: str | None
+    driver_loaded: bool
+    """Whether the kernel has NVIDIA's driver."""
+    compute_capability: tuple[int, int] | None
+    memory_mib: float
+    """Of the device that is measured."""
+    in_use_mib: float | None
+    """Of it, before this suite has taken any; None on a CPU."""
+    other_processes: int | None
+    """Processes of others that compute on the GPU."""
+    triton: str | None
+    torch: str
+    free_disk_mib: float
+    """Where the records go."""
+    load: float | None
+    """Processes that wanted a core in the last minute."""
+    cores: int
+
+
+@dataclass(frozen=True)
+class PreflightFinding:
+    """One thing that was looked at."""
+
+    name: str
+    said: str
+    """What was found."""
+    cause: Cause | None = None
+    """Whose matter it is where the machine cannot be measured so; None where it can."""
+    do: str = ""
+    """What to do about it."""
+
+    @property
+    def refused(self) -> bool:
+        return self.cause is not None
+
+
+def read(machine: Machine, out: Path, *, asked_for_cpu: bool) -> MachineFacts:
+    """Ask this machine; `out` is the folder of the records, which is there."""
+    on_gpu = machine.device == "cuda"
+    processes = _other_processes() if on_gpu else None  # before this process has a context of its own there
+    free, total = torch.cuda.mem_get_info() if on_gpu else (None, psutil.virtual_memory().total)
+    return MachineFacts(
+        machine=machine,
+        asked_for_cpu=asked_for_cpu,
+        device=fingerprint.device_name(machine),
+        image=environment.read().image,
+        driver=nvml.driver() if on_gpu else None,
+        driver_loaded=_DRIVER_FILE.exists(),
+        compute_capability=torch.cuda.get_device_capability() if on_gpu else None,
+        memory_mib=total / MIB,
+        in_use_mib=None if free is None else (total - free) / MIB,
+        other_processes=processes,
+        triton=None if importlib.util.find_spec("triton") is None else importlib.import_module("triton").__version__,
+        torch=torch.__version__,
+        free_disk_mib=shutil.disk_usage(out).free / MIB,
+        load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        cores=os.cpu_count() or 1,
+    )
+
+
+def _other_processes() -> int | None:
+    found = nvml.device()
+    if found is None:
+        return None
+    library, handle = found
+    try:
+        running = library.nvmlDeviceGetComputeRunningProcesses(handle)
+    except library.NVMLError:
+        return None
+    return sum(process.pid != os.getpid() for process in running)
+
+
+def findings(facts: MachineFacts) -> list[PreflightFinding]:
+    """Everything that was looked at, in the order in which a person would look."""
+    return [_engine(facts), *(_gpu(facts) if facts.machine.device == "cuda" else _cpu(facts)), _disk(facts)]
+
+
+def _engine(facts: MachineFacts) -> PreflightFinding:
+    where = f"in the image {facts.image}" if facts.image else "in the host's environment, not in an image"
+    return PreflightFinding("engine", where)
+
+
+def _gpu(facts: MachineFacts) -> Iterator[PreflightFinding]:
+    found = facts.machine
+    listed = "" if found.family is not None else ", not listed: no known limits, the suite for 24 GB"
+    yield PreflightFinding("GPU", f"{facts.device} ({found.id}{listed})")
+    yield PreflightFinding("driver", facts.driver or "unknown: NVML does not answer")
+    major, minor = facts.compute_capability or (0, 0)
+    said = f"{major}.{minor}"
+    if (major, minor) < LEAST_CAPABILITY:
+        needed = "the Triton kernels need {}.{} or newer".format(*LEAST_CAPABILITY)
+        yield PreflightFinding(
+            "compute capability", f"{said}; {needed}", Cause.MACHINE, "measure its CPU with --gpu cpu, or another GPU"
+        )
+    else:
+        yield PreflightFinding("compute capability", said)
+    if facts.triton is None:
+        do = "install the Triton that this PyTorch was built for: pip install triton"
+        yield PreflightFinding("Triton", "not installed", Cause.TRITON, do)
+    else:
+        yield PreflightFinding("Triton", f"{facts.triton}, PyTorch {facts.torch}")
+    yield _memory(facts)
+    yield _other_work(facts)
+
+
+def _memory(facts: MachineFacts) -> PreflightFinding:
+    used_mib = facts.in_use_mib or 0.0
+    said = f"{used_mib:,.0f} of {facts.memory_mib:,.0f} MiB in use"
+    if used_mib <= MOST_IN_USE * facts.memory_mib:
+        return PreflightFinding("memory", said)
+    do = "end what holds it (nvidia-smi names it), move the display to another card, then run this again"
+    return PreflightFinding("memory", said, Cause.MACHINE, do)
+
+
+def _other_work(facts: MachineFacts) -> PreflightFinding:
+    others = facts.other_processes
+    if not others:
+        return PreflightFinding("other work", "unknown: NVML does not answer" if others is None else "none on the GPU")
+    said = f"{others} other process{'es' if others > 1 else ''} on the GPU"
+    return PreflightFinding("other work", said, Cause.MACHINE, "end it or wait for its end, then run this again")
+
+
+def _cpu(facts: MachineFacts) -> Iterator[PreflightFinding]:
+    if facts.driver_loaded and not facts.asked_for_cpu:
+        yield PreflightFinding(
+            "GPU",
+            f"this machine has NVIDIA's driver, and PyTorch {facts.torch} can use no GPU",
+            Cause.DRIVER,
+            "run nvidia-smi: if it fails, repair the driver (after an update a reboot usually does); if it works,"
+            " install a PyTorch for CUDA that is as old as this driver. --gpu cpu measures the CPU on purpose",
+        )
+    yield PreflightFinding("CPU", f"{facts.device}, {facts.cores} cores, {facts.memory_mib:,.0f} MiB")
+    busy = facts.load is not None and facts.load > BUSY_CORES * facts.cores
+    note = "; other work makes figures of a CPU NOT TRUSTWORTHY: better wait for its end" if busy else ""
+    yield PreflightFinding("load", ("unknown" if facts.load is None else f"{facts.load:.2g}") + note)
+
+
+def _disk(facts: MachineFacts) -> PreflightFinding:
+    said = f"{facts.free_disk_mib:,.0f} MiB free for the records"
+    if facts.free_disk_mib >= LEAST_DISK_MIB:
+        return PreflightFinding("disk", said)
+    do = f"make room for {LEAST_DISK_MIB:,.0f} MiB, or name another folder with --out"
+    return PreflightFinding("disk", said, Cause.MACHINE, do)

@@ -1,0 +1,76 @@
+"""Peak memory as a figure: when it grew or shrank, and what is known where it did not suffice.
+
+It is deterministic up to how the allocator rounds. PyTorch's hands out a block of a cached segment whole where less
+than 1 MiB of it would be left, so that a peak depends a little on what ran before: over the runs of an H200 by at most
+0.5 %, or 1 MiB. A child's resident set is counted in pages, and libraries load some of theirs late. Hence `RULES`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+CUDA, RSS = "cuda_allocator", "rss_high_water"
+RULES = {CUDA: (0.01, 1.0), RSS: (0.03, 4.0)}
+"""By how a peak was read: it has changed where it differs by more than this share and by more than so many MiB."""
+
+
+class MemoryVerdict(str, Enum):
+    """A peak beside an earlier one."""
+
+    GREW = "memory grew"
+    SHRANK = "memory shrank"
+    SAME = "memory is the same"
+
+
+def judge(before_mib: float, now_mib: float, source: str | None = CUDA) -> MemoryVerdict:
+    """One peak suffices for either side; `source` is that of both."""
+    share, least_mib = RULES[source or CUDA]
+    change_mib = now_mib - before_mib
+    if abs(change_mib) <= max(share * before_mib, least_mib):
+        return MemoryVerdict.SAME
+    return MemoryVerdict.GREW if change_mib > 0 else MemoryVerdict.SHRANK
+
+
+def said(before_mib: float, now_mib: float) -> str:
+    """512 -> 640 MiB (+25.0 %)."""
+    change = f" ({now_mib / before_mib - 1:+.1%})" if before_mib else ""
+    return f"{before_mib:.4g} -> {now_mib:.4g} MiB{change}"
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """What an allocator said as it gave up. None where it did not say."""
+
+    asked_mib: float | None
+    """Of the allocation that failed, or of the whole case where it was not tried."""
+    free_mib: float | None
+    """On the device, then."""
+    in_use_mib: float | None
+    """By the process that asked."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and not value >= 0:
+                raise ValueError(f"out_of_memory.{name} must be at least 0; got {value}")
+
+
+_SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
+_ASKED = re.compile(rf"(?:[Tt]ried to allocate|takes about) {_SIZE}")
+_FREE = re.compile(rf"of which {_SIZE} (?:is|are) free|the device has {_SIZE}")
+_IN_USE = re.compile(rf"this process has {_SIZE} memory in use")
+_MIB = {"bytes": 2.0**-20, "KiB": 2.0**-10, "MiB": 1.0, "GiB": 1024.0}
+
+
+def out_of_memory(reason: str) -> OutOfMemory:
+    """From the words of PyTorch's error (CUDA or CPU), or of a case that was not tried."""
+    return OutOfMemory(*(_mib(pattern, reason) for pattern in (_ASKED, _FREE, _IN_USE)))
+
+
+def _mib(pattern: re.Pattern[str], reason: str) -> float | None:
+    found = pattern.search(reason)
+    if found is None:
+        return None
+    number, unit = (part for part in found.groups() if part is not None)
+    return float(number) * _MIB[unit]

@@ -1,0 +1,73 @@
+"""Peak memory on the pages: whether a case needs more than it once did, since which commit, and how much there is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks import peak_memory
+from benchmarks.history.memory import MemoryTrend
+from benchmarks.history.store import CaseVisit
+from benchmarks.peak_memory import MemoryVerdict
+from benchmarks.report.evidence import HeadlineNumber
+from benchmarks.report.links import Repository
+from benchmarks.report.table import BAD, CODE, GOOD, NAME, PLAIN, Cell, ReportTable, digits, number, percent, when
+from harness import fingerprint, machines
+from harness.peak import MIB
+
+KINDS = {MemoryVerdict.GREW: BAD, MemoryVerdict.SHRANK: GOOD, MemoryVerdict.SAME: PLAIN}
+_ORDER = (MemoryVerdict.GREW, MemoryVerdict.SHRANK, MemoryVerdict.SAME)
+
+
+def limit_mib(device: str) -> float | None:
+    """The memory of the board of this name, or of its slice, by the data sheet; None where it is not listed."""
+    memory_gb = machines.memory_gb(device)
+    return None if memory_gb is None else memory_gb * 1e9 / MIB
+
+
+def table(trends: Sequence[MemoryTrend], board_mib: float | None, repository: Repository) -> ReportTable:
+    """A row per case, those that grew first, then the largest."""
+    head = ("case", "verdict", "now, MiB", "before, MiB", "change", "of the memory", "since", "what else changed")
+    ordered = sorted(trends, key=lambda one: (_ORDER.index(one.verdict), -one.now_mib, one.name))
+    rows = []
+    for one in ordered:
+        changed = one.before_mib is not None and one.verdict is not MemoryVerdict.SAME
+        commit = repository.commit(one.since.fingerprint.commit)
+        rows.append(
+            [
+                Cell(one.name, NAME),
+                Cell(one.verdict.value, KINDS[one.verdict]),
+                number(digits(one.now_mib)),
+                number(None if one.before_mib is None else digits(one.before_mib)),
+                number(percent(one.now_mib / one.before_mib - 1) if changed and one.before_mib else None),
+                number(None if board_mib is None else f"{100 * one.now_mib / board_mib:.1f} %"),
+                Cell(commit.text, CODE, commit.href) if changed else when(one.since.utc),
+                Cell("; ".join(_differences(one.earlier, one.since)) if changed else ""),
+            ]
+        )
+    return ReportTable(head, rows)
+
+
+def _differences(earlier: CaseVisit | None, since: CaseVisit) -> list[str]:
+    """What a larger peak may be owed to beside the sources."""
+    if earlier is None:
+        return []
+    names = ("torch", "triton", "cuda", "driver")
+    return [
+        said
+        for said in fingerprint.differences(earlier.fingerprint, since.fingerprint)
+        if said.partition(" ")[0] in names
+    ]
+
+
+def headline(by_machine: Sequence[tuple[str, Sequence[MemoryTrend]]]) -> HeadlineNumber:
+    """How many cases need more memory than they once did, or than was accepted."""
+    grew = [(page, one) for page, trends in by_machine for one in trends if one.verdict is MemoryVerdict.GREW]
+    if not any(trends for _, trends in by_machine):
+        return HeadlineNumber("Peak memory", "none recorded", PLAIN)
+    if not grew:
+        return HeadlineNumber("Peak memory", "no case grew", GOOD)
+    page, worst = max(grew, key=lambda found: found[1].now_mib / (found[1].before_mib or 1.0))
+    assert worst.before_mib is not None
+    most = peak_memory.said(worst.before_mib, worst.now_mib)
+    text = f"{len(grew)} case{'s' if len(grew) > 1 else ''} grew, at most {most}"
+    return HeadlineNumber("Peak memory", text, BAD, href=page)

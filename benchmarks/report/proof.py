@@ -1,0 +1,169 @@
+"""What is proven on which machine: for every GPU family what was compiled, what ran forced, and what ran truly.
+
+From records alone. Compiling needs no GPU: a summary of tests under results/laws counts by architecture what the
+compiler accepted (`conversion.summarize_junit`). A record whose name ends in -forced-sm86 ran on another GPU by the
+tables and kernels of that architecture, which proves correctness and fit, and no speed. What ran truly is of the family
+that the record's machine is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.history import accepted
+from benchmarks.report.ledger import SKIPPED, IncidentReplay
+from benchmarks.report.links import Link, Repository
+from benchmarks.report.table import BAD, GOOD, Cell, ReportTable
+from harness import machines
+
+HEAD = (
+    "GPU family",
+    "compute capability",
+    "compiled",
+    "ran forced",
+    "laws",
+    "incidents",
+    "bench",
+    "compare",
+    "baseline",
+)
+_NAME = re.compile(
+    r"(?P<machine>[a-z0-9][a-z0-9-]*?)-(?P<day>\d{8})-(?P<commit>[0-9a-f]{7,40})-(?P<what>.+?)(-forced-sm(?P<forced>\d+))?",
+    re.ASCII,
+)
+NOTHING = "–"
+
+
+@dataclass(frozen=True)
+class LawRecord:
+    """One summary of tests."""
+
+    machine: str
+    commit: str
+    forced: str | None
+    """The architecture whose kernels ran on this machine's GPU: "86"; None for its own."""
+    utc: str
+    passed: int
+    failed: int
+    architectures: dict[str, dict[str, int]]
+    """What the compiler accepted, by architecture: {"86": {"passed": 10}}."""
+
+
+def law_records(results: Path) -> list[LawRecord]:
+    """Every summary under results/laws whose name says where it is from, oldest first; others prove nothing here."""
+    found = []
+    for path in sorted((results / "laws").glob("*.json")):
+        name, summary = _NAME.fullmatch(path.stem), _object(path)
+        if name is None or not all(isinstance(summary.get(key), int) for key in ("passed", "failed")):
+            continue
+        compiled = summary.get("architectures")
+        found.append(
+            LawRecord(
+                name["machine"],
+                name["commit"],
+                name["forced"],
+                str(summary.get("utc") or ""),
+                summary["passed"],
+                summary["failed"],
+                compiled if isinstance(compiled, dict) else {},
+            )
+        )
+    return sorted(found, key=lambda one: one.utc)
+
+
+def table(
+    results: Path,
+    runs: Iterable[tuple[str, int]],
+    incidents: Sequence[IncidentReplay],
+    calibrated: Iterable[str],
+    repository: Repository,
+) -> ReportTable:
+    """A row per family of harness/machines.toml, then one for the CPU and for GPUs that are not listed, where they have
+    records. `runs`: machine and number of cases that its newest figures are of."""
+    laws, cases = law_records(results), dict(runs)
+    baselines = {entry.machine for entry in accepted.read(results)[0]}
+    calibrated_here = set(calibrated)
+    rows = []
+    for name in (*machines.families(), machines.CPU, machines.UNKNOWN_GPU):
+        family = machines.families().get(name)
+        architecture = "" if family is None else "{}{}".format(*family.compute_capability)
+        measured = sum(count for machine, count in cases.items() if _is_of(machine, name))
+        own = [
+            _compiled(laws, architecture, repository),
+            _forced(laws, architecture, repository),
+            _laws([one for one in laws if _is_of(one.machine, name) and one.forced is None], repository),
+            _incidents([entry for entry in incidents if _is_of(entry.fingerprint.machine, name)]),
+            Cell(f"{measured} cases", GOOD) if measured else Cell(NOTHING),
+            Cell("calibrated", GOOD) if any(_is_of(one, name) for one in calibrated_here) else Cell(NOTHING),
+            Cell("accepted", GOOD) if any(_is_of(one, name) for one in baselines) else Cell(NOTHING),
+        ]
+        if family is None and all(cell.text == NOTHING for cell in own):
+            continue
+        title = family.title if family else "the CPU" if name == machines.CPU else "GPUs that are not listed"
+        capability = "{}.{}".format(*family.compute_capability) if family else NOTHING
+        rows.append([Cell(title), Cell(capability), *own])
+    return ReportTable(HEAD, rows)
+
+
+def _is_of(machine: str, family: str) -> bool:
+    """Whether a machine is of this family, as one of its boards or as a slice of one; or a GPU that is not listed."""
+    if family == machines.UNKNOWN_GPU:
+        return machine == family or machine.startswith(f"{family}-")
+    return machines.same_family(machines.whole_board(machine), family)
+
+
+def _compiled(laws: Sequence[LawRecord], architecture: str, repository: Repository) -> Cell:
+    """The newest record in which the compiler was asked for this architecture."""
+    for one in reversed(laws):
+        counts = one.architectures.get(architecture)
+        if isinstance(counts, dict) and (tried := counts.get("passed", 0) + counts.get("failed", 0)):
+            return _counted(counts.get("passed", 0), tried, repository.commit(one.commit))
+    return Cell(NOTHING)
+
+
+def _forced(laws: Sequence[LawRecord], architecture: str, repository: Repository) -> Cell:
+    found = [one for one in laws if architecture and one.forced == architecture]
+    if not found:
+        return Cell(NOTHING)
+    cell = _laws(found, repository)
+    return Cell(f"{cell.text}, on {found[-1].machine}", cell.kind, cell.href)
+
+
+def _laws(found: Sequence[LawRecord], repository: Repository) -> Cell:
+    """The newest of those with the most tests: a record of a few proves little."""
+    if not found:
+        return Cell(NOTHING)
+    most = max(one.passed + one.failed for one in found)
+    newest = [one for one in found if 2 * (one.passed + one.failed) >= most][-1]
+    return _counted(newest.passed, newest.passed + newest.failed, repository.commit(newest.commit))
+
+
+def _counted(passed: int, tried: int, commit: Link) -> Cell:
+    text = f"{passed} of {tried} at {commit.text}"
+    return Cell(text, GOOD if passed == tried else BAD, commit.href)
+
+
+def _incidents(entries: Sequence[IncidentReplay]) -> Cell:
+    """The newest verdict on each incident, of runs without a fault in the product."""
+    newest: dict[tuple[str, str], IncidentReplay] = {}
+    honest = [entry for entry in entries if entry.injected is None and entry.verdict != SKIPPED]
+    for entry in sorted(honest, key=lambda one: one.fingerprint.utc):
+        newest[entry.incident, entry.part] = entry
+    red = {entry.incident for entry in newest.values() if not entry.ok}
+    known = {incident for incident, _ in newest}
+    if not known:
+        return Cell(NOTHING)
+    return Cell(f"{len(red)} of {len(known)} red", BAD) if red else Cell(f"{len(known)} green", GOOD)
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

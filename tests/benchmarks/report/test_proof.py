@@ -1,0 +1,119 @@
+"""The page of what is proven on which machine: from records, and nothing that no record says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.ab import calibration
+from benchmarks.history import conversion
+from benchmarks.report import ledger, proof
+from benchmarks.report.links import Repository
+from benchmarks.report.pages import build
+from benchmarks.report.table import BAD, GOOD, Cell
+from harness import machines
+from tests.benchmarks.full_results import SLOWER_FROM, write_accepted, write_calibration, write_incidents, write_runs
+
+
+def law(results: Path, name: str, utc: str, passed: int, failed: int = 0, **more: object) -> None:
+    (results / "laws").mkdir(parents=True, exist_ok=True)
+    counts = {"utc": utc, "passed": passed, "failed": failed, **more}
+    (results / "laws" / f"{name}.json").write_text(json.dumps(counts))
+
+
+def rows(results: Path, **cases: int) -> dict[str, dict[str, Cell]]:
+    """By the family's title, then by column."""
+    calibrated = [path.stem for path in calibration.path(results, "x").parent.glob("*.json")]
+    found = proof.table(results, cases.items(), ledger.read(results)[0], calibrated, Repository())
+    return {row[0].text: dict(zip(found.head, row, strict=True)) for row in found.rows}
+
+
+def test_without_records_every_family_stands_there_with_nothing(tmp_path: Path) -> None:
+    found = rows(tmp_path)
+    assert list(found) == [family.title for family in machines.families().values()]
+    assert found["NVIDIA A100"]["compute capability"].text == "8.0"
+    assert {cell.text for row in found.values() for name, cell in row.items() if name in proof.HEAD[2:]} == {"–"}
+
+
+def test_a_compiled_architecture_is_that_of_every_family_that_has_it(tmp_path: Path) -> None:
+    architectures = {"86": {"passed": 10, "skipped": 2}, "90": {"passed": 9, "failed": 1}, "80": {"skipped": 3}}
+    law(tmp_path, "cpu-20260101-aaaaaaaaaa-compiled", "2026-01-01", 21, 1, architectures=architectures)
+    law(tmp_path, "h200-20260102-bbbbbbbbbb-laws", "2026-01-02", 2561)
+    found = rows(tmp_path)
+    assert found["NVIDIA GeForce RTX 3090"]["compiled"].text == "10 of 10 at aaaaaaa"
+    for title in ("NVIDIA H100", "NVIDIA H200"):
+        assert (found[title]["compiled"].text, found[title]["compiled"].kind) == ("9 of 10 at aaaaaaa", BAD)
+    assert found["NVIDIA A100"]["compiled"].text == "–"  # skipped is not tried
+    assert found["NVIDIA H200"]["laws"].text == "2561 of 2561 at bbbbbbb"
+    assert found["NVIDIA H100"]["laws"].text == "–"
+
+
+def test_what_ran_forced_is_not_what_ran_truly(tmp_path: Path) -> None:
+    law(tmp_path, "h200-20260101-aaaaaaaaaa-laws-forced-sm86", "2026-01-01", 700)
+    found = rows(tmp_path)
+    assert found["NVIDIA GeForce RTX 3090"]["ran forced"].text == "700 of 700 at aaaaaaa, on h200"
+    assert {row["laws"].text for row in found.values()} == {"–"}
+
+
+def test_a_board_s_records_are_its_family_s(tmp_path: Path) -> None:
+    law(tmp_path, "a100-80gb-pcie-20260101-aaaaaaaaaa-laws", "2026-01-01", 700)
+    found = rows(tmp_path, **{"a100-80gb-pcie": 12, "a100-40gb-sxm": 3})
+    assert found["NVIDIA A100"]["laws"].text == "700 of 700 at aaaaaaa"
+    assert found["NVIDIA A100"]["bench"].text == "15 cases"
+    assert found["NVIDIA H100"]["laws"].text == "–"
+
+
+def test_a_part_of_the_laws_does_not_hide_the_whole(tmp_path: Path) -> None:
+    law(tmp_path, "h200-20260101-aaaaaaaaaa-laws", "2026-01-01", 1999, 1)
+    law(tmp_path, "h200-20260102-bbbbbbbbbb-hopper", "2026-01-02", 264)
+    assert rows(tmp_path)["NVIDIA H200"]["laws"].text == "1999 of 2000 at aaaaaaa"
+    law(tmp_path, "h200-20260103-cccccccccc-laws", "2026-01-03", 2000)
+    assert rows(tmp_path)["NVIDIA H200"]["laws"].kind == GOOD
+
+
+def test_what_ran_on_a_machine(tmp_path: Path) -> None:
+    write_incidents(tmp_path, 6)
+    write_calibration(tmp_path)
+    write_accepted(tmp_path)
+    found = rows(tmp_path, h200=20)
+    told = {name: cell.text for name, cell in found["NVIDIA H200"].items()}
+    assert (told["incidents"], told["bench"], told["baseline"], told["compare"]) == (
+        "4 green",
+        "20 cases",
+        "accepted",
+        "–",
+    )
+    assert found["the CPU"]["compare"].text == "calibrated"
+    write_incidents(tmp_path, SLOWER_FROM, red="window-leak")
+    assert rows(tmp_path)["NVIDIA H200"]["incidents"].text == "1 of 4 red"
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{", b'{"passed": "many", "failed": 0}', b"\xff"])
+def test_a_file_that_is_no_summary_proves_nothing(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "laws").mkdir()
+    (tmp_path / "laws" / "h200-20260101-aaaaaaaaaa-laws.json").write_bytes(content)
+    (tmp_path / "laws" / "anything.json").write_text('{"passed": 1, "failed": 0}')
+    assert proof.law_records(tmp_path) == []
+
+
+def test_the_first_page_leads_there(tmp_path: Path) -> None:
+    write_runs(tmp_path, 1)
+    index = build(tmp_path).index
+    assert 'href="proof.html"' in index.read_text()
+    assert "What is proven on which machine" in (index.parent / "proof.html").read_text()
+
+
+def test_a_summary_counts_what_was_compiled_for_each_architecture(tmp_path: Path) -> None:
+    cases = [
+        ("tests.a.test_compile", "test_every_kernel[86-heads0]", ""),
+        ("tests.a.test_compile", "test_every_kernel[86-heads1]", "<skipped message='nightly'/>"),
+        ("tests.a.test_decode_compile", "test_decode[90-a small group]", "<failure/>"),
+        ("tests.a.test_compile", "test_what_does_not_fit", ""),
+        ("tests.a.test_sizes", "test_sizes[86-24]", ""),
+    ]
+    inside = "".join(f"<testcase classname='{file}' name='{name}'>{end}</testcase>" for file, name, end in cases)
+    (tmp_path / "x.xml").write_text(f"<testsuites><testsuite time='1'>{inside}</testsuite></testsuites>")
+    found = conversion.summarize_junit(tmp_path / "x.xml")
+    assert found["architectures"] == {"86": {"passed": 1, "skipped": 1}, "90": {"failed": 1}}

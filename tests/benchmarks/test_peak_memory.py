@@ -1,0 +1,262 @@
+"""Peak memory: what counts as a change, its level over the runs, what will not fit, and what ran out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import peak_memory, runner, worker
+from benchmarks.__main__ import main
+from benchmarks.ab import paired_run
+from benchmarks.ab import worker as ab_worker
+from benchmarks.ab.result import CompareVerdict
+from benchmarks.ab.sequential import CaseResult, PairTiming
+from benchmarks.cases.outcome import CaseOutcome
+from benchmarks.commands import compare
+from benchmarks.commands import run as run_command
+from benchmarks.history import accepted, memory, run_file
+from benchmarks.history.memory import MemoryTrend
+from benchmarks.history.store import CaseVisit
+from benchmarks.peak_memory import CUDA, RSS, MemoryVerdict, OutOfMemory
+from benchmarks.report import comparisons
+from benchmarks.report import memory as memory_page
+from benchmarks.report.links import Repository
+from benchmarks.runner import Measurement
+from benchmarks.timing import peak
+from benchmarks.timing.memory import PeakMemory
+from harness import repository
+from tests.benchmarks.comparisons import comparison_result
+from tests.benchmarks.stored import write
+from tests.benchmarks.synthetic import FINGERPRINT, failed, key, passed
+
+GREW, SHRANK, SAME = MemoryVerdict.GREW, MemoryVerdict.SHRANK, MemoryVerdict.SAME
+CASE = key().name
+
+
+@pytest.mark.parametrize(
+    ("before_mib", "now_mib", "source", "verdict"),
+    [
+        (1534.728, 1542.478, CUDA, SAME),  # seen on an H200: the same sources in another order
+        (789.0, 790.0, CUDA, SAME),
+        (0.05, 0.99, CUDA, SAME),
+        (40.32, 53.7, CUDA, GREW),
+        (2.04, 9.54, CUDA, GREW),
+        (1000.0, 1011.0, CUDA, GREW),
+        (1000.0, 989.0, CUDA, SHRANK),
+        (0.0, 1.5, CUDA, GREW),
+        (100.0, 103.9, RSS, SAME),
+        (1000.0, 1031.0, RSS, GREW),
+        (10.0, 14.5, RSS, GREW),
+    ],
+)
+def test_what_counts_as_a_change(before_mib: float, now_mib: float, source: str, verdict: MemoryVerdict) -> None:
+    assert peak_memory.judge(before_mib, now_mib, source) is verdict
+
+
+def visits(*peaks_mib: float, path: str = "triton", out_of_memory: OutOfMemory | None = None) -> list[CaseVisit]:
+    found = []
+    for day, peak_mib in enumerate(peaks_mib, start=1):
+        utc = f"2026-03-{day:02d}T00:00:00.000Z"
+        where = dataclasses.replace(FINGERPRINT, utc=utc, commit=f"{day:040x}", torch="2.11" if day < 4 else "2.12")
+        found.append(CaseVisit(utc, where, path, None, peak_mib, CUDA, out_of_memory))
+    return found
+
+
+def trend(points: Sequence[CaseVisit], accepted_mib: float | None = None) -> MemoryTrend:
+    (found,) = memory.trends({CASE: points}, {} if accepted_mib is None else {CASE: accepted_mib})
+    return found
+
+
+def test_a_case_that_needs_more_than_it_did() -> None:
+    found = trend(visits(100.0, 100.4, 100.0, 160.0, 160.0))
+    assert (found.verdict, found.before_mib, found.now_mib) == (GREW, 100.0, 160.0)
+    assert found.since.utc.startswith("2026-03-04")
+    shown = memory_page.table([found], 400.0, Repository())
+    said = {name: cell.text for name, cell in zip(shown.head, shown.rows[0], strict=True)}
+    assert said["verdict"] == "memory grew"
+    assert said["of the memory"] == "40.0 %"
+    assert said["what else changed"] == "torch 2.11 -> 2.12"
+    headline = memory_page.headline([("machine-h200.html", [found])])
+    assert headline.text == "1 case grew, at most 100 -> 160 MiB (+60.0%)"
+
+
+@pytest.mark.parametrize(
+    ("peaks_mib", "accepted_mib", "verdict", "before_mib"),
+    [
+        ((100.0,), None, SAME, None),
+        ((100.0, 100.2, 100.5), None, SAME, None),
+        ((100.0, 160.0, 130.0), None, GREW, 100.0),
+        ((160.0, 100.0), None, SHRANK, 160.0),
+        ((160.0, 100.0, 100.0), 160.0, SHRANK, 160.0),
+        ((100.0, 160.0, 100.0), None, SHRANK, 160.0),
+        ((100.0, 160.0), 160.0, SAME, 160.0),
+        ((100.0, 160.0, 200.0), 160.0, GREW, 160.0),
+        ((1000.0, 1008.0, 1016.0, 1024.0), None, GREW, 1000.0),
+    ],
+    ids=["one", "rounding", "partly", "less", "less than accepted", "back", "accepted", "above accepted", "slowly"],
+)
+def test_levels(
+    peaks_mib: Sequence[float], accepted_mib: float | None, verdict: MemoryVerdict, before_mib: float | None
+) -> None:
+    found = trend(visits(*peaks_mib), accepted_mib)
+    assert (found.verdict, found.before_mib) == (verdict, before_mib)
+
+
+def test_another_path_is_another_series() -> None:
+    assert trend([*visits(100.0), *visits(300.0, path="torch")]).verdict is SAME
+
+
+def test_an_accepted_level_holds_its_peak(tmp_path: Path) -> None:
+    for day in (1, 2):
+        where = dataclasses.replace(FINGERPRINT, utc=f"2026-03-{day:02d}T00:00:00.000Z")
+        write(tmp_path, dataclasses.replace(passed(key()), fingerprint=where, peak_mem_mib=64.0, peak_mem_source=CUDA))
+    words = ["accept", "--case", "*", "--reason", "wanted", "--gpu", "cpu", "--out", str(tmp_path)]
+    assert main(words) == 0
+    assert [entry.peak_mem_mib for entry in accepted.read(tmp_path)[0]] == [64.0]
+
+
+TORCH_CUDA = (
+    "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 23.69 GiB of"
+    " which 5.31 GiB is free. Including non-PyTorch memory, this process has 18.25 GiB memory in use. Of the"
+)
+TORCH_CPU = "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 1048576 bytes."
+NOT_TRIED = "MemoryError: not tried: it takes about 30.0 GiB, and the device has 24.0 GiB"
+
+
+@pytest.mark.parametrize(
+    ("reason", "wanted"),
+    [
+        (TORCH_CUDA, OutOfMemory(20480.0, 5437.44, 18688.0)),
+        (TORCH_CPU, OutOfMemory(1.0, None, None)),
+        (NOT_TRIED, OutOfMemory(30720.0, 24576.0, None)),
+        ("the child was killed (SIGKILL)", OutOfMemory(None, None, None)),
+    ],
+)
+def test_what_an_allocator_lacked(reason: str, wanted: OutOfMemory) -> None:
+    assert peak_memory.out_of_memory(reason) == wanted
+
+
+def test_running_out_is_an_outcome_with_its_bytes_and_the_next_case_runs(tmp_path: Path) -> None:
+    """In the guarded process that measures, as every case is."""
+    keys = [key(length=64), key(length=128)]
+    found = worker.run(
+        keys, "cpu", runner.QUICK, FINGERPRINT, lambda _: "c", prepare=_too_large_at_64, path=[repository.ROOT]
+    )
+    first, second = (measured.record for measured in found)
+    assert first.outcome is CaseOutcome.OUT_OF_MEMORY
+    assert first.out_of_memory == OutOfMemory(20480.0, 5437.44, 18688.0)
+    assert second.outcome is CaseOutcome.UNSUPPORTED
+    assert second.out_of_memory is None
+    run_file.append(path := run_file.create(tmp_path, FINGERPRINT), first)
+    ((kept,), damaged) = run_file.split(run_file.read(path))
+    assert (kept.out_of_memory, damaged) == (first.out_of_memory, [])
+
+
+def _too_large_at_64(the_key: object, device: str) -> None:
+    import torch
+
+    if getattr(the_key, "num_keys", 0) == 64:
+        raise torch.OutOfMemoryError(TORCH_CUDA.removeprefix("OutOfMemoryError: "))
+    raise ValueError("cannot serve this call")
+
+
+def test_bytes_without_the_outcome_are_refused() -> None:
+    with pytest.raises(ValueError, match="out_of_memory must be None with outcome CRASHED"):
+        dataclasses.replace(failed(key(), CaseOutcome.CRASHED, "x"), out_of_memory=OutOfMemory(1.0, 1.0, None))
+    with pytest.raises(ValueError, match=r"out_of_memory\.asked_mib must be at least 0"):
+        OutOfMemory(-1.0, None, None)
+
+
+def test_what_will_not_fit_is_known_before_it_runs() -> None:
+    lacked = OutOfMemory(20480.0, 5437.44, 18688.0)
+    here = {"ran out": visits(1.0, out_of_memory=lacked), "other sources": visits(1.0, out_of_memory=lacked)}
+    here["other sources"][0] = here["other sources"][0]._replace(
+        fingerprint=dataclasses.replace(FINGERPRINT, nsa_sha256="b" * 16)
+    )
+    estimates_mib = {"large": 30720.0, "fits": 20000.0, "on record": 100.0, "ran out": 9000.0, "other sources": 9000.0}
+    found = memory.will_not_fit(
+        estimates_mib, 24576.0, 24000.0, "0" * 16, here, {"on record": 25600.0, "fits": 24000.0}
+    )
+    assert [(one.name, one.reason) for one in found] == [
+        ("large", "not tried: it takes about 30.0 GiB, and the device has 24.0 GiB"),
+        ("on record", "not tried: it took 25.0 GiB in a record, and the device has 24.0 GiB"),
+        (
+            "ran out",
+            "not tried: on 2026-03-01 the same sources had 18.2 GiB and tried to allocate 20.0 GiB more;"
+            " 23.4 GiB are free now",
+        ),
+    ]
+    assert found[2].lacks == OutOfMemory(20480.0, 24000.0, 18688.0)  # and so the next run knows it again
+    assert not memory.will_not_fit({"ran out": 9000.0}, 81920.0, 40000.0, "0" * 16, here, {})
+
+
+def test_a_run_says_what_will_not_fit_and_measures_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peak, "measure", lambda machine: None)
+    monkeypatch.setattr(run_command, "build_page", lambda results: results)
+    monkeypatch.setattr(run_command, "estimate_gib", lambda the_key: 1e6 if the_key.mode == "part-scores" else 0.1)
+    monkeypatch.setattr(worker, "run", lambda keys, device, plan, where, *_, **__: [
+        Measurement(dataclasses.replace(passed(the_key), fingerprint=where)) for the_key in keys
+    ])  # fmt: skip
+    assert main(["run", "--quick", "--gpu", "cpu", "--cases", "part-*", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.index("will not fit: part-scores/") < out.index("measurements ->")
+    outcomes = json.loads(out.splitlines()[-1])["outcomes"]
+    assert outcomes["OUT_OF_MEMORY"] >= 1
+    assert outcomes["PASSED"] >= 3
+    (lacking,) = {
+        record.out_of_memory.asked_mib for record in run_file.read_all(tmp_path)[0] if record.out_of_memory is not None
+    }
+    assert lacking == 1024e6
+
+
+def test_compare_tells_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker on a GPU, with a fake allocator; on a CPU it knows no peak."""
+    asked = ab_worker.Worker()
+    for device, peak_mib in (("cpu", None), ("cuda", 96.0)):
+        case = object.__new__(ab_worker._Case)
+        done = SimpleNamespace(recheck=lambda seed: None)
+        vars(case).update(_inputs={}, _device=device, _rotating=done, _seed=1, peak_mem_mib=None)
+        vars(case).update(_work=SimpleNamespace(inputs={}, call=None))
+        monkeypatch.setattr(ab_worker.integrity, "require_intact", lambda: None)  # which sees the fake
+        monkeypatch.setattr(ab_worker.memory, "of_cuda", lambda call: PeakMemory(96.0, CUDA))
+        asked._case = case
+        answer = asked.answer({"finish": True})
+        assert (answer["outcome"], answer["peak_mem_mib"]) == ("PASSED", peak_mib)
+
+
+def test_compare_says_that_memory_grew() -> None:
+    pairs = [PairTiming(1.0, 1.0, 0.0, (512.0, 640.0)), PairTiming(1.0, 1.0, 0.0)]
+    assert CaseResult("case", pairs).peaks_mib == (512.0, 640.0)
+    assert CaseResult("case", pairs[1:]).peaks_mib is None
+    one = dataclasses.replace(comparison_result(CompareVerdict.SAME), peaks_mib=(512.0, 640.0))
+    assert one.memory is GREW
+    assert "memory grew 512 -> 640 MiB (+25.0%)" in compare.table([one])
+    shown = comparisons.cases([one, dataclasses.replace(one, peaks_mib=None)])
+    column = shown.head.index("memory")
+    assert [row[column].text for row in shown.rows] == ["memory grew: 512 -> 640 MiB (+25.0%)", "–"]
+
+
+@pytest.mark.parametrize(("head_mib", "code"), [(640.0, 1), (514.0, 0), (400.0, 0)])
+def test_compare_fails_where_memory_grew(
+    head_mib: float,
+    code: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = dataclasses.replace(comparison_result(CompareVerdict.SAME), peaks_mib=(512.0, head_mib))
+    monkeypatch.setattr(paired_run, "measure", lambda *_: ([one], False))
+    base = subprocess.run(["git", "rev-parse", "HEAD"], cwd=repository.ROOT, capture_output=True, text=True)
+    if base.returncode:
+        pytest.skip("a copy without git")
+    words = ["compare", "HEAD", "--gpu", "cpu", "--cases", "part-window/*", "--quick", "--out", str(tmp_path)]
+    assert main(words) == code
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["memory_grew"] == [one.key.name] * code
