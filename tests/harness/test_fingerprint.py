@@ -18,7 +18,7 @@ from harness.peak import MeasuredPeak
 from tests.benchmarks.synthetic import FINGERPRINT
 
 ONLY_TOLD = {"image", "utc", "load", "commit", "dirty", "nsa_sha256", "measured_peak", "gpu_settings"}
-"""When, how busy, what is compared, what was measured itself, and settings whose effect is measured by itself (clocks)."""
+"""When, how busy, what is compared, what was measured itself, and settings, whose effect on the clocks is measured."""
 OTHER = {"threads": 1, "gpu_clocks": ClockLimits(1980, 3201, 700.0), "measured_peak": MeasuredPeak(1.0, 1.0, 1.0, None)}
 
 
