@@ -8,10 +8,12 @@ import shlex
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks import anchors, console, runner, worker
+from benchmarks import anchors, console, contenders, runner, worker
+from benchmarks.baselines import contender
 from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.commands import options
 from benchmarks.commands.report import build_page
@@ -51,6 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " (default: auto, where a driver, CUDA, PyTorch, Triton, ... changed since the machine's runs: up to"
         f" {sum(CLASSES.values())} cases, about a minute on a GPU)",
     )
+    parser.add_argument(
+        "--contenders",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="A,B",
+        help="measure these beside NSA too, with a verdict on each: what installed packages offer (entry points"
+        f" {contender.GROUP!r}), or baselines of other cases; '{contenders.ALL}': all that is offered",
+    )
     parser.add_argument("--list", action="store_true", help="print the names of the cases and measure nothing")
     options.add_out(parser)
 
@@ -58,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Measure; the last line of stdout is JSON. 1 where NSA is wrong on a case, 2 where it has no figure at all.
 
-    A baseline that is wrong or broken fails no run: the last line names it under "red_baselines".
+    A baseline that is wrong or broken fails no run: the last line names it under "red_baselines"; so for a contender,
+    whose verdicts stand under "contenders", or which "refused_contenders" names where it could not even be asked.
     """
     machine = machines.machine(arguments.gpu, machines.visible_gpu())
     if arguments.seed is not None and arguments.seed <= row_sampling.TIMED_SEED:
@@ -67,9 +78,11 @@ def main(arguments: argparse.Namespace) -> int:
         )
     on_gpu = machine.device == "cuda"
     shapes = suite.table(machine.suite)
-    quick, whole = (
-        suite.planned(shapes, quick=part, backend=arguments.backend, on_gpu=on_gpu) for part in (True, False)
-    )
+    asked, refused = contenders.asked(arguments.contenders)
+    for reason in refused:
+        print(f"python -m benchmarks: {reason}", file=sys.stderr)
+    planned = (suite.planned(shapes, quick=part, backend=arguments.backend, on_gpu=on_gpu) for part in (True, False))
+    quick, whole = (contenders.with_contenders(keys, asked) for keys in planned)
     keys = options.chosen(quick if arguments.quick else whole, arguments.cases, whole)
     keys = suite.absent_once(keys, machine.device)
     if arguments.list:
@@ -79,7 +92,8 @@ def main(arguments: argparse.Namespace) -> int:
         options.check_writable(folder)
     identity = fingerprint.take(machine.id, machine.device, peak.measure(machine))
     seed = row_sampling.new_seed() if arguments.seed is None else arguments.seed
-    command = run_command(machine.id, arguments.backend, quick=arguments.quick, seed=seed)
+    names = [one.name for one in asked]
+    command = run_command(machine.id, arguments.backend, quick=arguments.quick, seed=seed, contenders=names)
     beside = anchors.find(arguments.anchors, arguments.out, identity, keys)
     path = run_file.create(arguments.out, identity, command)
     print(f"{machine.title}: {len(keys)} measurements -> {path}", flush=True)
@@ -103,6 +117,9 @@ def main(arguments: argparse.Namespace) -> int:
     print("\n" + console.table(speedup.comparisons(done)))
     if warning := console.warning(done):
         print(f"\n{warning}")
+    verdicts = contenders.verdicts(done, asked)
+    if asked:
+        print("\n" + console.verdict_table(verdicts))
     print(f"\nThe page: {page}")
     wrong = speedup.faults(done)
     summary = {
@@ -110,6 +127,10 @@ def main(arguments: argparse.Namespace) -> int:
         "outcomes": dict(Counter(record.outcome.value for record in done)),
         "faults": [record.key.name for record in wrong],
         "red_baselines": {record.key.name: record.outcome.value for record in speedup.red_baselines(done)},
+        "contenders": {
+            name: {case: found.value for case, (found, _) in by_case.items()} for name, by_case in verdicts.items()
+        },
+        "refused_contenders": refused,
         "not_trustworthy": reservations.count(done),
         "anchors": dict(Counter(record.outcome.value for record in bridged)),
         "seed": seed,
@@ -147,9 +168,11 @@ def _measure_anchors(
     return found
 
 
-def run_command(machine_id: str, backend: str, *, quick: bool, seed: int) -> str:
+def run_command(machine_id: str, backend: str, *, quick: bool, seed: int, contenders: Sequence[str] = ()) -> str:
     """What measures a case again, with its name behind it."""
     words = ["python", "-m", "benchmarks", "run", "--gpu", machine_id, "--backend", backend]
+    if contenders:
+        words += ["--contenders", ",".join(contenders)]
     return shlex.join([*words, *["--quick"] * quick, "--seed", str(seed), "--cases"])
 
 
