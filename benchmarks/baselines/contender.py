@@ -81,4 +81,3 @@ def _no_refusals(_name: str) -> AbstractContextManager[None]:
 
 def _said(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]
-

@@ -33,7 +33,13 @@ def short(key: Key) -> Key:
     selected = key.config["l_sel"] * key.config["n_sel"] if key.config is not None else SHORT_TOKENS
     tokens = min(key.num_keys, SHORT_TOKENS, selected)
     return dataclasses.replace(
-        key, mode="prefill-forward", batch=SEQUENCES, num_queries=tokens, num_keys=tokens, launch="eager", inputs="random"
+        key,
+        mode="prefill-forward",
+        batch=SEQUENCES,
+        num_queries=tokens,
+        num_keys=tokens,
+        launch="eager",
+        inputs="random",
     )
 
 
