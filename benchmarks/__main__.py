@@ -13,6 +13,8 @@
     python -m benchmarks samples RUN    every sample of a run, where they still are
     python -m benchmarks convert        bring records of earlier versions into today's form
     python -m benchmarks accept --case NAME --reason TEXT    take the level that a case has now as its baseline
+    python -m benchmarks export FOLDER  cases and records as flashinfer-bench reads them
+    python -m benchmarks import FOLDER  bring records back from what `export` wrote
     python -m benchmarks tune           find faster tiles of the kernels on this GPU; writes its table
 
 Exit code: 0 where all is well; 1 where NSA is wrong on a case (run, compare), slower (compare) or a line was refused
@@ -37,6 +39,8 @@ from benchmarks.commands import (
     comment,
     compare,
     convert,
+    export,
+    import_traces,
     merge,
     report,
     results,
@@ -62,6 +66,8 @@ COMMANDS = {
     "merge": merge,
     "samples": samples,
     "convert": convert,
+    "export": export,
+    "import": import_traces,
     "tune": tune,
 }
 

@@ -90,6 +90,11 @@ def _tables() -> Mapping[str, Any]:
         return tomllib.load(file)
 
 
+def names() -> list[str]:
+    """Every suite of suites.toml."""
+    return list(_tables())
+
+
 def table(name: str) -> Mapping[str, Any]:
     """The shapes of one suite, as written in suites.toml."""
     found: Mapping[str, Any] = _tables()[name]

@@ -132,19 +132,18 @@ def test_one_that_hangs_is_not_asked_again(site: Path, monkeypatch: pytest.Monke
 def test_what_it_refuses_is_not_served(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reason of its author's, or UnsupportedError; any other error of it is a fault, unlike one of a package of
     which we wrote the call."""
-    install(
-        site, monkeypatch,
-        by_reason=sound("by-reason", more=', not_served=lambda key: f"no {key.mode}" if key.mode == "decode" else None'),
-        by_error=sound("by-error", "refuse").replace(
-            "CONTENDER", "from benchmarks.baselines import UnsupportedError\ndef refuse(p):\n    raise UnsupportedError('even heads')\nCONTENDER"
-        ),
-    )  # fmt: skip
-    with pytest.raises(UnsupportedError, match="^by-reason: no decode$"):
+    reason = 'lambda key: f"no {key.mode}" if key.mode == "decode" else None'
+    refuse = (
+        "from benchmarks.baselines import UnsupportedError\ndef refuse(p):\n    raise UnsupportedError('even heads')\n"
+    )
+    by_error = sound("by-error", "refuse").replace("CONTENDER", f"{refuse}CONTENDER")
+    install(site, monkeypatch, by_reason=sound("by-reason", more=f", not_served={reason}"), by_error=by_error)
+    with pytest.raises(UnsupportedError, match=r"^by-reason: no decode$"):
         prepare(of("by-reason", "decode"), "cpu")
     assert [check.name for check in prepare(of("by-reason"), "cpu").check(0).checks] == [
         "law causality", "law batch", "o",
     ]  # fmt: skip
-    with pytest.raises(UnsupportedError, match="^even heads$"):
+    with pytest.raises(UnsupportedError, match=r"^even heads$"):
         prepare(of("by-error"), "cpu").call()
 
 
@@ -207,9 +206,9 @@ def test_an_import_that_hangs_is_given_up(site: Path, monkeypatch: pytest.Monkey
 
 def test_names_that_nobody_has_are_refused(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contender, "entry_points", lambda group: [])
-    with pytest.raises(ValueError, match="--contenders: no installed package has an entry point"):
+    with pytest.raises(ValueError, match=r"--contenders: no installed package has an entry point"):
         contenders.asked(["all"])
-    with pytest.raises(ValueError, match="'fla-nas' is none of .*; did you mean fla-nsa?"):
+    with pytest.raises(ValueError, match=r"'fla-nas' is none of .*; did you mean fla-nsa?"):
         contenders.asked(["fla-nas"])
 
 
@@ -270,7 +269,7 @@ def test_every_outcome_has_a_verdict() -> None:
 
 def test_a_package_with_other_semantics_is_not_served_and_says_why() -> None:
     assert BASELINES[lucidrains.NAME] is lucidrains.BASELINES[0]
-    with pytest.raises(UnsupportedError, match="^lucidrains-nsa: it takes hidden states.* no first block is forced$"):
+    with pytest.raises(UnsupportedError, match=r"^lucidrains-nsa: it takes hidden states.* no first block is forced$"):
         lucidrains.BASELINES[0].require_served(key())
     assert contenders.with_contenders([key()], [Contender(lucidrains.NAME, None)])[0].name.endswith("/lucidrains-nsa")
 
