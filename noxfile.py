@@ -227,6 +227,23 @@ for name in machines.image_families():
     sessions_of(name)
 
 
+@nox.session
+def traces(session: nox.Session) -> None:
+    """flashinfer-bench's own tools read what `python -m benchmarks export` writes."""
+    try:
+        python = venv.ready(ALL_EXTRAS)
+    except (OSError, subprocess.CalledProcessError) as error:
+        session.error(str(error))
+    # in a folder of its own and without dependencies: what it needs to read files, not the gigabytes for GPUs
+    packages = ("annotated-types", "docstring-parser", "flashinfer-bench", "pydantic", "pydantic-core", "safetensors")
+    beside = ".nox/flashinfer-bench"
+    install = ("-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", beside, "-c", "constraints.txt")
+    session.run(str(python), *install, *packages, "typing-inspection", external=True)
+    words = ("-m", "pytest", "-p", "no:benchmark", "tests/benchmarks/traces/test_flashinfer_bench.py")
+    variables = {**venv.variables(python), "PYTHONPATH": beside}
+    session.run(str(python), *words, *session.posargs, env=variables, external=True)
+
+
 @nox.session(name="preflight-machine")
 def preflight_machine(session: nox.Session) -> None:
     """Check engine, driver, GPU inside the container and room on the disk before hours of work."""
