@@ -112,7 +112,7 @@ def workload(key: Key) -> Json:
 
 def _inputs(key: Key) -> dict[str, tuple[str, ...]]:
     """Names and axes of what a call is given; a decode step of NSA has the compressed keys and values in its cache."""
-    inputs = {"q": _Q, "k": _K, "v": _V}
+    inputs: dict[str, tuple[str, ...]] = {"q": _Q, "k": _K, "v": _V}
     if key.config is not None:
         inputs["gates"] = _GATES
         if key.mode == "decode":
