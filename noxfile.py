@@ -35,6 +35,16 @@ ALL_EXTRAS, TO_MEASURE, TO_TRAIN = ("bench", "train", "transformers", "dev"), ("
 """What of pyproject.toml a session needs."""
 TORCHTITAN = ("torchtitan", "docstring-parser", "spmd-types", "torchdata", "typeguard", "tyro")
 """It, and what importing its Llama 3 imports that the suites' environment does not have."""
+FLASHINFER_BENCH = (
+    "annotated-types",
+    "docstring-parser",
+    "flashinfer-bench",
+    "pydantic",
+    "pydantic-core",
+    "safetensors",
+    "typing-inspection",
+)
+"""It, and what reading its files imports."""
 STOP_S = 60  # what an interrupted suite may take to keep what it finished, before it is ended
 
 
@@ -282,6 +292,15 @@ def sessions_of(family: str) -> None:
 
 for name in machines.image_families():
     sessions_of(name)
+
+
+@nox.session(venv_backend="virtualenv")
+def traces(session: nox.Session) -> None:
+    """flashinfer-bench's own tools read what `python -m benchmarks export` writes."""
+    # without what it asks for: it reads files here, and the rest is gigabytes for GPUs
+    session.install("--no-deps", "-c", "constraints.txt", *FLASHINFER_BENCH)
+    tests = "tests/benchmarks/traces/test_flashinfer_bench.py"
+    here(session, "pytest", "-p", "no:benchmark", tests, *session.posargs, path=packages(session))
 
 
 @nox.session(name="preflight-machine")

@@ -17,6 +17,8 @@
     python -m benchmarks convert        bring records of earlier versions into today's form
     python -m benchmarks accept --case NAME --reason TEXT    take the level that a case has now as its baseline;
                                         --first instead of --case: of all cases that have none yet
+    python -m benchmarks export FOLDER  cases and records as flashinfer-bench reads them
+    python -m benchmarks import FOLDER  bring records back from what `export` wrote
     python -m benchmarks tune           find faster tiles of the kernels on this GPU; writes its table
 
 Exit code: 0 where all is well; 1 where NSA is wrong on a case (run, compare) or slower (compare), a line was refused
@@ -46,7 +48,9 @@ with broken_sources.named():
         comment,
         compare,
         convert,
+        export,
         first_contact,
+        import_,
         merge,
         report,
         results,
@@ -75,6 +79,8 @@ COMMANDS = {
     "bundle": bundle,
     "samples": samples,
     "convert": convert,
+    "export": export,
+    "import": import_,
     "tune": tune,
 }
 

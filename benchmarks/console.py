@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from tqdm import tqdm
 
 from benchmarks.cases.key import NSA, Key
+from benchmarks.contenders import Verdict
 from benchmarks.history import reservations
 from benchmarks.history.records import Record
 from benchmarks.history.speedup import BaselineComparison, speed_up
@@ -118,4 +119,14 @@ def table(comparisons: Sequence[BaselineComparison]) -> str:
             times = "" if faster is None else f" ({faster:.2f}x)"
             cells.append(f"{other.key.implementation} {_marked(other) or other.outcome.value}{times}")
         lines.append(f"{nsa.key.case:<{width}} {_marked(nsa) or nsa.outcome.value:>12}  {', '.join(cells)}".rstrip())
+    return "\n".join(lines)
+
+
+def verdict_table(verdicts: Mapping[str, Mapping[str, tuple[Verdict, str]]]) -> str:
+    """One line per contender and case; a contender of which no case was asked has a line that says so."""
+    width = max((len(case) for by_case in verdicts.values() for case in by_case), default=len("case"))
+    lines = []
+    for name, by_case in verdicts.items():
+        lines.append(f"{name}, beside NSA in this run:{'' if by_case else ' none of these cases is an attention'}")
+        lines += [f"  {case:<{width}}  {found.value:<12}  {why}" for case, (found, why) in by_case.items()]
     return "\n".join(lines)

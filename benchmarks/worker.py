@@ -1,8 +1,9 @@
 """Measuring in a guarded child: a kernel that hangs or dies costs one record, not the run.
 
 The process is kept from case to case, so that kernels stay compiled; one that stalled, died or crashed on a GPU (whose
-context may be poisoned) is replaced. `python -m benchmarks.worker` is the child, which answers requests through a pipe
-that carries Python objects.
+context may be poisoned) is replaced. Each contender has a process of its own, so that what its package does to it
+touches no other figure. `python -m benchmarks.worker` is the child, which answers requests through a pipe that carries
+Python objects.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from pathlib import Path
 
 import nsa
 from benchmarks import runner
-from benchmarks.cases.key import Key
+from benchmarks.baselines import BASELINES
+from benchmarks.cases.key import NSA, Key
 from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.correctness import row_sampling
 from benchmarks.history.records import Record
@@ -54,21 +56,39 @@ def run(
     path: Sequence[Path] = (),
 ) -> Iterator[Measurement]:
     """One measurement per key, in order, whatever happens to the process that measures; `DEADLINE_S` unless given, and
-    for `seed` see `runner.run`. `path`: folders that the process searches first, the first of which holds nsa/."""
+    for `seed` see `runner.run`. `path`: folders that the process searches first, the first of which holds nsa/.
+
+    A contender that gave no answer on one case is not asked for another: each would take the whole deadline.
+    """
     deadline_s = DEADLINE_S[device] if deadline_s is None else deadline_s
     seed = row_sampling.new_seed() if seed is None else seed
-    worker: _Worker | None = None
+    workers: dict[str | None, _Worker] = {}
+    hung: dict[str, str] = {}
     try:
         for key in keys:
-            worker = worker or _Worker(device, plan, fingerprint, prepare, seed, path)
+            contender = _contender(key)
+            if contender in hung:
+                reason = f"not tried: it gave no answer on {hung[contender]}"
+                yield Measurement(Record(key, CaseOutcome.STALLED, reason, fingerprint, command(key)))
+                continue
+            if contender not in workers:
+                workers[contender] = _Worker(device, plan, fingerprint, prepare, seed, path)
+            worker = workers[contender]
             measured = worker.measure(key, command(key), deadline_s)
-            if worker.ended or (device == "cuda" and measured.record.outcome is CaseOutcome.CRASHED):
-                worker.close()
-                worker = None
+            outcome = measured.record.outcome
+            if worker.ended or (device == "cuda" and outcome is CaseOutcome.CRASHED):
+                workers.pop(contender).close()
+            if contender is not None and outcome is CaseOutcome.STALLED:
+                hung[contender] = key.case
             yield measured
     finally:
-        if worker is not None:
+        for worker in workers.values():
             worker.close()
+
+
+def _contender(key: Key) -> str | None:
+    """Whose process measures the key; None is that of NSA and of the baselines of this repository."""
+    return None if key.implementation == NSA or key.implementation in BASELINES else key.implementation
 
 
 class _Worker:

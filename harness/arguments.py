@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import keyword
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -64,8 +65,7 @@ def machine_id(text: str) -> str:
 
 def check(words: Sequence[str]) -> None:
     """Raises ValueError for a misspelt option of `python -m words...`, where that is a command of this repository."""
-    command = f"{words[1].replace('-', '_')}.py" if len(words) > 1 else ""
-    path = ROOT.joinpath(*words[0].split("."), "commands", command)
+    path = file_of(words[0], words[1] if len(words) > 1 else "")
     if not path.is_file():
         path = ROOT.joinpath(*words[0].split("."), "__main__.py")
     if not path.is_file():
@@ -74,6 +74,13 @@ def check(words: Sequence[str]) -> None:
     options = [word for word in words if word.startswith("--") and word != "--"]
     if unknown := [word for word in options if word.partition("=")[0] not in known]:
         raise ValueError(unrecognised(unknown, known))
+
+
+def file_of(package: str, command: str) -> Path:
+    """Where a subcommand lies in packages that have a file for each: "first-contact" in first_contact.py, and "import",
+    which is a word of Python's, in import_.py."""
+    name = command.replace("-", "_") + "_" * keyword.iskeyword(command)
+    return ROOT.joinpath(*package.split("."), "commands", f"{name}.py")
 
 
 def declared(path: Path) -> set[str]:

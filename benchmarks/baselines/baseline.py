@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.cases.inputs import Problem
+from benchmarks.cases.key import Key
 from benchmarks.correctness.verify import IncorrectError
 from nsa import NSAConfig
 
@@ -39,6 +40,16 @@ def package_refusals(name: str) -> Iterator[None]:
         raise UnsupportedError(f"{name}: {_one_line(error)}") from error
 
 
+def there(_device: str) -> str | None:
+    """Why it is not on this machine: it is a part of what is installed, on every device."""
+    return None
+
+
+def serves_all(_key: Key) -> str | None:
+    """Why it does not serve a case: it serves every one."""
+    return None
+
+
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
@@ -51,22 +62,29 @@ class Baseline:
     """In keys and in machines.toml."""
     attend: Callable[[Problem], Tensor]
     """Causal attention of the last S of T tokens: [B, S, Hq, Dv]; its own errors where it refuses."""
-    absent: Callable[[str], str | None]
+    absent: Callable[[str], str | None] = there
     """Why it is not on this machine, for a device type, read after its name: "is not installed (...)"; or None."""
     refusals: Callable[[str], AbstractContextManager[None]] = package_refusals
     """Names the baseline's own refusals, given its name."""
     config: NSAConfig | None = None
-    """Settings of another NSA; None for dense attention."""
+    """Settings of another NSA, which has `block_indices` too; None for causal dense attention."""
     block_indices: Callable[[Problem], Tensor] | None = None
     """What that NSA selects: int32 [B, S, Hkv, n], ascending, padded with -1; None for dense attention."""
 
     kernels: tuple[str, ...] = ()
     """Operators of PyTorch's, of which a call runs one; () where it is not PyTorch that runs it, or not one of them."""
+    not_served: Callable[[Key], str | None] = serves_all
+    """Why it does not serve a case, where what it computes differs from what is asked; None where it serves it."""
 
     def require(self, device: str) -> None:
         """Raises NotPresentError with the reason."""
         if reason := self.absent(device):
             raise NotPresentError(f"{self.name} {reason}")
+
+    def require_served(self, key: Key) -> None:
+        """Raises UnsupportedError with the reason."""
+        if reason := self.not_served(key):
+            raise UnsupportedError(f"{self.name}: {reason}")
 
 
 def require_kernel(baseline: Baseline, problem: Problem) -> None:

@@ -40,8 +40,4 @@ def _compiled(*case: object) -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def _absent(device: str) -> str | None:
-    return None  # it is a part of PyTorch
-
-
-BASELINES = [Baseline("flex", attend, _absent)]
+BASELINES = [Baseline("flex", attend)]

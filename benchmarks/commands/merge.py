@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 from benchmarks.commands import options
@@ -32,8 +31,7 @@ def main(arguments: argparse.Namespace) -> int:
     merged = merge.MergeResult()
     for folder in arguments.folders:
         merge.merge(folder, arguments.out, merged)
-    for refusal in merged.refused:
-        print(f"python -m benchmarks: refused {refusal}", file=sys.stderr)
+    options.name_refused(merged.refused)
     page = build_page(arguments.out)
     print(
         json.dumps(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.cases.key import NSA, Key
@@ -90,6 +91,12 @@ def nsa_cases(machine: Machine, patterns: Sequence[str] | None, *, quick: bool =
 def named(key: Key, pattern: str) -> bool:
     """Whether a pattern of `--cases` means this key: its mode, its case, or its case and implementation."""
     return key.mode == pattern or any(fnmatch.fnmatchcase(name, pattern) for name in (key.case, key.name))
+
+
+def name_refused(refused: Iterable[str]) -> None:
+    """Say on stderr what did not come along."""
+    for refusal in refused:
+        print(f"python -m benchmarks: refused {refusal}", file=sys.stderr)
 
 
 def check_writable(folder: Path) -> None:

@@ -17,13 +17,15 @@ from pathlib import Path
 import psutil
 import torch
 
-from benchmarks import anchors, budget, console, runner, watched, worker
+from benchmarks import anchors, budget, console, contenders, runner, watched, worker
 from benchmarks.ab import calibration
+from benchmarks.baselines import contender
 from benchmarks.budget import BudgetPlan
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.commands import options
 from benchmarks.commands.report import build_page
+from benchmarks.contenders import Contender
 from benchmarks.correctness import row_sampling
 from benchmarks.history import reservations, run_file, speedup
 from benchmarks.history.anchor_plan import AnchorRequest
@@ -68,6 +70,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " (default: auto, where a driver, CUDA, PyTorch, Triton, ... changed since the machine's runs: up to"
         f" {sum(CLASSES.values())} cases, about a minute on a GPU)",
     )
+    parser.add_argument(
+        "--contenders",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="A,B",
+        help="measure these beside NSA too, with a verdict on each: what installed packages offer (entry points"
+        f" {contender.GROUP!r}), or baselines of other cases; '{contenders.ALL}': all that is offered",
+    )
     parser.add_argument("--list", action="store_true", help="print the names of the cases and measure nothing")
     options.add_out(parser)
 
@@ -75,20 +85,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Measure; the last line of stdout is JSON. 1 where NSA is wrong on a case, 2 where it has no figure at all.
 
-    A baseline that is wrong or broken fails no run: the last line names it under "red_baselines".
+    A baseline that is wrong or broken fails no run: the last line names it under "red_baselines"; so for a contender,
+    whose verdicts stand under "contenders", or which "refused_contenders" names where it could not even be asked.
     """
     machine = machines.machine(arguments.gpu, machines.visible_gpu())
     if arguments.seed is not None and arguments.seed <= row_sampling.TIMED_SEED:
         raise ValueError(
             f"--seed must be above {row_sampling.TIMED_SEED}, that of the timed inputs; got {arguments.seed}"
         )
-    on_gpu = machine.device == "cuda"
-    shapes = suite.table(machine.suite)
-    quick, whole = (
-        suite.planned(shapes, quick=part, backend=arguments.backend, on_gpu=on_gpu) for part in (True, False)
-    )
-    keys = options.chosen(quick if arguments.quick else whole, arguments.cases, whole)
-    keys = suite.absent_once(keys, machine.device)
+    asked, refused = contenders.asked(arguments.contenders)
+    for reason in refused:
+        print(f"python -m benchmarks: {reason}", file=sys.stderr)
+    keys = _cases(arguments, machine, asked)
     if arguments.list:
         print("\n".join(key.name for key in keys))
         return 0
@@ -97,7 +105,8 @@ def main(arguments: argparse.Namespace) -> int:
     watch = gpu_watch.begin(machine)
     identity = fingerprint.take(machine.id, machine.device, peak.measure(machine))
     seed = row_sampling.new_seed() if arguments.seed is None else arguments.seed
-    command = run_command(machine.id, arguments.backend, quick=arguments.quick, seed=seed)
+    names = [one.name for one in asked]
+    command = run_command(machine.id, arguments.backend, quick=arguments.quick, seed=seed, contenders=names)
     beside = anchors.find(arguments.anchors, arguments.out, identity, keys)
     planned = _planned(arguments, machine.id, identity, keys)
     keys = keys if planned is None else [key for case in planned.chosen for key in case.keys]
@@ -117,8 +126,8 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         with console.RunProgress(keys) as progress:
             tried = [key for key in keys if key.name not in too_large]
-            refused = (_not_tried(key, too_large[key.name], identity, command) for key in keys[: len(too_large)])
-            for measured in chain(refused, watched.run(tried, measure, watch)):
+            not_tried = (_not_tried(key, too_large[key.name], identity, command) for key in keys[: len(too_large)])
+            for measured in chain(not_tried, watched.run(tried, measure, watch)):
                 run_file.append(path, measured.record)
                 if measured.raw:
                     run_file.append_samples(path, measured.raw)
@@ -133,6 +142,9 @@ def main(arguments: argparse.Namespace) -> int:
     print("\n" + console.table(speedup.comparisons(done)))
     if warning := console.warning(done):
         print(f"\n{warning}")
+    verdicts = contenders.verdicts(done, asked)
+    if asked:
+        print("\n" + console.verdict_table(verdicts))
     print(f"\nThe page: {page}")
     wrong = speedup.faults(done)
     summary = {
@@ -140,6 +152,10 @@ def main(arguments: argparse.Namespace) -> int:
         "outcomes": dict(Counter(record.outcome.value for record in done)),
         "faults": [record.key.name for record in wrong],
         "red_baselines": {record.key.name: record.outcome.value for record in speedup.red_baselines(done)},
+        "contenders": {
+            name: {case: found.value for case, (found, _) in by_case.items()} for name, by_case in verdicts.items()
+        },
+        "refused_contenders": refused,
         "not_trustworthy": reservations.count(done),
         "anchors": dict(Counter(record.outcome.value for record in bridged)),
         "unmeasured": _unmeasured(planned, done),
@@ -153,6 +169,17 @@ def main(arguments: argparse.Namespace) -> int:
         print("python -m benchmarks: NSA was measured on no case; the page says why", file=sys.stderr)
         return 2
     return 1 if wrong else 0
+
+
+def _cases(arguments: argparse.Namespace, machine: Machine, asked: Sequence[Contender]) -> list[Key]:
+    """What the options ask for of this machine's suite, each contender beside NSA."""
+    shapes, on_gpu = suite.table(machine.suite), machine.device == "cuda"
+    quick, whole = (
+        contenders.with_contenders(suite.planned(shapes, quick=part, backend=arguments.backend, on_gpu=on_gpu), asked)
+        for part in (True, False)
+    )
+    keys = options.chosen(quick if arguments.quick else whole, arguments.cases, whole)
+    return suite.absent_once(keys, machine.device)
 
 
 def _too_large(results: Path, machine: Machine, identity: Fingerprint, keys: Sequence[Key]) -> list[WillNotFit]:
@@ -239,9 +266,11 @@ def _measure_anchors(
     return found
 
 
-def run_command(machine_id: str, backend: str, *, quick: bool, seed: int) -> str:
+def run_command(machine_id: str, backend: str, *, quick: bool, seed: int, contenders: Sequence[str] = ()) -> str:
     """What measures a case again, with its name behind it."""
     words = ["python", "-m", "benchmarks", "run", "--gpu", machine_id, "--backend", backend]
+    if contenders:
+        words += ["--contenders", ",".join(contenders)]
     return shlex.join([*words, *["--quick"] * quick, "--seed", str(seed), "--cases"])
 
 

@@ -171,6 +171,11 @@ def entries(path: Path) -> Iterator[StoredRecord | DamagedLine]:
     except OSError as error:
         yield DamagedLine(path, 1, f"{type(error).__name__}: cannot be read: {error.strerror}")
         return
+    yield from parsed(lines, path)
+
+
+def parsed(lines: Iterable[tuple[int, bytes]], path: Path) -> Iterator[StoredRecord | DamagedLine]:
+    """The same of numbered lines that are those of a run, wherever they come from; `path` names them."""
     run: Run | None = None
     for number, line in lines:
         try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.baselines import BASELINES
 from benchmarks.cases.key import NSA, Key
 from benchmarks.history import anchors, reservations, run_file
 from benchmarks.history.anchors import AnchorRatio, Figure, SeriesAnchors
@@ -186,7 +187,7 @@ class Store:
                 continue
             if row.key.implementation == implementation:
                 series.setdefault(row.series, []).append(row)
-            elif row.key.config is None:
+            elif row.key.config is None and row.key.implementation in BASELINES:  # a contender may change at any time
                 dense.setdefault((row.key.case, row.fingerprint.utc), {})[row.key.implementation] = row.latency_ms
         newest = {
             _row(record.key, record.fingerprint, record, 0).series: record

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from benchmarks.baselines import BASELINES, Baseline, require_kernel
+from benchmarks.baselines import BASELINES, Baseline, UnsupportedError, find, require_kernel
 from benchmarks.cases import inputs
 from benchmarks.cases.inputs import Problem
 from benchmarks.cases.key import NSA, Key
-from benchmarks.cases.outcome import Correctness
+from benchmarks.cases.outcome import Correctness, OracleCheck
 from benchmarks.cases.work import Call, Work
-from benchmarks.correctness import all_rows, anti_cheat, oracle, verify
+from benchmarks.correctness import all_rows, anti_cheat, laws, oracle, verify
 from benchmarks.correctness.all_rows import RowComparison
 from benchmarks.correctness.oracle import QueryRow
 from benchmarks.correctness.verify import Answer
@@ -51,19 +52,33 @@ class Implementation:
 
 def prepare(key: Key, device: str) -> Work:
     """The work of a key whose mode is prefill-*, decode, or memory (which is a prefill forward + backward)."""
-    return _work(key, _implementation(key), _problem(key, device))
+    return _work(key, _implementation(key, device), _problem(key, device))
 
 
-def _implementation(key: Key) -> Implementation:
+def _implementation(key: Key, device: str) -> Implementation:
     if key.implementation == NSA:
         return _nsa(key)
-    baseline = BASELINES[key.implementation]
-    return _dense(baseline) if baseline.config is None else _other_nsa(baseline, baseline.config)
+    baseline = find(key.implementation)
+    implementation = _dense(baseline) if baseline.config is None else _other_nsa(baseline, baseline.config)
+    return implementation if baseline.name in BASELINES else _after_laws(implementation, baseline, key, device)
+
+
+def _after_laws(implementation: Implementation, contender: Baseline, key: Key, device: str) -> Implementation:
+    """A contender, once it has obeyed the laws; its comparison with the oracle then holds theirs too."""
+    passed: tuple[OracleCheck, ...] = ()
+    with suppress(UnsupportedError), implementation.refusals():  # what it refuses at that size it may still serve here
+        passed = laws.check(contender.attend, key, device, serves=lambda one: contender.not_served(one) is None)
+
+    def check(p: Problem, backward: bool, seed: int) -> Correctness:
+        found = implementation.check(p, backward, seed)
+        return dataclasses.replace(found, checks=(*passed, *found.checks))
+
+    return dataclasses.replace(implementation, check=check)
 
 
 def _problem(key: Key, device: str, seed: int = 0) -> Problem:
     problem = inputs.draw(key, device, seed)
-    if key.implementation == NSA and key.mode == "decode":  # the cache holds the compressed keys and values already
+    if key.config is not None and key.mode == "decode":  # the cache holds the compressed keys and values already
         return inputs.with_compressed(problem, _config(key))
     return problem
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import psutil
 import torch
 
-from benchmarks.baselines import BASELINES
+from benchmarks.baselines import find
 from benchmarks.cases.key import NSA, Key
 from benchmarks.cases.work import Work
 from benchmarks.workloads import attention, parts, train_step
@@ -49,7 +49,7 @@ def _of_attention(key: Key) -> float:
     inputs = per_query + keys * key.num_kv_heads * (key.head_dim_k + key.head_dim_v)
     compared = inputs * min(key.batch, _SEQUENCES_COMPARED) / key.batch
     oracle = size * _HELD[backward] * per_query + 8 * _WIDE_COPIES[backward] * compared
-    is_dense = key.implementation != NSA and BASELINES[key.implementation].config is None
+    is_dense = key.config is None
     call = size * _OUTPUTS["dense" if is_dense else "nsa"][backward] * per_query
     if key.implementation == "sdpa-math":
         call += queries * key.num_keys * key.heads * _MATH_BYTES_PER_PAIR * (1 + backward)
@@ -75,9 +75,11 @@ def require_room(key: Key, device: str) -> None:
 
 
 def prepare(key: Key, device: str) -> Work:
-    """The work of any key. Raises NotPresentError or MemoryError before anything is allocated."""
+    """The work of any key. Raises NotPresentError, UnsupportedError or MemoryError before anything is allocated."""
     if key.implementation != NSA:
-        BASELINES[key.implementation].require(device)
+        baseline = find(key.implementation)
+        baseline.require(device)
+        baseline.require_served(key)
     require_room(key, device)
     if key.mode == "train-step":
         return train_step.prepare(key, device)

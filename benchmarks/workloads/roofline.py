@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from benchmarks.baselines import BASELINES
-from benchmarks.cases.key import NSA, Key
+from benchmarks.cases.key import Key
 from nsa import NSAConfig, geometry
 from nsa.model import DecoderLM
 
@@ -76,10 +75,7 @@ def _total(x: Tensor) -> int:
 
 
 def _config(key: Key) -> NSAConfig | None:
-    if key.implementation == NSA:
-        assert key.config is not None
-        return NSAConfig.from_mapping(key.config)
-    return BASELINES[key.implementation].config
+    return None if key.config is None else NSAConfig.from_mapping(key.config)
 
 
 def _flops_per_pair(key: Key, backward: bool) -> int:

@@ -11,7 +11,7 @@ import containers.__main__
 import nsa.train.__main__
 import nsa.train.needle
 import regression.__main__
-from harness.arguments import check, declared, unrecognised
+from harness.arguments import check, declared, file_of, unrecognised
 from harness.repository import ROOT
 from tests.mutants import __main__ as mutants
 
@@ -43,9 +43,7 @@ def test_an_option_is_not_abbreviated(
 @pytest.mark.parametrize("command", sorted(benchmarks.__main__.COMMANDS))
 def test_noxfile_knows_every_option_of_the_benches(command: str) -> None:
     (commands,) = (action for action in benchmarks.__main__.parser()._actions if isinstance(action.choices, dict))
-    assert set(commands.choices[command]._option_string_actions) <= declared(
-        ROOT / "benchmarks" / "commands" / f"{command.replace('-', '_')}.py"
-    )
+    assert set(commands.choices[command]._option_string_actions) <= declared(file_of("benchmarks", command))
 
 
 def test_noxfile_knows_every_option_of_the_other_commands() -> None:

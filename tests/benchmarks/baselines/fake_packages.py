@@ -51,6 +51,11 @@ def install_fla(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     )
 
 
+def install_lucidrains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`native_sparse_attention_pytorch`, of which nothing is called."""
+    _install(monkeypatch, "native_sparse_attention_pytorch")
+
+
 def _install(monkeypatch: pytest.MonkeyPatch, name: str, **functions: Any) -> ModuleType:
     module = ModuleType(name)
     module.__dict__.update(functions, __path__=[])

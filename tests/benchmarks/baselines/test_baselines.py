@@ -34,6 +34,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_packages.install_flash_4(monkeypatch)
     fake_packages.install_flash_2(monkeypatch)
     fake_packages.install_fla(monkeypatch)
+    fake_packages.install_lucidrains(monkeypatch)
 
 
 def fla_key(mode: str = "prefill-forward", length: int = 1344) -> Key:
@@ -115,6 +116,7 @@ INSTALLERS: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
         ("flash-attn", "flash-attn-4", r"is not installed .*: python3 -m pip install flash-attn$"),
         ("flash-attn-4", "flash-attn", r"is not installed .*: python3 -m pip install flash-attn-4$"),
         ("fla-nsa", "nothing", r"is not installed .*: python3 -m pip install flash-linear-attention$"),
+        ("lucidrains-nsa", "nothing", r"is not installed .*: python3 -m pip install native-sparse-attention-pytorch$"),
         ("fla-nsa", "fla-nsa", r"takes its window from flash-attn, which is not installed .* install flash-attn$"),
     ],
 )  # fmt: skip
