@@ -9,7 +9,6 @@ failed.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import venv
 from collections.abc import Sequence
 from pathlib import Path
 
+from harness.arguments import Parser
 from harness.repository import ROOT
 
 SOURCES = ("pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE", "nsa")
@@ -73,22 +73,24 @@ def _run(*command: str, cwd: str | None = None) -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Exit code 0 where all is well, 1 where a check failed, 2 for an argument that cannot be."""
-    parser = argparse.ArgumentParser(prog="python -m distribution.archives", allow_abbrev=False)
+    parser = Parser(prog="python -m distribution.archives")
     parser.add_argument("folder", type=Path, nargs="?", help="for wheel and sdist; a new folder, or an empty one")
     parser.add_argument(
         "--torch-from", type=Path, required=True, metavar="PYTHON", help="whose environment has PyTorch"
     )
     arguments = parser.parse_args(words)
+    if not arguments.torch_from.is_file():
+        parser.error(f"--torch-from: {arguments.torch_from} is no file; name an interpreter with PyTorch")
     if arguments.folder is None:
         with tempfile.TemporaryDirectory() as folder:
-            return made(Path(folder), arguments.torch_from)
+            return build_and_check(Path(folder), arguments.torch_from)
     if arguments.folder.exists() and (not arguments.folder.is_dir() or any(arguments.folder.iterdir())):
         parser.error(f"folder: {arguments.folder} is there and not empty; name a new one, or empty it")
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    return made(arguments.folder, arguments.torch_from)
+    return build_and_check(arguments.folder, arguments.torch_from)
 
 
-def made(folder: Path, torch_from: Path) -> int:
+def build_and_check(folder: Path, torch_from: Path) -> int:
     """Build, check and use: the exit code."""
     try:
         wheel, sdist = build(folder)

@@ -11,7 +11,6 @@ under a name with a hash of the files.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import base64
 import hashlib
@@ -20,10 +19,11 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 import nsa
+from harness.arguments import Parser
 from harness.repository import ROOT
 from nsa.io import to_json
 
@@ -39,7 +39,7 @@ Files = dict[PurePosixPath, str]
 """Texts by their path within the package."""
 
 
-def reached(package: Path) -> Files:
+def reachable(package: Path) -> Files:
     """The modules that importing `package` can reach, also from within functions, and their data files."""
     found: Files = {}
     waiting = [PurePosixPath("__init__.py")]
@@ -97,7 +97,7 @@ def relative(path: PurePosixPath, source: str) -> str:
 
 def sources(package: Path) -> Files:
     """The kernel's files, as kernel-builder takes them; the module `_ops` is its to write."""
-    return {path: relative(path, text) if path.suffix == ".py" else text for path, text in reached(package).items()}
+    return {path: relative(path, text) if path.suffix == ".py" else text for path, text in reachable(package).items()}
 
 
 def unique_id(files: Files, backend: str) -> str:
@@ -114,17 +114,6 @@ def variant(files: Files, backend: str) -> Files:
         '"""The name under which this version registers its operators."""\n\n\n'
         "def add_op_namespace_prefix(op_name: str) -> str:\n"
         f'    return f"{name}::{{op_name}}"\n'
-    )
-    built[PurePosixPath(NAME, "__init__.py")] = (
-        '"""The kernel for versions of `kernels` that look for it here."""\n\n'
-        "import importlib.util\n"
-        "import sys\n"
-        "from pathlib import Path\n\n"
-        f'if "{name}" not in sys.modules:\n'
-        f'    spec = importlib.util.spec_from_file_location("{name}", Path(__file__).parent.parent / "__init__.py")\n'
-        f'    sys.modules["{name}"] = importlib.util.module_from_spec(spec)\n'
-        f'    spec.loader.exec_module(sys.modules["{name}"])\n'
-        f'globals().update(vars(sys.modules["{name}"]))\n'
     )
     digests = {str(path): _digest(text) for path, text in sorted(built.items())}
     metadata = {
@@ -185,9 +174,9 @@ def _below(folder: PurePosixPath, files: Mapping[PurePosixPath, str]) -> Files:
     return {folder / path: text for path, text in files.items()}
 
 
-def main(words: list[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Exit code 0, or 2 where the folder cannot be written."""
-    parser = argparse.ArgumentParser(prog="python -m distribution.hub_kernel", allow_abbrev=False)
+    parser = Parser(prog="python -m distribution.hub_kernel")
     parser.add_argument("folder", type=Path, help="a new folder, or an empty one")
     folder = parser.parse_args(words).folder
     try:

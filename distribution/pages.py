@@ -1,14 +1,13 @@
 """Hooks of `mkdocs.yml`: the documents at the repository's top become pages, and links to sources lead to its site.
 
 A link that leaves docs/ would be broken on the pages. One to a file that is there becomes a link to it at this commit
-on the site of git's origin, or plain text where there is none; one to nothing is left, and fails the strict build.
+on the site of git's origin, or plain text where there is none. A broken link stays as it is, so the strict build fails.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import quote
@@ -64,18 +63,22 @@ def linked(markdown: str, page: str, base: str | None) -> str:
     return _LINK.sub(replaced, markdown)
 
 
-def pictures() -> Iterator[str]:
+def pictures() -> set[str]:
     """The files outside docs/ that a document shows, by their paths in the repository."""
-    found = set()
-    pages = {**{page: source for source, page in TOP.items()}}
-    pages |= {posixpath.relpath(str(path.relative_to(repository.ROOT)), DOCS): str(path.relative_to(repository.ROOT))
-              for path in sorted((repository.ROOT / DOCS).rglob("*.md"))}  # fmt: skip
-    for page, source in pages.items():
-        for bang, _, target, _ in _LINK.findall((repository.ROOT / source).read_text()):
-            shown = _source(page, target)
-            if bang and shown and not shown.startswith(f"{DOCS}/") and (repository.ROOT / shown).is_file():
-                found.add(shown)
-    return iter(found)
+    documents = {page: repository.ROOT / source for source, page in TOP.items()}
+    below = repository.ROOT / DOCS
+    documents |= {path.relative_to(below).as_posix(): path for path in below.rglob("*.md")}
+    shown = {
+        _source(page, target)
+        for page, document in documents.items()
+        for bang, _, target, _ in _LINK.findall(document.read_text())
+        if bang
+    }
+    return {
+        source
+        for source in shown
+        if source and not source.startswith(f"{DOCS}/") and (repository.ROOT / source).is_file()
+    }
 
 
 def _source(page: str, target: str) -> str | None:

@@ -126,10 +126,10 @@ def test_what_cannot_be_made_relative_is_refused(tmp_path: Path) -> None:
     (tmp_path / "__init__.py").write_text("from nsa import a\n")
     (tmp_path / "a.py").write_text("import nsa.b\n")
     with pytest.raises(ValueError, match=r"a\.py:1: write `from nsa import"):
-        hub_kernel.reached(tmp_path)
+        hub_kernel.reachable(tmp_path)
     (tmp_path / "a.py").write_text("x = 1\n")
     with pytest.raises(ValueError, match=r"has no triton_backend/tables"):
-        hub_kernel.reached(tmp_path)
+        hub_kernel.reachable(tmp_path)
 
 
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

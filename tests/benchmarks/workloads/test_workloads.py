@@ -17,6 +17,7 @@ from torch import Tensor
 
 import nsa
 from benchmarks import runner
+from benchmarks.baselines import BASELINES
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.commands import options
@@ -38,8 +39,8 @@ def large(mode: str, implementation: str = "nsa", length: int = 65536, **changes
     """64/4 heads of 128 in bfloat16."""
     sizes = {"heads": 64, "num_kv_heads": 4, "head_dim_k": 128, "head_dim_v": 128, "dtype": "bfloat16"}
     made = key(mode, implementation, length, **{**sizes, **changes})
-    config = dataclasses.asdict(NSAConfig()) if implementation == "nsa" else None
-    return dataclasses.replace(made, config=config)
+    config = NSAConfig() if implementation == "nsa" else BASELINES[implementation].config
+    return dataclasses.replace(made, config=None if config is None else dataclasses.asdict(config))
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, 100), (96, 96), (7, 61), (3, 64)])
