@@ -109,7 +109,9 @@ def _class(folder: ReportFolder, one: Calibration, name: str, rules: Rules) -> C
 def _unjudged(cases: Sequence[CaseCalibration], goals: Mapping[float, float]) -> str:
     names = [case.case for case in cases if not _reaches(case, goals)]
     wanted = " and ".join(f"{_share(slowdown)} in {_share(share)}" for slowdown, share in goals.items())
-    return f"{wanted} of the comparisons is to be found; less is on {', '.join(names)}." if names else ""
+    if not names:
+        return ""
+    return f"A slowdown of {wanted} of the comparisons should be found; it is found less often on {', '.join(names)}."
 
 
 def _reaches(case: CaseCalibration, goals: Mapping[float, float]) -> bool:
@@ -119,12 +121,12 @@ def _reaches(case: CaseCalibration, goals: Mapping[float, float]) -> bool:
 
 def _rules(rules: Rules) -> ReportTable:
     rows = [
-        ("a change is called from", _share(rules.smallest_change)),
-        ("SAME rules out", _share(rules.equal_within)),
+        ("smallest change that is called", _share(rules.smallest_change)),
+        ("change that SAME rules out", _share(rules.equal_within)),
         ("noise between pairs (standard deviation)", _share(rules.noise.sd)),
-        ("which is worth so many pairs", f"{rules.noise.df:.3g}"),
+        ("degrees of freedom that this noise counts for", f"{rules.noise.df:.3g}"),
         ("analyses after so many pairs", ", ".join(map(str, rules.interim_analyses))),
-        ("p of a call at most", f"{rules.largest_p:g}"),
+        ("largest p of a call", f"{rules.largest_p:g}"),
     ]
     return ReportTable(("rule", "value"), [[Cell(name), number(value)] for name, value in rows])
 

@@ -32,6 +32,8 @@ class HeadlineNumber:
     """The page with the rest of it."""
     file: str | None = None
     """Where the rest stands, without a page."""
+    note: str | None = None
+    """What the number is of, in small letters."""
 
 
 def laws(results: Path, repository: Repository) -> HeadlineNumber:

@@ -69,5 +69,5 @@ def headline(by_machine: Sequence[tuple[str, Sequence[MemoryTrend]]]) -> Headlin
     page, worst = max(grew, key=lambda found: found[1].now_mib / (found[1].before_mib or 1.0))
     assert worst.before_mib is not None
     most = peak_memory.said(worst.before_mib, worst.now_mib)
-    text = f"{len(grew)} case{'s' if len(grew) > 1 else ''} grew, at most {most}"
-    return HeadlineNumber("Peak memory", text, BAD, href=page)
+    text = f"{len(grew)} case{'s' if len(grew) > 1 else ''} grew"
+    return HeadlineNumber("Peak memory", text, BAD, href=page, note=f"at most {most}")

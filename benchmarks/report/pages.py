@@ -46,7 +46,7 @@ from benchmarks.report.table import percent
 from benchmarks.report.verdicts import Answers, last_run
 
 INDEX = "index.html"
-FURTHER_PAGES = {"Proven where": "proof.html", "Calibration": "calibration.html", "Incidents": "ledger.html"}
+FURTHER_PAGES = {"What ran where": "proof.html", "Calibration": "calibration.html", "Incidents": "ledger.html"}
 TITLE = "Native Sparse Attention: is it slower?"
 _MANY_RUNS = 300
 """From here on the machines' pages are made side by side: a process of its own takes some 3 s to start."""

@@ -83,7 +83,7 @@ def test_a_case_that_needs_more_than_it_did() -> None:
     assert said["of the memory"] == "40.0 %"
     assert said["what else changed"] == "torch 2.11 -> 2.12"
     headline = memory_page.headline([("machine-h200.html", [found])])
-    assert headline.text == "1 case grew, at most 100 -> 160 MiB (+60.0%)"
+    assert (headline.text, headline.note) == ("1 case grew", "at most 100 -> 160 MiB (+60.0%)")
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,8 @@ def test_the_calibration_is_told_in_a_sentence(tmp_path: Path) -> None:
     on_gpu = dataclasses.replace(one, fingerprint=dataclasses.replace(one.fingerprint, machine="h200"))
     (of_gpu,) = calibration.show(ReportFolder(tmp_path / "other"), on_gpu).classes
     names = ", ".join(case.case for case in one.cases)
-    wanted = f"3 % in 99 % and 1 % in 90 % of the comparisons is to be found; less is on {names}."
+    wanted = "A slowdown of 3 % in 99 % and 1 % in 90 % of the comparisons should be found"
+    wanted += f"; it is found less often on {names}."
     assert of_gpu.unjudged.replace(NBSP, " ") == wanted
     assert column(section.rates, "95 % bound")[0].startswith("at most ")
     assert column(section.cases, "false alarms") == [f"1 of {240 // len(full_results.LENGTHS)}"] * len(one.cases)
