@@ -20,7 +20,7 @@ from typing import IO, Any, cast
 
 from benchmarks.ab import calibration
 from benchmarks.contact.bundle import MANIFEST, MOST_BYTES, MOST_FILES, BundleError, FileEntry, Manifest, allowed
-from benchmarks.history import merge, run_file
+from benchmarks.history import laws, merge, run_file
 from benchmarks.history.merge import MergeResult
 from nsa.io import read_json_lines
 
@@ -133,9 +133,10 @@ def _require_readable(folder: Path, manifest: Manifest) -> int:
             if said != wanted:
                 raise BundleError(f"{name} is of the {field} {said!r}, and {MANIFEST} of {wanted!r}")
     for path in folder.glob("laws/*.json"):
-        summary = _json(path)
-        if not isinstance(summary, dict) or not all(isinstance(summary.get(key), int) for key in ("passed", "failed")):
-            raise BundleError(f"laws/{path.name} is no summary of tests")
+        try:
+            laws.decode(path.read_bytes())
+        except ValueError as error:
+            raise BundleError(f"laws/{path.name} is no summary of tests: {error}") from error
     return trial.new_lines
 
 

@@ -195,6 +195,17 @@ FORGED: list[tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] = [
     (lambda c: edited(c, MANIFEST, b'"schema_version": 1', b'"schema_version": 9'), "use a newer version"),
     (lambda c: resigned(edited(c, "runs/*/*", b'"latency_ms":10', b'"latency_ms":-1')), "latency_ms must be finite"),
     (lambda c: resigned(edited(c, "laws/*", b'"passed": 8', b'"passed": "8"')), "is no summary of tests"),
+    (lambda c: resigned(edited(c, "laws/*", b'"passed": 8', b'"passed": true')), "passed must be int; got True"),
+    (lambda c: resigned(edited(c, "laws/*", b'"passed": 8', b'"passed": -5')), "passed must be from 0"),
+    (lambda c: resigned(edited(c, "laws/*", b'"failed": 0', b'"failed": 9000000')), "failed must be from 0"),
+    (
+        lambda c: resigned(edited(c, "laws/*", b'"failed"', b'"architectures": {"86": {"passed": "x"}}, "failed"')),
+        "architectures.86.passed must be int",
+    ),
+    (
+        lambda c: resigned(edited(c, "laws/*", b'"failed"', b'"architectures": {"86": {"passed": null}}, "failed"')),
+        "architectures.86.passed must be int; got None",
+    ),
     (lambda c: resigned(edited(c, "calibration/*", b'"rates"', b'"gates"')), "is no calibration"),
     (lambda c: resigned(c, fingerprint=dataclasses.replace(WHERE, device="B")), "is of the device 'A CPU'"),
 ]

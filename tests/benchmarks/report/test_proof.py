@@ -90,7 +90,19 @@ def test_what_ran_on_a_machine(tmp_path: Path) -> None:
     assert rows(tmp_path)["NVIDIA H200"]["incidents"].text == "1 of 4 red"
 
 
-@pytest.mark.parametrize("content", [b"[]", b"{", b'{"passed": "many", "failed": 0}', b"\xff"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[]",
+        b"{",
+        b'{"passed": "many", "failed": 0}',
+        b'{"passed": true, "failed": 0}',
+        b'{"passed": 1, "failed": -5}',
+        b'{"passed": 1, "failed": 0, "architectures": {"86": {"passed": "x"}}}',
+        b'{"passed": 1, "failed": 0, "architectures": []}',
+        b"\xff",
+    ],
+)
 def test_a_file_that_is_no_summary_proves_nothing(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "laws").mkdir()
     (tmp_path / "laws" / "h200-20260101-aaaaaaaaaa-laws.json").write_bytes(content)
