@@ -48,6 +48,11 @@ class LawSummary:
     architectures: Mapping[str, OutcomeCounts]
     """What the compiler accepted, by architecture: "86"."""
 
+    @property
+    def compile_only(self) -> bool:
+        """Whether most of its tests compiled for an architecture that need not be there: nothing ran."""
+        return 2 * sum(counts.tried for counts in self.architectures.values()) > self.counts.tried
+
 
 _COUNTED = ("passed", "failed", "skipped")
 
@@ -75,6 +80,17 @@ def read_all(results: Path) -> dict[str, LawSummary]:
         except (OSError, ValueError):
             continue
     return found
+
+
+def newest(summaries: Mapping[str, LawSummary]) -> str | None:
+    """The name of the newest of those with at least half of the tests of the largest: a few prove little.
+
+    Those that only compiled are left out; None where no other is there.
+    """
+    ran = {name: one for name, one in summaries.items() if not one.compile_only}
+    most = max((one.counts.tried for one in ran.values()), default=0)
+    enough = [name for name, one in ran.items() if 2 * one.counts.tried >= most]
+    return max(enough, key=lambda name: (ran[name].utc, name), default=None)
 
 
 def _utc(value: Any) -> str:

@@ -43,6 +43,7 @@ NOTHING = "–"
 class LawRecord:
     """One summary of tests."""
 
+    file: str
     machine: str
     commit: str
     forced: str | None
@@ -55,7 +56,7 @@ def law_records(results: Path) -> list[LawRecord]:
     found = []
     for file, summary in law_summaries.read_all(results).items():
         if (name := _NAME.fullmatch(Path(file).stem)) is not None:
-            found.append(LawRecord(name["machine"], name["commit"], name["forced"], summary))
+            found.append(LawRecord(file, name["machine"], name["commit"], name["forced"], summary))
     return sorted(found, key=lambda one: one.summary.utc)
 
 
@@ -110,20 +111,23 @@ def _compiled(laws: Sequence[LawRecord], architecture: str, repository: Reposito
 
 
 def _forced(laws: Sequence[LawRecord], architecture: str, repository: Repository) -> Cell:
-    found = [one for one in laws if architecture and one.forced == architecture]
-    if not found:
+    newest = _newest([one for one in laws if architecture and one.forced == architecture])
+    if newest is None:
         return Cell(NOTHING)
-    cell = _laws(found, repository)
-    return Cell(f"{cell.text}, on {found[-1].machine}", cell.kind, cell.href)
+    cell = _counted(newest.summary.counts, repository.commit(newest.commit))
+    return Cell(f"{cell.text}, on {newest.machine}", cell.kind, cell.href)
 
 
 def _laws(found: Sequence[LawRecord], repository: Repository) -> Cell:
-    """The newest of those with the most tests: a record of a few proves little."""
-    if not found:
-        return Cell(NOTHING)
-    most = max(one.summary.counts.tried for one in found)
-    newest = [one for one in found if 2 * one.summary.counts.tried >= most][-1]
-    return _counted(newest.summary.counts, repository.commit(newest.commit))
+    newest = _newest(found)
+    return Cell(NOTHING) if newest is None else _counted(newest.summary.counts, repository.commit(newest.commit))
+
+
+def _newest(found: Sequence[LawRecord]) -> LawRecord | None:
+    """The newest that ran and is no small part of the tests."""
+    by_file = {one.file: one for one in found}
+    newest = law_summaries.newest({file: one.summary for file, one in by_file.items()})
+    return None if newest is None else by_file[newest]
 
 
 def _counted(counts: OutcomeCounts, commit: Link) -> Cell:

@@ -48,6 +48,7 @@ def test_a_compiled_architecture_is_that_of_every_family_that_has_it(tmp_path: P
     assert found["NVIDIA A100"]["compiled"].text == "–"  # skipped is not tried
     assert found["NVIDIA H200"]["laws"].text == "2561 of 2561 at bbbbbbb"
     assert found["NVIDIA H100"]["laws"].text == "–"
+    assert "the CPU" not in found  # what only compiled there ran no law
 
 
 def test_what_ran_forced_is_not_what_ran_truly(tmp_path: Path) -> None:
