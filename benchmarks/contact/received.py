@@ -12,9 +12,10 @@ import json
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -24,6 +25,7 @@ from benchmarks.history import laws, merge, run_file
 from benchmarks.history.merge import MergeResult
 from nsa.io import read_json_lines
 
+_EARLIEST = datetime(2020, 1, 1, tzinfo=timezone.utc)
 _BLOCK = 512
 _HEADERS_BYTES = 4 * _BLOCK
 """Of a member, at most: its own, one of PAX before it, and what fills its last block."""
@@ -127,27 +129,63 @@ def _require_readable(folder: Path, manifest: Manifest) -> int:
             merge.merge(folder, Path(empty), trial)
     if trial.refused:
         raise BundleError(trial.refused[0].replace(f"{folder}/", ""))
+    _require_recent(MANIFEST, manifest.fingerprint.utc)
+    for path, machine in _machines(folder):
+        if machine != manifest.fingerprint.machine:
+            name = path.relative_to(folder).as_posix()
+            raise BundleError(
+                f"{name} is of the machine {machine!r}, and {MANIFEST} of {manifest.fingerprint.machine!r}"
+            )
     for name, fingerprint in _fingerprints(folder):
         for field in ("machine", "device"):
             said, wanted = fingerprint.get(field), getattr(manifest.fingerprint, field)
             if said != wanted:
                 raise BundleError(f"{name} is of the {field} {said!r}, and {MANIFEST} of {wanted!r}")
+        _require_recent(name, fingerprint.get("utc"))
     for path in folder.glob("laws/*.json"):
         try:
-            laws.decode(path.read_bytes())
+            summary = laws.decode(path.read_bytes())
         except ValueError as error:
             raise BundleError(f"laws/{path.name} is no summary of tests: {error}") from error
+        if summary.utc:
+            _require_recent(f"laws/{path.name}", summary.utc)
     return trial.new_lines
 
 
-def _fingerprints(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _require_recent(name: str, utc: Any) -> None:
+    """Raises BundleError for what was not measured since this project began, or not yet."""
+    try:
+        moment = datetime.fromisoformat(str(utc).replace("Z", "+00:00"))
+    except ValueError:
+        raise BundleError(f"{name} is dated {utc!r}, which is no moment") from None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=timezone.utc)
+    if not _EARLIEST <= moment <= datetime.now(timezone.utc) + timedelta(days=1):
+        raise BundleError(
+            f"{name} is dated {utc}: must be from {_EARLIEST.year} to a day from now. Set that clock right"
+        )
+
+
+def _machines(folder: Path) -> Iterator[tuple[Path, str | None]]:
+    """(file, machine) of every file that is kept under a machine's name; None where its name says none."""
+    for pattern in ("runs/*/*.jsonl", "regression/*/*.jsonl"):
+        for path in folder.glob(pattern):
+            yield path, path.parent.name
+    for path in folder.glob("calibration/*.json"):
+        yield path, path.stem
+    for path in folder.glob("laws/*.json"):
+        name = laws.NAME.fullmatch(path.stem)
+        yield path, name and name["machine"]
+
+
+def _fingerprints(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """(file, machine and device) of every record. Raises BundleError for a calibration that is none."""
     for path in folder.glob("runs/*/*.jsonl"):
         for record in run_file.split(run_file.read(path))[0]:
             yield path.name, vars(record.fingerprint)
     for path in folder.glob("regression/*/*.jsonl"):
         for line in read_json_lines(path):
-            yield path.name, {**_object(line["fingerprint"]), "machine": path.parent.name}
+            yield path.name, _object(line["fingerprint"])
     for path in folder.glob("calibration/*.json"):
         try:
             found = calibration.load(folder, path.stem)

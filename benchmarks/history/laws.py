@@ -6,6 +6,7 @@ A summary may come from another machine, so that a count that is none is refused
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,6 +15,11 @@ from typing import Any
 
 from harness import schema
 
+NAME = re.compile(
+    r"(?P<machine>[a-z0-9][a-z0-9-]*?)-(?P<day>\d{8})-(?P<commit>[0-9a-f]{7,40})-(?P<what>.+?)(-forced-sm(?P<forced>\d+))?",
+    re.ASCII,
+)
+"""What a summary's name says, without .json: where and when it ran, of which commit, and what."""
 MOST_TESTS = 1_000_000
 """Of one summary; a larger count is no count of tests."""
 

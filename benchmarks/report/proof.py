@@ -8,7 +8,6 @@ that the record's machine is.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,10 +31,6 @@ HEAD = (
     "compare",
     "baseline",
 )
-_NAME = re.compile(
-    r"(?P<machine>[a-z0-9][a-z0-9-]*?)-(?P<day>\d{8})-(?P<commit>[0-9a-f]{7,40})-(?P<what>.+?)(-forced-sm(?P<forced>\d+))?",
-    re.ASCII,
-)
 NOTHING = "–"
 
 
@@ -55,7 +50,7 @@ def law_records(results: Path) -> list[LawRecord]:
     """Every summary under results/laws whose name says where it is from, oldest first; others prove nothing here."""
     found = []
     for file, summary in law_summaries.read_all(results).items():
-        if (name := _NAME.fullmatch(Path(file).stem)) is not None:
+        if (name := law_summaries.NAME.fullmatch(Path(file).stem)) is not None:
             found.append(LawRecord(file, name["machine"], name["commit"], name["forced"], summary))
     return sorted(found, key=lambda one: one.summary.utc)
 

@@ -187,6 +187,10 @@ def edited(content: dict[str, bytes], pattern: str, old: bytes, new: bytes) -> d
     return {**content, name: content[name].replace(old, new)}
 
 
+def renamed(content: dict[str, bytes], old: str, new: str) -> dict[str, bytes]:
+    return resigned({new if name == old else name: data for name, data in content.items()})
+
+
 FORGED: list[tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] = [
     (lambda c: edited(c, "runs/*/*", b'"latency_ms":10', b'"latency_ms":1'), "differs from its SHA-256"),
     (lambda c: {k: v for k, v in c.items() if not k.startswith("runs/")}, "and the files differ"),
@@ -207,6 +211,19 @@ FORGED: list[tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] = [
         "architectures.86.passed must be int; got None",
     ),
     (lambda c: resigned(edited(c, "calibration/*", b'"rates"', b'"gates"')), "is no calibration"),
+    (lambda c: resigned(edited(c, "runs/*/*", b'"utc":"2026-', b'"utc":"9999-')), "is dated 9999-01-04"),
+    (
+        lambda c: resigned(edited(c, "runs/*/*", b'"utc":"2026-', b'"utc":"2019-')),
+        "must be from 2020 to a day",
+    ),
+    (lambda c: resigned(edited(c, "laws/*", b'"2026-', b'"9999-')), "first-contact-000000.json is dated 9999"),
+    (
+        lambda c: resigned(c, fingerprint=dataclasses.replace(WHERE, utc="9999-12-31T23:59:59Z")),
+        "manifest.json is dat",
+    ),
+    (lambda c: renamed(c, "calibration/cpu.json", "calibration/h200.json"), "calibration/h200.json is of the machine"),
+    (lambda c: renamed(c, LAW_NAME, LAW_NAME.replace("cpu", "h200")), "is of the machine 'h200'"),
+    (lambda c: renamed(c, LAW_NAME, "laws/cpu.json"), "laws/cpu.json is of the machine None"),
     (lambda c: resigned(c, fingerprint=dataclasses.replace(WHERE, device="B")), "is of the device 'A CPU'"),
 ]
 
@@ -276,12 +293,18 @@ def test_a_calibration_of_more_pairs_is_kept(packed: Path, tmp_path: Path) -> No
 
 def test_incidents_travel_too(folder: Path, tmp_path: Path) -> None:
     where = run_of(6)
-    for path in (*folder.glob("runs/*/*"), *folder.glob("calibration/*")):
+    for path in (*folder.glob("runs/*/*"), *folder.glob("calibration/*"), folder / LAW_NAME):
         path.unlink()
     write_incidents(folder, 6)
     bundle.write(folder, where, tmp_path / "two.tar.gz", complete=False)
     with received.opened(tmp_path / "two.tar.gz") as found:
         assert found.records == 8
+    (lines,) = folder.glob("regression/*/*.jsonl")
+    lines.write_text(lines.read_text().replace('"h200"', '"a100"', 1))
+    bundle.write(folder, where, tmp_path / "one of another.tar.gz", complete=False)
+    another = pytest.raises(BundleError, match="is of the machine 'a100'")
+    with another, received.opened(tmp_path / "one of another.tar.gz"):
+        pass
     bundle.write(folder, dataclasses.replace(where, machine="a100"), tmp_path / "three.tar.gz", complete=False)
     with pytest.raises(BundleError, match="is of the machine 'h200'"), received.opened(tmp_path / "three.tar.gz"):
         pass
