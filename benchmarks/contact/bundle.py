@@ -14,6 +14,7 @@ import io
 import json
 import re
 import tarfile
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,8 @@ MOST_BYTES = 64 * 2**20
 """Of one file, and of all files together before they are packed."""
 MOST_LOG_BYTES = 2**20
 """Of a log, of which the end is kept."""
+_UNSEEN = ("Cc", "Cf", "Zl", "Zp")
+"""Unicode's categories of characters that steer a terminal or hide what stands there."""
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*){0,2}", re.ASCII)
 
 
@@ -73,6 +76,9 @@ class Manifest:
     def __post_init__(self) -> None:
         if self.schema_version != SCHEMA_VERSION:
             raise ValueError(f"schema_version must be {SCHEMA_VERSION}; got {self.schema_version}: use a newer version")
+        for name, value in vars(self.fingerprint).items():
+            if isinstance(value, str) and any(unicodedata.category(one) in _UNSEEN for one in value):
+                raise ValueError(f"fingerprint.{name} must hold no control characters; got {value!a}")
 
     def encoded(self) -> bytes:
         """The bytes of manifest.json, the same for equal manifests."""

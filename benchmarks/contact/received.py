@@ -25,6 +25,10 @@ from benchmarks.history import laws, merge, run_file
 from benchmarks.history.merge import MergeResult
 from nsa.io import read_json_lines
 
+_NO_TAR = (
+    *(tarfile.TarError, zlib.error, EOFError, gzip.BadGzipFile),
+    *(ValueError, OverflowError, IndexError, RecursionError),  # of headers that were made to be misread
+)
 _EARLIEST = datetime(2020, 1, 1, tzinfo=timezone.utc)
 _BLOCK = 512
 _HEADERS_BYTES = 4 * _BLOCK
@@ -94,7 +98,9 @@ def _members(path: Path) -> dict[str, bytes]:
                 stream = tar.extractfile(member)
                 assert stream is not None
                 found[member.name] = stream.read()
-    except (tarfile.TarError, zlib.error, EOFError, gzip.BadGzipFile) as error:
+    except BundleError:
+        raise
+    except _NO_TAR as error:
         raise BundleError(f"it is no .tar.gz, or not whole: {error}") from error
     return found
 
@@ -197,26 +203,43 @@ def _fingerprints(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def merge_into(received: ReceivedBundle, results: Path) -> MergeResult:
     """Bring the records of a verified bundle into a folder of results; again adds nothing. Of two calibrations of one
-    device that of more pairs is kept.
+    device that of more pairs is kept. One of another device than ours is left out, and named in `refused`.
 
     Raises BundleError where a file that is there says something else, before anything is written.
     """
     if conflicts := list(_conflicts(received.folder, results)):
         raise BundleError("; ".join(conflicts) + ". Nothing was merged")
     merged = MergeResult()
+    foreign = list(_leave_foreign_out(received.folder, results))
     for path in received.folder.glob("calibration/*.json"):
         if _pairs(results / "calibration" / path.name) > _pairs(path):
             path.unlink()
-    if not _holds_records(received.folder):
-        return merged
-    merge.merge(received.folder, results, merged)
+    if _holds_records(received.folder):
+        merge.merge(received.folder, results, merged)
     if merged.refused:
         raise BundleError(f"{merged.refused[0]}; what was merged before it is whole")
+    merged.refused += foreign
     return merged
 
 
+def _leave_foreign_out(folder: Path, results: Path) -> Iterator[str]:
+    """Remove calibrations of which `results` has one for another device, from the bundle's folder; what to say."""
+    for path in sorted(folder.glob("calibration/*.json")):
+        theirs, ours = (
+            _object(_object(_json(file)).get("fingerprint")).get("device")
+            for file in (path, results / "calibration" / path.name)
+        )
+        if ours is not None and ours != theirs:
+            path.unlink()
+            yield (
+                f"calibration/{path.name} is there for {ours!r}, and the bundle's is for {theirs!r}: it was left out."
+                " Remove ours and merge again if theirs is wanted"
+            )
+
+
 def _conflicts(folder: Path, results: Path) -> Iterator[str]:
-    """What stands in the way. A newer calibration of the same device is none: the newest counts."""
+    """What stands in the way. A newer calibration of the same device is none: the newest counts; nor is one of
+    another device, which is left out."""
     for pattern in merge.REPLACED:
         for path in sorted(folder.glob(pattern)):
             name = path.relative_to(folder).as_posix()
@@ -227,15 +250,13 @@ def _conflicts(folder: Path, results: Path) -> Iterator[str]:
                 yield f"{name} is there with another content; remove the one that is not wanted"
                 continue
             theirs, ours = (_object(_object(_json(file)).get("fingerprint")) for file in (path, target))
-            if theirs.get("device") != ours.get("device"):
-                yield f"{name} is there for {ours.get('device')!r}, and the bundle's is for {theirs.get('device')!r}"
-            elif theirs.get("utc") == ours.get("utc"):
+            if theirs.get("device") == ours.get("device") and theirs.get("utc") == ours.get("utc"):
                 yield f"{name} is there with another content under the same date; remove the one that is not wanted"
 
 
 def _pairs(calibrated: Path) -> int:
     """Of processes, that a calibration is of; 0 where there is none."""
-    found = _object(_json(calibrated)).get("pairs") if calibrated.exists() else None
+    found = _object(_json(calibrated)).get("pairs")
     return found if isinstance(found, int) else 0
 
 
@@ -249,7 +270,8 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def _json(path: Path) -> Any:
+    """None where the file is missing or damaged."""
     try:
         return json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return None

@@ -221,6 +221,8 @@ FORGED: list[tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] = [
         lambda c: resigned(c, fingerprint=dataclasses.replace(WHERE, utc="9999-12-31T23:59:59Z")),
         "manifest.json is dat",
     ),
+    (lambda c: edited(c, MANIFEST, b'"A CPU"', b'"A CPU\\u001b[2J"'), "device must hold no control characters"),
+    (lambda c: edited(c, MANIFEST, b'"A CPU"', b'"A CPU\\u202e"'), "no control characters; got 'A CPU"),
     (lambda c: renamed(c, "calibration/cpu.json", "calibration/h200.json"), "calibration/h200.json is of the machine"),
     (lambda c: renamed(c, LAW_NAME, LAW_NAME.replace("cpu", "h200")), "is of the machine 'h200'"),
     (lambda c: renamed(c, LAW_NAME, "laws/cpu.json"), "laws/cpu.json is of the machine None"),
@@ -243,6 +245,21 @@ def test_refuses_a_forged_bundle(
     assert not elsewhere.exists()
 
 
+@pytest.mark.parametrize(
+    "headers", [{"GNU.sparse.map": "a,b"}, {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}, {"size": "9" * 30}]
+)
+def test_refuses_headers_that_tarfile_cannot_read(
+    packed: Path, tmp_path: Path, headers: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = member("logs/x.log", size=512)
+    hostile.pax_headers = headers
+    wrong = tmp_path / "wrong.tar.gz"
+    with gzip.open(wrong, "wb") as file, tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        tar.addfile(hostile, io.BytesIO(b"x" * 512))
+    assert main(["bundle", "verify", str(wrong)]) == 1
+    assert "nothing of it was taken" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("cut", [0, 100, 700])
 def test_refuses_half_a_file(packed: Path, tmp_path: Path, cut: int) -> None:
     half = tmp_path / "half.tar.gz"
@@ -263,9 +280,6 @@ def test_a_conflict_is_named_and_nothing_is_merged(packed: Path, tmp_path: Path)
         received.merge_into(found, elsewhere)
     ours = calibration.load(elsewhere, "cpu")
     assert ours is not None
-    calibration.save(elsewhere, dataclasses.replace(ours, fingerprint=dataclasses.replace(WHERE, device="Another CPU")))
-    with received.opened(packed) as found, pytest.raises(BundleError, match="is there for 'Another CPU'"):
-        received.merge_into(found, elsewhere)
     newer = dataclasses.replace(WHERE, utc="2027-01-01T00:00:00.000Z")
     calibration.save(elsewhere, dataclasses.replace(ours, fingerprint=newer))
     with received.opened(packed) as found:
@@ -273,6 +287,24 @@ def test_a_conflict_is_named_and_nothing_is_merged(packed: Path, tmp_path: Path)
     kept = calibration.load(elsewhere, "cpu")
     assert kept is not None
     assert kept.fingerprint == newer
+
+
+def test_a_calibration_of_another_device_is_left_out_and_the_records_come_along(
+    packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    with received.opened(packed) as found:
+        ours = calibration.load(found.folder, "cpu")
+    assert ours is not None
+    other = dataclasses.replace(WHERE, device="Another CPU", utc="2025-01-01T00:00:00.000Z")
+    calibration.save(elsewhere, dataclasses.replace(ours, fingerprint=other))
+    assert main(["bundle", "merge", str(packed), "--out", str(elsewhere)]) == 0
+    out = capsys.readouterr().out
+    assert "note: calibration/cpu.json is there for 'Another CPU', and the bundle's is for 'A CPU'" in out
+    assert json.loads(out.splitlines()[-1])["new_lines"] == 1
+    kept = calibration.load(elsewhere, "cpu")
+    assert kept is not None
+    assert kept.fingerprint == other
 
 
 def test_a_calibration_of_more_pairs_is_kept(packed: Path, tmp_path: Path) -> None:
