@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.contact.private import PrivateWords
-from benchmarks.history import merge
+from benchmarks.history import merge, run_file
+from benchmarks.history.run_file import DamagedLine
 from harness import schema
 from harness.fingerprint import Fingerprint
 from nsa.io import open_atomic
@@ -98,6 +99,8 @@ def allowed(name: str) -> bool:
 def write(folder: Path, fingerprint: Fingerprint, target: Path, *, complete: bool) -> str:
     """Pack the folder of a first contact into `target`, in one step; the manifest's SHA-256.
 
+    Lines of records that a crash has damaged are left out, and named on stdout.
+
     Raises BundleError where something would leave the machine that must not, or where it is too large.
     """
     private = PrivateWords.here()
@@ -135,10 +138,27 @@ def _cleaned(path: Path, name: str, private: PrivateWords) -> bytes:
     data = path.read_bytes()
     if name.endswith(".log"):
         data = data[-MOST_LOG_BYTES:]
-    text = private.removed(data.decode(errors="replace"))
+    text = data.decode(errors="replace")
+    damaged = _damaged(name, text)
+    for number, why in damaged.items():
+        print(f"note: {path}:{number} is damaged and was left out: {why}")
+    kept = [line for number, line in enumerate(text.split("\n"), start=1) if number not in damaged]
+    text = private.removed("\n".join(kept))
     if said := private.found(text):
         raise BundleError(f"{path} still holds {said}; nothing was packed. Remove it there, then run this again")
     return text.encode()
+
+
+def _damaged(name: str, text: str) -> dict[int, str]:
+    """Number, counted from 1, of each line that is no record, and why."""
+    lines = [(number, line) for number, line in enumerate(text.encode().split(b"\n"), start=1) if line.strip()]
+    if name.startswith("runs/"):
+        found = run_file.parsed(lines, Path(name))
+        return {one.line: one.why for one in found if isinstance(one, DamagedLine)}
+    if name.startswith("regression/"):
+        said = {number: merge.why_damaged(line, Path(name)) for number, line in lines}
+        return {number: why for number, why in said.items() if why is not None}
+    return {}
 
 
 def _member(name: str, size: int) -> tarfile.TarInfo:

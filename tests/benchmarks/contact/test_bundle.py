@@ -115,6 +115,23 @@ def test_what_still_holds_one_is_not_packed(folder: Path, tmp_path: Path, monkey
     assert not (tmp_path / "two.tar.gz").exists()
 
 
+def test_a_line_that_a_crash_has_torn_is_left_out_and_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run,) = folder.glob("runs/*/*")
+    whole = run.read_bytes()
+    run.write_bytes(whole + whole.splitlines()[-1][:40])
+    incident = folder / "regression" / "cpu" / "20260104T000000Z-0123456789.jsonl"
+    incident.parent.mkdir(parents=True)
+    incident.write_text('{"incident": "tie-')
+    bundle.write(folder, WHERE, tmp_path / "two.tar.gz", complete=True)
+    said = capsys.readouterr().out
+    assert f"note: {run}:3 is damaged and was left out" in said
+    assert f"note: {incident}:1 is damaged and was left out" in said
+    with received.opened(tmp_path / "two.tar.gz") as found:
+        assert found.records == 1
+
+
 def test_a_link_in_the_folder_is_not_packed(folder: Path, tmp_path: Path) -> None:
     (folder / "logs" / "other.log").symlink_to("/etc/hostname")
     with pytest.raises(BundleError, match="is no plain file"):
