@@ -103,7 +103,7 @@ def write(folder: Path, fingerprint: Fingerprint, target: Path, *, complete: boo
 
     Raises BundleError where something would leave the machine that must not, or where it is too large.
     """
-    private = PrivateWords.here()
+    private = PrivateWords.here(folders=(folder, *folder.absolute().parents[:2]))  # its --out is two above
     content = {name: _cleaned(path, name, private) for name, path in _files(folder).items()}
     if len(content) > MOST_FILES or sum(map(len, content.values())) > MOST_BYTES:
         raise BundleError(
