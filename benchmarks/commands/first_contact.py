@@ -63,8 +63,8 @@ def main(arguments: argparse.Namespace) -> int:
     summary = _pack(folder, identity, results, complete=whole)
     if whole:
         with received.opened(Path(summary["bundle"])) as own:  # as they are sent: merged again, they are known
-            for one in received.merge_into(own, arguments.out).refused:
-                print(f"note: {one}")
+            for left_out in received.merge_into(own, arguments.out).refused:
+                print(f"note: {left_out}")
         print(
             f"Its records are in {arguments.out}. Take its level as the first baseline:\n"
             f"  python -m benchmarks accept --first --gpu {machine.id} --reason TEXT"

@@ -57,7 +57,7 @@ class PrivateWords:
     @classmethod
     def here(cls, variables: Mapping[str, str] = os.environ, folders: Iterable[Path] = ()) -> PrivateWords:
         """Of this machine and this process's environment; `folders` are private too."""
-        words = {}
+        words: dict[str, str] = {}
         for name, value in variables.items():
             if _SECRET_NAME.search(name) and len(value) >= LEAST_SECRET:
                 words |= {value: SECRET, json.dumps(value)[1:-1]: SECRET}  # as it stands, and as a record has it
