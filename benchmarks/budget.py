@@ -139,12 +139,19 @@ def unknown_power(calibrated: Calibration | None, case: str) -> float:
 
 def said(plan: BudgetPlan) -> str:
     """What a person reads before it begins: how much of it is measured, and the names of the rest."""
-    if not plan.left_out:
-        return f"the budget of {minutes(plan.budget_s)} suffices for all {len(plan.chosen)} cases"
-    lines = [
-        f"{len(plan.chosen)} of {len(plan.chosen) + len(plan.left_out)} cases fit in the budget of"
-        f" {minutes(plan.budget_s)}; UNMEASURED: {', '.join(case.case for case in plan.left_out)}"
-    ]
+    count, planned_s = len(plan.chosen), sum(case.cost_s for case in plan.chosen)
+    if planned_s > plan.budget_s:  # `choose` takes one case at least
+        lines = [
+            f"the budget of {minutes(plan.budget_s)} suffices for no case; 1 case is measured all the same, about"
+            f" {minutes(planned_s)}"
+        ]
+    elif plan.left_out:
+        total = count + len(plan.left_out)
+        lines = [f"{count} of {total} cases fit in the budget of {minutes(plan.budget_s)}"]
+    else:
+        return f"the budget of {minutes(plan.budget_s)} suffices for all {count} cases"
+    if plan.left_out:
+        lines[0] += f"; UNMEASURED: {', '.join(case.case for case in plan.left_out)}"
     if not plan.enough:
         lines.append(f"each case within {NIGHTS} nights needs {minutes(plan.needed_s)} a night")
     return "\n".join(lines)

@@ -22,6 +22,8 @@ class MemoryVerdict(str, Enum):
     GREW = "memory grew"
     SHRANK = "memory shrank"
     SAME = "memory is the same"
+    FIRST = "first peak"
+    """There is nothing that it could be beside."""
 
 
 def judge(before_mib: float, now_mib: float, source: str | None = CUDA) -> MemoryVerdict:

@@ -16,6 +16,7 @@ from benchmarks.ab.backtest import Backtest, Share
 from benchmarks.ab.result import Rules
 from benchmarks.commands import accept, calibrate, options
 from harness import machines, repository
+from harness.arguments import machine_id
 
 SUMMARY = "try compare, its alerts and the search for a commit on histories made of recorded pairs"
 
@@ -23,7 +24,11 @@ SUMMARY = "try compare, its alerts and the search for a commit on histories made
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Whose pairs, and how the histories are drawn."""
     parser.add_argument(
-        "--gpu", required=True, choices=machines.known_ids(), help="the machine that the pairs are of; need not be this"
+        "--gpu",
+        required=True,
+        type=machine_id,
+        metavar="NAME",
+        help="the machine that the pairs are of, by the name that its records have; need not be this",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="which commit changes which case (default: 0)")
     options.add_out(parser)

@@ -36,6 +36,8 @@ def main(arguments: argparse.Namespace) -> int:
             if arguments.action == MERGE:
                 options.check_writable(arguments.out)
                 merged = received.merge_into(bundle, arguments.out)
+                for one in merged.refused:
+                    print(f"note: {one}")
                 summary |= {"new_lines": merged.new_lines, "known_lines": merged.known_lines}
                 summary["page"] = str(build_page(arguments.out))
     except BundleError as error:

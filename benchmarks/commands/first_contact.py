@@ -63,7 +63,8 @@ def main(arguments: argparse.Namespace) -> int:
     summary = _pack(folder, identity, results, complete=whole)
     if whole:
         with received.opened(Path(summary["bundle"])) as own:  # as they are sent: merged again, they are known
-            received.merge_into(own, arguments.out)
+            for left_out in received.merge_into(own, arguments.out).refused:
+                print(f"note: {left_out}")
         print(
             f"Its records are in {arguments.out}. Take its level as the first baseline:\n"
             f"  python -m benchmarks accept --first --gpu {machine.id} --reason TEXT"
@@ -82,9 +83,14 @@ def _tell(diagnosis: Diagnosis) -> None:
 def _pack(folder: Path, identity: Fingerprint, results: list[StepResult], *, complete: bool) -> dict[str, Any]:
     """What the last line says of the bundle."""
     target = folder.with_suffix(".tar.gz")
-    sha256 = bundle.write(folder, identity, target, complete=complete)
-    with received.opened(target):  # what a receiver would refuse is seen here
-        pass
+    made = target.with_name(f".{target.name}.new")
+    try:
+        sha256 = bundle.write(folder, identity, made, complete=complete)
+        with received.opened(made):  # what a receiver would refuse is seen here
+            pass
+        made.replace(target)
+    finally:
+        made.unlink(missing_ok=True)
     print(f"\nThe bundle: {target}\n{'complete' if complete else 'NOT complete'}, sha256 of its manifest {sha256}")
     steps_told = {one.name: one.code for one in results}
     return {"bundle": str(target), "sha256": sha256, "complete": complete, "steps": steps_told}

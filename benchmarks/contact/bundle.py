@@ -14,11 +14,13 @@ import io
 import json
 import re
 import tarfile
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.contact.private import PrivateWords
-from benchmarks.history import merge
+from benchmarks.history import merge, run_file
+from benchmarks.history.run_file import DamagedLine
 from harness import schema
 from harness.fingerprint import Fingerprint
 from nsa.io import open_atomic
@@ -33,6 +35,8 @@ MOST_BYTES = 64 * 2**20
 """Of one file, and of all files together before they are packed."""
 MOST_LOG_BYTES = 2**20
 """Of a log, of which the end is kept."""
+_UNSEEN = ("Cc", "Cf", "Zl", "Zp")
+"""Unicode's categories of characters that steer a terminal or hide what stands there."""
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*){0,2}", re.ASCII)
 
 
@@ -73,6 +77,9 @@ class Manifest:
     def __post_init__(self) -> None:
         if self.schema_version != SCHEMA_VERSION:
             raise ValueError(f"schema_version must be {SCHEMA_VERSION}; got {self.schema_version}: use a newer version")
+        for name, value in vars(self.fingerprint).items():
+            if isinstance(value, str) and any(unicodedata.category(one) in _UNSEEN for one in value):
+                raise ValueError(f"fingerprint.{name} must hold no control characters; got {value!a}")
 
     def encoded(self) -> bytes:
         """The bytes of manifest.json, the same for equal manifests."""
@@ -92,9 +99,11 @@ def allowed(name: str) -> bool:
 def write(folder: Path, fingerprint: Fingerprint, target: Path, *, complete: bool) -> str:
     """Pack the folder of a first contact into `target`, in one step; the manifest's SHA-256.
 
+    Lines of records that a crash has damaged are left out, and named on stdout.
+
     Raises BundleError where something would leave the machine that must not, or where it is too large.
     """
-    private = PrivateWords.here()
+    private = PrivateWords.here(folders=(folder, *folder.absolute().parents[:2]))  # its --out is two above
     content = {name: _cleaned(path, name, private) for name, path in _files(folder).items()}
     if len(content) > MOST_FILES or sum(map(len, content.values())) > MOST_BYTES:
         raise BundleError(
@@ -129,10 +138,27 @@ def _cleaned(path: Path, name: str, private: PrivateWords) -> bytes:
     data = path.read_bytes()
     if name.endswith(".log"):
         data = data[-MOST_LOG_BYTES:]
-    text = private.removed(data.decode(errors="replace"))
+    text = data.decode(errors="replace")
+    damaged = _damaged(name, text)
+    for number, why in damaged.items():
+        print(f"note: {path}:{number} is damaged and was left out: {why}")
+    kept = [line for number, line in enumerate(text.split("\n"), start=1) if number not in damaged]
+    text = private.removed("\n".join(kept))
     if said := private.found(text):
         raise BundleError(f"{path} still holds {said}; nothing was packed. Remove it there, then run this again")
     return text.encode()
+
+
+def _damaged(name: str, text: str) -> dict[int, str]:
+    """Number, counted from 1, of each line that is no record, and why."""
+    lines = [(number, line) for number, line in enumerate(text.encode().split(b"\n"), start=1) if line.strip()]
+    if name.startswith("runs/"):
+        found = run_file.parsed(lines, Path(name))
+        return {one.line: one.why for one in found if isinstance(one, DamagedLine)}
+    if name.startswith("regression/"):
+        said = {number: merge.why_damaged(line, Path(name)) for number, line in lines}
+        return {number: why for number, why in said.items() if why is not None}
+    return {}
 
 
 def _member(name: str, size: int) -> tarfile.TarInfo:

@@ -17,6 +17,7 @@ import psutil
 import torch
 
 from benchmarks.contact.cause import Cause
+from benchmarks.timing.gpu_watch import GpuWatch
 from harness import environment, fingerprint, nvml
 from harness.machines import Machine
 from harness.peak import MIB
@@ -52,7 +53,9 @@ class MachineFacts:
     in_use_mib: float | None
     """Of it, before this suite has taken any; None on a CPU."""
     other_processes: int | None
-    """Processes of others that compute on the GPU."""
+    """Processes of others that compute on the GPU, or on this slice of it."""
+    idle_processes: int
+    """Others that hold memory of it and do not compute."""
     triton: str | None
     torch: str
     free_disk_mib: float
@@ -82,7 +85,7 @@ class PreflightFinding:
 def read(machine: Machine, out: Path, *, asked_for_cpu: bool) -> MachineFacts:
     """Ask this machine; `out` is the folder of the records, which is there."""
     on_gpu = machine.device == "cuda"
-    processes = _other_processes() if on_gpu else None  # before this process has a context of its own there
+    computing, idle = _other_processes() if on_gpu else (None, 0)  # before this process has a context of its own there
     free, total = torch.cuda.mem_get_info() if on_gpu else (None, psutil.virtual_memory().total)
     return MachineFacts(
         machine=machine,
@@ -94,7 +97,8 @@ def read(machine: Machine, out: Path, *, asked_for_cpu: bool) -> MachineFacts:
         compute_capability=torch.cuda.get_device_capability() if on_gpu else None,
         memory_mib=total / MIB,
         in_use_mib=None if free is None else (total - free) / MIB,
-        other_processes=processes,
+        other_processes=computing,
+        idle_processes=idle,
         triton=None if importlib.util.find_spec("triton") is None else importlib.import_module("triton").__version__,
         torch=torch.__version__,
         free_disk_mib=shutil.disk_usage(out).free / MIB,
@@ -103,16 +107,12 @@ def read(machine: Machine, out: Path, *, asked_for_cpu: bool) -> MachineFacts:
     )
 
 
-def _other_processes() -> int | None:
-    found = nvml.device()
-    if found is None:
-        return None
-    library, handle = found
-    try:
-        running = library.nvmlDeviceGetComputeRunningProcesses(handle)
-    except library.NVMLError:
-        return None
-    return sum(process.pid != os.getpid() for process in running)
+def _other_processes() -> tuple[int | None, int]:
+    """How many compute on the GPU and how many are idle there, as a session's watch counts them."""
+    if nvml.processes() is None:
+        return None, 0
+    watch = GpuWatch()
+    return len(watch.computing()), len(watch.idle())
 
 
 def findings(facts: MachineFacts) -> list[PreflightFinding]:
@@ -158,10 +158,12 @@ def _memory(facts: MachineFacts) -> PreflightFinding:
 
 
 def _other_work(facts: MachineFacts) -> PreflightFinding:
-    others = facts.other_processes
+    others, idle = facts.other_processes, facts.idle_processes
     if not others:
-        return PreflightFinding("other work", "unknown: NVML does not answer" if others is None else "none on the GPU")
-    said = f"{others} other process{'es' if others > 1 else ''} on the GPU"
+        said = "unknown: NVML does not answer" if others is None else "none computes on the GPU"
+        note = f"; {idle} idle process{'es hold' if idle > 1 else ' holds'} memory of it" if idle else ""
+        return PreflightFinding("other work", said + note)
+    said = f"{others} other process{'es compute' if others > 1 else ' computes'} on the GPU"
     return PreflightFinding("other work", said, Cause.MACHINE, "end it or wait for its end, then run this again")
 
 

@@ -12,18 +12,24 @@ import json
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import IO, Any, cast
 
 from benchmarks.ab import calibration
 from benchmarks.contact.bundle import MANIFEST, MOST_BYTES, MOST_FILES, BundleError, FileEntry, Manifest, allowed
-from benchmarks.history import merge, run_file
+from benchmarks.history import laws, merge, run_file
 from benchmarks.history.merge import MergeResult
 from nsa.io import read_json_lines
 
+_NO_TAR = (
+    *(tarfile.TarError, zlib.error, EOFError, gzip.BadGzipFile),
+    *(ValueError, OverflowError, IndexError, RecursionError),  # of headers that were made to be misread
+)
+_EARLIEST = datetime(2020, 1, 1, tzinfo=timezone.utc)
 _BLOCK = 512
 _HEADERS_BYTES = 4 * _BLOCK
 """Of a member, at most: its own, one of PAX before it, and what fills its last block."""
@@ -92,7 +98,9 @@ def _members(path: Path) -> dict[str, bytes]:
                 stream = tar.extractfile(member)
                 assert stream is not None
                 found[member.name] = stream.read()
-    except (tarfile.TarError, zlib.error, EOFError, gzip.BadGzipFile) as error:
+    except BundleError:
+        raise
+    except _NO_TAR as error:
         raise BundleError(f"it is no .tar.gz, or not whole: {error}") from error
     return found
 
@@ -127,26 +135,63 @@ def _require_readable(folder: Path, manifest: Manifest) -> int:
             merge.merge(folder, Path(empty), trial)
     if trial.refused:
         raise BundleError(trial.refused[0].replace(f"{folder}/", ""))
+    _require_recent(MANIFEST, manifest.fingerprint.utc)
+    for path, machine in _machines(folder):
+        if machine != manifest.fingerprint.machine:
+            name = path.relative_to(folder).as_posix()
+            raise BundleError(
+                f"{name} is of the machine {machine!r}, and {MANIFEST} of {manifest.fingerprint.machine!r}"
+            )
     for name, fingerprint in _fingerprints(folder):
         for field in ("machine", "device"):
             said, wanted = fingerprint.get(field), getattr(manifest.fingerprint, field)
             if said != wanted:
                 raise BundleError(f"{name} is of the {field} {said!r}, and {MANIFEST} of {wanted!r}")
+        _require_recent(name, fingerprint.get("utc"))
     for path in folder.glob("laws/*.json"):
-        summary = _json(path)
-        if not isinstance(summary, dict) or not all(isinstance(summary.get(key), int) for key in ("passed", "failed")):
-            raise BundleError(f"laws/{path.name} is no summary of tests")
+        try:
+            summary = laws.decode(path.read_bytes())
+        except ValueError as error:
+            raise BundleError(f"laws/{path.name} is no summary of tests: {error}") from error
+        if summary.utc:
+            _require_recent(f"laws/{path.name}", summary.utc)
     return trial.new_lines
 
 
-def _fingerprints(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _require_recent(name: str, utc: Any) -> None:
+    """Raises BundleError for what was not measured since this project began, or not yet."""
+    try:
+        moment = datetime.fromisoformat(str(utc).replace("Z", "+00:00"))
+    except ValueError:
+        raise BundleError(f"{name} is dated {utc!r}, which is no moment") from None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=timezone.utc)
+    if not _EARLIEST <= moment <= datetime.now(timezone.utc) + timedelta(days=1):
+        raise BundleError(
+            f"{name} is dated {utc}: must be from {_EARLIEST.year} to a day from now. Set that clock right"
+        )
+
+
+def _machines(folder: Path) -> Iterator[tuple[Path, str | None]]:
+    """(file, machine) of every file that is kept under a machine's name; None where its name says none."""
+    for pattern in ("runs/*/*.jsonl", "regression/*/*.jsonl"):
+        for path in folder.glob(pattern):
+            yield path, path.parent.name
+    for path in folder.glob("calibration/*.json"):
+        yield path, path.stem
+    for path in folder.glob("laws/*.json"):
+        name = laws.NAME.fullmatch(path.stem)
+        yield path, name and name["machine"]
+
+
+def _fingerprints(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """(file, machine and device) of every record. Raises BundleError for a calibration that is none."""
     for path in folder.glob("runs/*/*.jsonl"):
         for record in run_file.split(run_file.read(path))[0]:
             yield path.name, vars(record.fingerprint)
     for path in folder.glob("regression/*/*.jsonl"):
         for line in read_json_lines(path):
-            yield path.name, {**_object(line["fingerprint"]), "machine": path.parent.name}
+            yield path.name, _object(line["fingerprint"])
     for path in folder.glob("calibration/*.json"):
         try:
             found = calibration.load(folder, path.stem)
@@ -158,26 +203,43 @@ def _fingerprints(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def merge_into(received: ReceivedBundle, results: Path) -> MergeResult:
     """Bring the records of a verified bundle into a folder of results; again adds nothing. Of two calibrations of one
-    device that of more pairs is kept.
+    device that of more pairs is kept. One of another device than ours is left out, and named in `refused`.
 
     Raises BundleError where a file that is there says something else, before anything is written.
     """
     if conflicts := list(_conflicts(received.folder, results)):
         raise BundleError("; ".join(conflicts) + ". Nothing was merged")
     merged = MergeResult()
+    foreign = list(_leave_foreign_out(received.folder, results))
     for path in received.folder.glob("calibration/*.json"):
         if _pairs(results / "calibration" / path.name) > _pairs(path):
             path.unlink()
-    if not _holds_records(received.folder):
-        return merged
-    merge.merge(received.folder, results, merged)
+    if _holds_records(received.folder):
+        merge.merge(received.folder, results, merged)
     if merged.refused:
         raise BundleError(f"{merged.refused[0]}; what was merged before it is whole")
+    merged.refused += foreign
     return merged
 
 
+def _leave_foreign_out(folder: Path, results: Path) -> Iterator[str]:
+    """Remove calibrations of which `results` has one for another device, from the bundle's folder; what to say."""
+    for path in sorted(folder.glob("calibration/*.json")):
+        theirs, ours = (
+            _object(_object(_json(file)).get("fingerprint")).get("device")
+            for file in (path, results / "calibration" / path.name)
+        )
+        if ours is not None and ours != theirs:
+            path.unlink()
+            yield (
+                f"calibration/{path.name} is there for {ours!r}, and the bundle's is for {theirs!r}: it was left out."
+                " Remove ours and merge again if theirs is wanted"
+            )
+
+
 def _conflicts(folder: Path, results: Path) -> Iterator[str]:
-    """What stands in the way. A newer calibration of the same device is none: the newest counts."""
+    """What stands in the way. A newer calibration of the same device is none: the newest counts; nor is one of
+    another device, which is left out."""
     for pattern in merge.REPLACED:
         for path in sorted(folder.glob(pattern)):
             name = path.relative_to(folder).as_posix()
@@ -188,15 +250,13 @@ def _conflicts(folder: Path, results: Path) -> Iterator[str]:
                 yield f"{name} is there with another content; remove the one that is not wanted"
                 continue
             theirs, ours = (_object(_object(_json(file)).get("fingerprint")) for file in (path, target))
-            if theirs.get("device") != ours.get("device"):
-                yield f"{name} is there for {ours.get('device')!r}, and the bundle's is for {theirs.get('device')!r}"
-            elif theirs.get("utc") == ours.get("utc"):
+            if theirs.get("device") == ours.get("device") and theirs.get("utc") == ours.get("utc"):
                 yield f"{name} is there with another content under the same date; remove the one that is not wanted"
 
 
 def _pairs(calibrated: Path) -> int:
     """Of processes, that a calibration is of; 0 where there is none."""
-    found = _object(_json(calibrated)).get("pairs") if calibrated.exists() else None
+    found = _object(_json(calibrated)).get("pairs")
     return found if isinstance(found, int) else 0
 
 
@@ -210,7 +270,8 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def _json(path: Path) -> Any:
+    """None where the file is missing or damaged."""
     try:
         return json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return None

@@ -57,7 +57,8 @@ def _trend(name: str, points: Sequence[CaseVisit], accepted_mib: float | None) -
     levels_mib = [_mib(points[start]) for start in starts[:-1]]
     before_mib = accepted_mib if accepted_mib is not None else min(levels_mib, default=None)
     if before_mib is None:
-        return MemoryTrend(name, MemoryVerdict.SAME, now_mib, None, points[since], earlier)
+        verdict = MemoryVerdict.FIRST if len(points) == 1 else MemoryVerdict.SAME
+        return MemoryTrend(name, verdict, now_mib, None, points[since], earlier)
     verdict = peak_memory.judge(before_mib, now_mib, source)
     if verdict is MemoryVerdict.SAME and levels_mib and accepted_mib is None:
         last = peak_memory.judge(levels_mib[-1], now_mib, source)

@@ -116,7 +116,7 @@ def _merge_lines(path: Path, target: Path, merged: MergeResult) -> None:
         line = raw.rstrip(b"\r")  # a copy that went through another system
         if line in known:
             merged.known_lines += 1
-        elif (why := _why_damaged(line, path)) is not None:
+        elif (why := why_damaged(line, path)) is not None:
             merged.refused.append(f"{path}:{number}: {why}")
         else:
             known.add(line)
@@ -132,8 +132,8 @@ def _merge_lines(path: Path, target: Path, merged: MergeResult) -> None:
     merged.new_lines += len(fresh)
 
 
-def _why_damaged(line: bytes, path: Path) -> str | None:
-    """What is wrong with a line; None where it is sound."""
+def why_damaged(line: bytes, path: Path) -> str | None:
+    """What is wrong with a line of one of `LINES`, whose folder says what it must be; None where it is sound."""
     kind = path.parent.parent.name if path.parent.parent.name in _KINDS else path.parent.name  # regression/<machine>/
     try:
         found = json.loads(line.decode())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from benchmarks.history import laws as law_summaries
 from benchmarks.history import mutants as recorded
 from benchmarks.history.mutants import MutantOutcome
 from benchmarks.report import ledger
@@ -37,41 +36,24 @@ class HeadlineNumber:
 
 
 def laws(results: Path, repository: Repository) -> HeadlineNumber:
-    """The newest summary under results/laws; with less than half of the tests of the largest one it is not green.
+    """The newest summary under results/laws that ran at least half of the tests of the largest one.
 
     A file's name says of which commit it is.
     """
-    found = []
-    for path in (results / "laws").glob("*.json"):
-        summary = _summary(path)
-        if summary is not None:
-            found.append((str(summary.get("utc") or ""), path.name, summary))
-    if not found:
+    found = law_summaries.read_all(results)
+    name = law_summaries.newest(found)
+    if name is None:
         return HeadlineNumber("Laws and tests", "none recorded", PLAIN)
-    _, name, summary = max(found, key=lambda one: one[:2])
-    passed, failed = summary["passed"], summary["failed"]
-    most = max(one["passed"] + one["failed"] for _, _, one in found)
-    partial = 2 * (passed + failed) < most
-    text = f"{failed} of {passed + failed} failed" if failed else f"{passed} passed"
-    text += f", a part of {most}" if partial else ""
+    counts = found[name].counts
+    text = f"{counts.failed} of {counts.tried} failed" if counts.failed else f"{counts.passed} passed"
     commit = _COMMIT.search(name)
     return HeadlineNumber(
         "Laws and tests",
         text,
-        BAD if failed else PLAIN if partial else GOOD,
+        BAD if counts.failed else GOOD,
         repository.commit(commit["commit"]) if commit else None,
-        file=f"laws/{name}" if failed else None,
+        file=f"laws/{name}" if counts.failed else None,
     )
-
-
-def _summary(path: Path) -> dict[str, Any] | None:
-    """None where the file is no summary of tests."""
-    try:
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-    counts = isinstance(data, dict) and all(isinstance(data.get(name), int) for name in ("passed", "failed"))
-    return data if counts else None
 
 
 def incidents(entries: Sequence[IncidentReplay], repository: Repository, page: str) -> HeadlineNumber:

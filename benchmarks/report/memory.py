@@ -14,8 +14,13 @@ from benchmarks.report.table import BAD, CODE, GOOD, NAME, PLAIN, Cell, ReportTa
 from harness import fingerprint, machines
 from harness.peak import MIB
 
-KINDS = {MemoryVerdict.GREW: BAD, MemoryVerdict.SHRANK: GOOD, MemoryVerdict.SAME: PLAIN}
-_ORDER = (MemoryVerdict.GREW, MemoryVerdict.SHRANK, MemoryVerdict.SAME)
+KINDS = {
+    MemoryVerdict.GREW: BAD,
+    MemoryVerdict.SHRANK: GOOD,
+    MemoryVerdict.SAME: PLAIN,
+    MemoryVerdict.FIRST: PLAIN,
+}
+_ORDER = (MemoryVerdict.GREW, MemoryVerdict.SHRANK, MemoryVerdict.SAME, MemoryVerdict.FIRST)
 
 
 def limit_mib(device: str) -> float | None:
@@ -30,7 +35,7 @@ def table(trends: Sequence[MemoryTrend], board_mib: float | None, repository: Re
     ordered = sorted(trends, key=lambda one: (_ORDER.index(one.verdict), -one.now_mib, one.name))
     rows = []
     for one in ordered:
-        changed = one.before_mib is not None and one.verdict is not MemoryVerdict.SAME
+        changed = one.before_mib is not None and one.verdict in (MemoryVerdict.GREW, MemoryVerdict.SHRANK)
         commit = repository.commit(one.since.fingerprint.commit)
         rows.append(
             [
@@ -64,6 +69,8 @@ def headline(by_machine: Sequence[tuple[str, Sequence[MemoryTrend]]]) -> Headlin
     grew = [(page, one) for page, trends in by_machine for one in trends if one.verdict is MemoryVerdict.GREW]
     if not any(trends for _, trends in by_machine):
         return HeadlineNumber("Peak memory", "none recorded", PLAIN)
+    if all(one.verdict is MemoryVerdict.FIRST for _, trends in by_machine for one in trends):
+        return HeadlineNumber("Peak memory", "first peaks alone", PLAIN)
     if not grew:
         return HeadlineNumber("Peak memory", "no case grew", GOOD)
     page, worst = max(grew, key=lambda found: found[1].now_mib / (found[1].before_mib or 1.0))

@@ -8,14 +8,13 @@ that the record's machine is.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.history import accepted
+from benchmarks.history import laws as law_summaries
+from benchmarks.history.laws import LawSummary, OutcomeCounts
 from benchmarks.report.ledger import SKIPPED, IncidentReplay
 from benchmarks.report.links import Link, Repository
 from benchmarks.report.table import BAD, GOOD, Cell, ReportTable
@@ -32,10 +31,6 @@ HEAD = (
     "compare",
     "baseline",
 )
-_NAME = re.compile(
-    r"(?P<machine>[a-z0-9][a-z0-9-]*?)-(?P<day>\d{8})-(?P<commit>[0-9a-f]{7,40})-(?P<what>.+?)(-forced-sm(?P<forced>\d+))?",
-    re.ASCII,
-)
 NOTHING = "–"
 
 
@@ -43,37 +38,21 @@ NOTHING = "–"
 class LawRecord:
     """One summary of tests."""
 
+    file: str
     machine: str
     commit: str
     forced: str | None
     """The architecture whose kernels ran on this machine's GPU: "86"; None for its own."""
-    utc: str
-    passed: int
-    failed: int
-    architectures: dict[str, dict[str, int]]
-    """What the compiler accepted, by architecture: {"86": {"passed": 10}}."""
+    summary: LawSummary
 
 
 def law_records(results: Path) -> list[LawRecord]:
     """Every summary under results/laws whose name says where it is from, oldest first; others prove nothing here."""
     found = []
-    for path in sorted((results / "laws").glob("*.json")):
-        name, summary = _NAME.fullmatch(path.stem), _object(path)
-        if name is None or not all(isinstance(summary.get(key), int) for key in ("passed", "failed")):
-            continue
-        compiled = summary.get("architectures")
-        found.append(
-            LawRecord(
-                name["machine"],
-                name["commit"],
-                name["forced"],
-                str(summary.get("utc") or ""),
-                summary["passed"],
-                summary["failed"],
-                compiled if isinstance(compiled, dict) else {},
-            )
-        )
-    return sorted(found, key=lambda one: one.utc)
+    for file, summary in law_summaries.read_all(results).items():
+        if (name := law_summaries.NAME.fullmatch(Path(file).stem)) is not None:
+            found.append(LawRecord(file, name["machine"], name["commit"], name["forced"], summary))
+    return sorted(found, key=lambda one: one.summary.utc)
 
 
 def table(
@@ -120,32 +99,35 @@ def _is_of(machine: str, family: str) -> bool:
 def _compiled(laws: Sequence[LawRecord], architecture: str, repository: Repository) -> Cell:
     """The newest record in which the compiler was asked for this architecture."""
     for one in reversed(laws):
-        counts = one.architectures.get(architecture)
-        if isinstance(counts, dict) and (tried := counts.get("passed", 0) + counts.get("failed", 0)):
-            return _counted(counts.get("passed", 0), tried, repository.commit(one.commit))
+        counts = one.summary.architectures.get(architecture)
+        if counts is not None and counts.tried:
+            return _counted(counts, repository.commit(one.commit))
     return Cell(NOTHING)
 
 
 def _forced(laws: Sequence[LawRecord], architecture: str, repository: Repository) -> Cell:
-    found = [one for one in laws if architecture and one.forced == architecture]
-    if not found:
+    newest = _newest([one for one in laws if architecture and one.forced == architecture])
+    if newest is None:
         return Cell(NOTHING)
-    cell = _laws(found, repository)
-    return Cell(f"{cell.text}, on {found[-1].machine}", cell.kind, cell.href)
+    cell = _counted(newest.summary.counts, repository.commit(newest.commit))
+    return Cell(f"{cell.text}, on {newest.machine}", cell.kind, cell.href)
 
 
 def _laws(found: Sequence[LawRecord], repository: Repository) -> Cell:
-    """The newest of those with the most tests: a record of a few proves little."""
-    if not found:
-        return Cell(NOTHING)
-    most = max(one.passed + one.failed for one in found)
-    newest = [one for one in found if 2 * (one.passed + one.failed) >= most][-1]
-    return _counted(newest.passed, newest.passed + newest.failed, repository.commit(newest.commit))
+    newest = _newest(found)
+    return Cell(NOTHING) if newest is None else _counted(newest.summary.counts, repository.commit(newest.commit))
 
 
-def _counted(passed: int, tried: int, commit: Link) -> Cell:
-    text = f"{passed} of {tried} at {commit.text}"
-    return Cell(text, GOOD if passed == tried else BAD, commit.href)
+def _newest(found: Sequence[LawRecord]) -> LawRecord | None:
+    """The newest that ran and is no small part of the tests."""
+    by_file = {one.file: one for one in found}
+    newest = law_summaries.newest({file: one.summary for file, one in by_file.items()})
+    return None if newest is None else by_file[newest]
+
+
+def _counted(counts: OutcomeCounts, commit: Link) -> Cell:
+    text = f"{counts.passed} of {counts.tried} at {commit.text}"
+    return Cell(text, BAD if counts.failed else GOOD, commit.href)
 
 
 def _incidents(entries: Sequence[IncidentReplay]) -> Cell:
@@ -159,11 +141,3 @@ def _incidents(entries: Sequence[IncidentReplay]) -> Cell:
     if not known:
         return Cell(NOTHING)
     return Cell(f"{len(red)} of {len(known)} red", BAD) if red else Cell(f"{len(known)} green", GOOD)
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

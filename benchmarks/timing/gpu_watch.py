@@ -63,8 +63,7 @@ class GpuWatch:
         noticed = {UNSEEN: f"NVML does not tell {' and '.join(unseen)}"} if unseen else {}
         noticed |= self._since_the_start | self._alone() | self._cool(self._hot_c())
         self._since_the_start = {}
-        computing = {one.pid for one in self.computing()}
-        if idle := [one for one in self._others() if one.pid not in computing and not one.draws]:
+        if idle := self.idle():
             noticed[IDLE_PROCESS] = f"{_named(idle)} held memory of the GPU"
         return noticed | self._warmer()
 
@@ -85,6 +84,11 @@ class GpuWatch:
         """Other processes that compute on the GPU now; of one whose number means nothing here that must be told."""
         here = [one for one in self._others() if one.sm_percent is not None or psutil.pid_exists(one.pid)]
         return [one for one in here if computes(one)]
+
+    def idle(self) -> list[GpuProcess]:
+        """Other processes that hold memory of the GPU, and neither compute on it now nor draw a screen."""
+        computing = {one.pid for one in self.computing()}
+        return [one for one in self._others() if one.pid not in computing and not one.draws]
 
     def cool(self) -> dict[str, str]:
         """Wait until the GPU is cool: after a case that heat has slowed down."""

@@ -78,6 +78,13 @@ def test_a_budget_that_cannot_meet_every_case_says_what_can() -> None:
         "each case within 7 nights needs 30 min a night",
     ]
     assert budget.said(budget.choose([case("a")], 90.0, NOW)) == "the budget of 90 s suffices for all 1 cases"
+    assert budget.said(budget.choose([case("a", 60.0)], 1.0, NOW)).splitlines() == [
+        "the budget of 1 s suffices for no case; 1 case is measured all the same, about 60 s",
+        "each case within 7 nights needs 69 s a night",
+    ]
+    assert budget.said(budget.choose([case("a"), case("b")], 1.0, NOW)).startswith(
+        "the budget of 1 s suffices for no case; 1 case is measured all the same, about 60 s; UNMEASURED: b\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from benchmarks.peak_memory import CUDA, RSS, MemoryVerdict, OutOfMemory
 from benchmarks.report import comparisons
 from benchmarks.report import memory as memory_page
 from benchmarks.report.links import Repository
+from benchmarks.report.table import PLAIN
 from benchmarks.runner import Measurement
 from benchmarks.timing import peak
 from benchmarks.timing.memory import PeakMemory
@@ -35,7 +36,7 @@ from tests.benchmarks.comparisons import comparison_result
 from tests.benchmarks.stored import write
 from tests.benchmarks.synthetic import FINGERPRINT, failed, key, passed
 
-GREW, SHRANK, SAME = MemoryVerdict.GREW, MemoryVerdict.SHRANK, MemoryVerdict.SAME
+GREW, SHRANK, SAME, FIRST = MemoryVerdict.GREW, MemoryVerdict.SHRANK, MemoryVerdict.SAME, MemoryVerdict.FIRST
 CASE = key().name
 
 
@@ -89,7 +90,8 @@ def test_a_case_that_needs_more_than_it_did() -> None:
 @pytest.mark.parametrize(
     ("peaks_mib", "accepted_mib", "verdict", "before_mib"),
     [
-        ((100.0,), None, SAME, None),
+        ((100.0,), None, FIRST, None),
+        ((100.0,), 100.0, SAME, 100.0),
         ((100.0, 100.2, 100.5), None, SAME, None),
         ((100.0, 160.0, 130.0), None, GREW, 100.0),
         ((160.0, 100.0), None, SHRANK, 160.0),
@@ -99,7 +101,18 @@ def test_a_case_that_needs_more_than_it_did() -> None:
         ((100.0, 160.0, 200.0), 160.0, GREW, 160.0),
         ((1000.0, 1008.0, 1016.0, 1024.0), None, GREW, 1000.0),
     ],
-    ids=["one", "rounding", "partly", "less", "less than accepted", "back", "accepted", "above accepted", "slowly"],
+    ids=[
+        "one",
+        "one that was accepted",
+        "rounding",
+        "partly",
+        "less",
+        "less than accepted",
+        "back",
+        "accepted",
+        "above accepted",
+        "slowly",
+    ],
 )
 def test_levels(
     peaks_mib: Sequence[float], accepted_mib: float | None, verdict: MemoryVerdict, before_mib: float | None
@@ -109,7 +122,12 @@ def test_levels(
 
 
 def test_another_path_is_another_series() -> None:
-    assert trend([*visits(100.0), *visits(300.0, path="torch")]).verdict is SAME
+    found = trend([*visits(100.0), *visits(300.0, path="torch")])
+    assert found.verdict is FIRST
+    (row,) = memory_page.table([found], 400.0, Repository()).rows
+    assert (row[1].text, row[1].kind) == ("first peak", PLAIN)
+    headline = memory_page.headline([("machine-h200.html", [found])])
+    assert (headline.text, headline.kind) == ("first peaks alone", PLAIN)
 
 
 def test_an_accepted_level_holds_its_peak(tmp_path: Path) -> None:

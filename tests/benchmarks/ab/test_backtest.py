@@ -163,6 +163,11 @@ def test_a_change_that_could_not_be_injected_is_in_no_history() -> None:
         replay.replay([dataclasses.replace(coarse, injected={0.0: 0.0})], RULES, 0)
 
 
+def test_takes_the_name_of_any_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["backtest", "--gpu", "gpu-geforce-rtx-5090", "--out", str(tmp_path)]) == 2
+    assert "gpu-geforce-rtx-5090.pairs.jsonl must hold" in capsys.readouterr().err
+
+
 def test_the_command_writes_what_the_page_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["backtest", "--gpu", "h200", "--out", str(tmp_path)]
     assert main(arguments) == 2

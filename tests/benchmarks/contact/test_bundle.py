@@ -96,6 +96,38 @@ def test_private_words_are_taken_out(folder: Path, tmp_path: Path, monkeypatch: 
     assert said == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "cleaned"),
+    [
+        ("see /proj/nsa/run.log:3", "see …/run.log:3"),
+        ("path:/proj/nsa/run.log", "path:…/run.log"),
+        ("file:///proj/nsa/run.log", "file://…/run.log"),
+        (r'{"reason": "x\n/proj/nsa/run.log"}', r'{"reason": "x\n…/run.log"}'),
+        ("/home/anna smith/thesis/x.jsonl", "…/x.jsonl"),
+        ("/home/anna", "…"),
+        ("at /scratch, in /scratch/deep/x", "at …, in …/x"),
+        ("at /me, in /me/deep/x", "at …, in …/x"),
+        ("Node7.cluster.org NODE7 node77", "HOST HOST node77"),
+        ("s3cr3t-0", "***"),
+        ("p9-p9-p9 and pw-pw-pw-", "*** and ***"),
+        (r'{"a": "quoted\"one"}', '{"a": "***"}'),
+        ("https://example.org/home/page prefill/8x2x64 and/or 2.5 GB/s runs/*/*.jsonl", None),
+    ],
+)
+def test_what_is_private_is_found_and_taken_out(
+    text: str, cleaned: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "node7.cluster.org")
+    variables = {
+        "HOME": "/me", "GITHUB_PAT": "s3cr3t-0", "PATH": "prefill/8x2x64", "PWD": "2.5 GB/s", "MYSQL_PWD": "p9-p9-p9",
+        "DB_URL": "pw-pw-pw-", "SSH_AUTH": 'quoted"one',
+    }  # fmt: skip
+    words = private.PrivateWords.here(variables, folders=[Path("/scratch")])
+    assert words.removed(text) == (text if cleaned is None else cleaned)
+    assert (words.found(text) is None) == (cleaned is None)
+    assert words.found(words.removed(text)) is None
+
+
 @pytest.mark.parametrize("name", ["a100", "h200", "triton", "cpu", "nsa", "part"])
 def test_a_host_may_be_called_as_a_record_s_word_is(
     name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -113,6 +145,23 @@ def test_what_still_holds_one_is_not_packed(folder: Path, tmp_path: Path, monkey
     with pytest.raises(BundleError, match=r"laws\.log still holds an absolute path; nothing was packed"):
         bundle.write(folder, WHERE, tmp_path / "two.tar.gz", complete=True)
     assert not (tmp_path / "two.tar.gz").exists()
+
+
+def test_a_line_that_a_crash_has_torn_is_left_out_and_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run,) = folder.glob("runs/*/*")
+    whole = run.read_bytes()
+    run.write_bytes(whole + whole.splitlines()[-1][:40])
+    incident = folder / "regression" / "cpu" / "20260104T000000Z-0123456789.jsonl"
+    incident.parent.mkdir(parents=True)
+    incident.write_text('{"incident": "tie-')
+    bundle.write(folder, WHERE, tmp_path / "two.tar.gz", complete=True)
+    said = capsys.readouterr().out
+    assert f"note: {run}:3 is damaged and was left out" in said
+    assert f"note: {incident}:1 is damaged and was left out" in said
+    with received.opened(tmp_path / "two.tar.gz") as found:
+        assert found.records == 1
 
 
 def test_a_link_in_the_folder_is_not_packed(folder: Path, tmp_path: Path) -> None:
@@ -187,6 +236,10 @@ def edited(content: dict[str, bytes], pattern: str, old: bytes, new: bytes) -> d
     return {**content, name: content[name].replace(old, new)}
 
 
+def renamed(content: dict[str, bytes], old: str, new: str) -> dict[str, bytes]:
+    return resigned({new if name == old else name: data for name, data in content.items()})
+
+
 FORGED: list[tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] = [
     (lambda c: edited(c, "runs/*/*", b'"latency_ms":10', b'"latency_ms":1'), "differs from its SHA-256"),
     (lambda c: {k: v for k, v in c.items() if not k.startswith("runs/")}, "and the files differ"),
@@ -195,7 +248,33 @@ FORGED: list[tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] = [
     (lambda c: edited(c, MANIFEST, b'"schema_version": 1', b'"schema_version": 9'), "use a newer version"),
     (lambda c: resigned(edited(c, "runs/*/*", b'"latency_ms":10', b'"latency_ms":-1')), "latency_ms must be finite"),
     (lambda c: resigned(edited(c, "laws/*", b'"passed": 8', b'"passed": "8"')), "is no summary of tests"),
+    (lambda c: resigned(edited(c, "laws/*", b'"passed": 8', b'"passed": true')), "passed must be int; got True"),
+    (lambda c: resigned(edited(c, "laws/*", b'"passed": 8', b'"passed": -5')), "passed must be from 0"),
+    (lambda c: resigned(edited(c, "laws/*", b'"failed": 0', b'"failed": 9000000')), "failed must be from 0"),
+    (
+        lambda c: resigned(edited(c, "laws/*", b'"failed"', b'"architectures": {"86": {"passed": "x"}}, "failed"')),
+        "architectures.86.passed must be int",
+    ),
+    (
+        lambda c: resigned(edited(c, "laws/*", b'"failed"', b'"architectures": {"86": {"passed": null}}, "failed"')),
+        "architectures.86.passed must be int; got None",
+    ),
     (lambda c: resigned(edited(c, "calibration/*", b'"rates"', b'"gates"')), "is no calibration"),
+    (lambda c: resigned(edited(c, "runs/*/*", b'"utc":"2026-', b'"utc":"9999-')), "is dated 9999-01-04"),
+    (
+        lambda c: resigned(edited(c, "runs/*/*", b'"utc":"2026-', b'"utc":"2019-')),
+        "must be from 2020 to a day",
+    ),
+    (lambda c: resigned(edited(c, "laws/*", b'"2026-', b'"9999-')), "first-contact-000000.json is dated 9999"),
+    (
+        lambda c: resigned(c, fingerprint=dataclasses.replace(WHERE, utc="9999-12-31T23:59:59Z")),
+        "manifest.json is dat",
+    ),
+    (lambda c: edited(c, MANIFEST, b'"A CPU"', b'"A CPU\\u001b[2J"'), "device must hold no control characters"),
+    (lambda c: edited(c, MANIFEST, b'"A CPU"', b'"A CPU\\u202e"'), "no control characters; got 'A CPU"),
+    (lambda c: renamed(c, "calibration/cpu.json", "calibration/h200.json"), "calibration/h200.json is of the machine"),
+    (lambda c: renamed(c, LAW_NAME, LAW_NAME.replace("cpu", "h200")), "is of the machine 'h200'"),
+    (lambda c: renamed(c, LAW_NAME, "laws/cpu.json"), "laws/cpu.json is of the machine None"),
     (lambda c: resigned(c, fingerprint=dataclasses.replace(WHERE, device="B")), "is of the device 'A CPU'"),
 ]
 
@@ -213,6 +292,21 @@ def test_refuses_a_forged_bundle(
     assert main(["bundle", "merge", str(wrong), "--out", str(elsewhere)]) == 1
     assert why in capsys.readouterr().err
     assert not elsewhere.exists()
+
+
+@pytest.mark.parametrize(
+    "headers", [{"GNU.sparse.map": "a,b"}, {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}, {"size": "9" * 30}]
+)
+def test_refuses_headers_that_tarfile_cannot_read(
+    packed: Path, tmp_path: Path, headers: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = member("logs/x.log", size=512)
+    hostile.pax_headers = headers
+    wrong = tmp_path / "wrong.tar.gz"
+    with gzip.open(wrong, "wb") as file, tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        tar.addfile(hostile, io.BytesIO(b"x" * 512))
+    assert main(["bundle", "verify", str(wrong)]) == 1
+    assert "nothing of it was taken" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("cut", [0, 100, 700])
@@ -235,9 +329,6 @@ def test_a_conflict_is_named_and_nothing_is_merged(packed: Path, tmp_path: Path)
         received.merge_into(found, elsewhere)
     ours = calibration.load(elsewhere, "cpu")
     assert ours is not None
-    calibration.save(elsewhere, dataclasses.replace(ours, fingerprint=dataclasses.replace(WHERE, device="Another CPU")))
-    with received.opened(packed) as found, pytest.raises(BundleError, match="is there for 'Another CPU'"):
-        received.merge_into(found, elsewhere)
     newer = dataclasses.replace(WHERE, utc="2027-01-01T00:00:00.000Z")
     calibration.save(elsewhere, dataclasses.replace(ours, fingerprint=newer))
     with received.opened(packed) as found:
@@ -245,6 +336,24 @@ def test_a_conflict_is_named_and_nothing_is_merged(packed: Path, tmp_path: Path)
     kept = calibration.load(elsewhere, "cpu")
     assert kept is not None
     assert kept.fingerprint == newer
+
+
+def test_a_calibration_of_another_device_is_left_out_and_the_records_come_along(
+    packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    with received.opened(packed) as found:
+        ours = calibration.load(found.folder, "cpu")
+    assert ours is not None
+    other = dataclasses.replace(WHERE, device="Another CPU", utc="2025-01-01T00:00:00.000Z")
+    calibration.save(elsewhere, dataclasses.replace(ours, fingerprint=other))
+    assert main(["bundle", "merge", str(packed), "--out", str(elsewhere)]) == 0
+    out = capsys.readouterr().out
+    assert "note: calibration/cpu.json is there for 'Another CPU', and the bundle's is for 'A CPU'" in out
+    assert json.loads(out.splitlines()[-1])["new_lines"] == 1
+    kept = calibration.load(elsewhere, "cpu")
+    assert kept is not None
+    assert kept.fingerprint == other
 
 
 def test_a_calibration_of_more_pairs_is_kept(packed: Path, tmp_path: Path) -> None:
@@ -265,12 +374,18 @@ def test_a_calibration_of_more_pairs_is_kept(packed: Path, tmp_path: Path) -> No
 
 def test_incidents_travel_too(folder: Path, tmp_path: Path) -> None:
     where = run_of(6)
-    for path in (*folder.glob("runs/*/*"), *folder.glob("calibration/*")):
+    for path in (*folder.glob("runs/*/*"), *folder.glob("calibration/*"), folder / LAW_NAME):
         path.unlink()
     write_incidents(folder, 6)
     bundle.write(folder, where, tmp_path / "two.tar.gz", complete=False)
     with received.opened(tmp_path / "two.tar.gz") as found:
         assert found.records == 8
+    (lines,) = folder.glob("regression/*/*.jsonl")
+    lines.write_text(lines.read_text().replace('"h200"', '"a100"', 1))
+    bundle.write(folder, where, tmp_path / "one of another.tar.gz", complete=False)
+    another = pytest.raises(BundleError, match="is of the machine 'a100'")
+    with another, received.opened(tmp_path / "one of another.tar.gz"):
+        pass
     bundle.write(folder, dataclasses.replace(where, machine="a100"), tmp_path / "three.tar.gz", complete=False)
     with pytest.raises(BundleError, match="is of the machine 'h200'"), received.opened(tmp_path / "three.tar.gz"):
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from benchmarks.contact.cause import Cause, diagnose
 from benchmarks.contact.preflight import MachineFacts
 from harness import machines
 from harness.machines import Gpu
+from tests.fake_nvml import process
+from tests.fake_nvml.boards import BOARDS, OnGpu, Refused
 
 GPU_3090 = Gpu("NVIDIA GeForce RTX 3090", (8, 6))
 MIB_24GB = 24_100.0
@@ -31,6 +34,7 @@ def facts(gpu: Gpu | None = GPU_3090, **changes: Any) -> MachineFacts:
         memory_mib=MIB_24GB,
         in_use_mib=400.0 if gpu else None,
         other_processes=0 if gpu else None,
+        idle_processes=0,
         triton="3.7.1",
         torch="2.11.0",
         free_disk_mib=9000.0,
@@ -48,18 +52,29 @@ def facts(gpu: Gpu | None = GPU_3090, **changes: Any) -> MachineFacts:
         facts(Gpu("NVIDIA GeForce RTX 5090", (12, 0))),
         facts(other_processes=None, driver=None),
         facts(in_use_mib=2300.0),
+        facts(idle_processes=2),
         facts(None),
         facts(None, load=7.9),
         facts(None, driver_loaded=True, asked_for_cpu=True),
     ],
-    ids=["3090", "a100 in its image", "unlisted", "without NVML", "a display", "cpu", "busy cpu", "cpu on purpose"],
+    ids=[
+        "3090",
+        "a100 in its image",
+        "unlisted",
+        "without NVML",
+        "a display",
+        "idle",
+        "cpu",
+        "busy cpu",
+        "cpu on purpose",
+    ],
 )
 def test_a_machine_that_can_be_measured(found: MachineFacts) -> None:
     assert session.refusal(preflight.findings(found)) is None
 
 
 REFUSED: list[tuple[MachineFacts, str, Cause, str]] = [
-    (facts(other_processes=2), "other work", Cause.MACHINE, "2 other processes on the GPU"),
+    (facts(other_processes=2), "other work", Cause.MACHINE, "2 other processes compute on the GPU"),
     (facts(in_use_mib=2500.0), "memory", Cause.MACHINE, "2,500 of 24,100 MiB in use"),
     (facts(Gpu("Tesla T4", (7, 5))), "compute capability", Cause.MACHINE, "7.5; the Triton kernels need 8.0"),
     (facts(triton=None), "Triton", Cause.TRITON, "not installed"),
@@ -83,6 +98,26 @@ def test_a_machine_that_cannot(found: MachineFacts, name: str, cause: Cause, sai
 def test_an_unlisted_gpu_is_named_as_one() -> None:
     said = {one.name: one.said for one in preflight.findings(facts(Gpu("NVIDIA GeForce RTX 5090", (12, 0))))}
     assert said["GPU"].startswith("NVIDIA GeForce RTX 5090 (gpu-geforce-rtx-5090, not listed")
+
+
+def test_an_idle_process_is_told() -> None:
+    said = {one.name: one.said for one in preflight.findings(facts(idle_processes=1))}
+    assert said["other work"] == "none computes on the GPU; 1 idle process holds memory of it"
+
+
+@pytest.mark.parametrize(
+    ("board", "sm_percent", "counted"),
+    [("a100-80gb-sxm", 60, (1, 0)), ("a100-80gb-sxm", 2, (0, 1)), ("a100-80gb-sxm-mig-3g-40gb", 60, (1, 0))],
+)
+def test_counts_other_processes_as_a_session_does(
+    board: str, sm_percent: int, counted: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = os.getppid()
+    busy = BOARDS[board].telling(processes=(OnGpu(sm_percent=sm_percent), OnGpu(os.getpid())))
+    process.install(monkeypatch, busy, other)
+    assert preflight._other_processes() == counted
+    process.install(monkeypatch, BOARDS[board].telling(processes=Refused("NOT_SUPPORTED")))
+    assert preflight._other_processes() == (None, 0)
 
 
 def test_reads_this_machine(tmp_path: Path) -> None:

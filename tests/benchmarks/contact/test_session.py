@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.contact import preflight, received, session, steps
+from benchmarks.contact.bundle import BundleError
 from benchmarks.contact.cause import Cause
 from benchmarks.contact.steps import ContactStep
 from benchmarks.history.store import Store
@@ -123,11 +124,31 @@ def test_a_busy_machine_sends_its_preflight_and_measures_nothing(
     monkeypatch.setattr(session, "run", None)
     assert main(["first-contact", "--gpu", "cpu", "--out", str(tmp_path)]) == 2
     out = capsys.readouterr().out
-    assert "whose matter: the machine\nseen: other work: 1 other process on the GPU" in out
+    assert "whose matter: the machine\nseen: other work: 1 other process computes on the GPU" in out
     with received.opened(Path(json.loads(out.splitlines()[-1])["bundle"])) as bundle:
         assert not bundle.manifest.complete
         assert [entry.name for entry in bundle.manifest.files] == [session.PREFLIGHT]
         assert received.merge_into(bundle, tmp_path / "elsewhere").new_lines == 0
+
+
+def test_a_bundle_that_a_receiver_refuses_replaces_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preflight, "read", lambda *_, **__: facts(other_processes=1))
+    words = ["first-contact", "--gpu", "cpu", "--out", str(tmp_path)]
+    assert main(words) == 2
+    (packed,) = (tmp_path / session.FOLDER).glob("*.tar.gz")
+    before = packed.read_bytes()
+
+    def refuse(path: Path) -> None:
+        assert path != packed
+        raise BundleError(f"{path}: refused")
+
+    monkeypatch.setattr(received, "opened", refuse)
+    main(words)
+    assert "refused" in capsys.readouterr().err
+    assert packed.read_bytes() == before
+    assert [path.name for path in packed.parent.iterdir() if path.is_file()] == [packed.name]
 
 
 def test_the_least_of_it_on_this_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

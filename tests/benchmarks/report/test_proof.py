@@ -48,6 +48,7 @@ def test_a_compiled_architecture_is_that_of_every_family_that_has_it(tmp_path: P
     assert found["NVIDIA A100"]["compiled"].text == "–"  # skipped is not tried
     assert found["NVIDIA H200"]["laws"].text == "2561 of 2561 at bbbbbbb"
     assert found["NVIDIA H100"]["laws"].text == "–"
+    assert "the CPU" not in found  # what only compiled there ran no law
 
 
 def test_what_ran_forced_is_not_what_ran_truly(tmp_path: Path) -> None:
@@ -90,7 +91,19 @@ def test_what_ran_on_a_machine(tmp_path: Path) -> None:
     assert rows(tmp_path)["NVIDIA H200"]["incidents"].text == "1 of 4 red"
 
 
-@pytest.mark.parametrize("content", [b"[]", b"{", b'{"passed": "many", "failed": 0}', b"\xff"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[]",
+        b"{",
+        b'{"passed": "many", "failed": 0}',
+        b'{"passed": true, "failed": 0}',
+        b'{"passed": 1, "failed": -5}',
+        b'{"passed": 1, "failed": 0, "architectures": {"86": {"passed": "x"}}}',
+        b'{"passed": 1, "failed": 0, "architectures": []}',
+        b"\xff",
+    ],
+)
 def test_a_file_that_is_no_summary_proves_nothing(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "laws").mkdir()
     (tmp_path / "laws" / "h200-20260101-aaaaaaaaaa-laws.json").write_bytes(content)

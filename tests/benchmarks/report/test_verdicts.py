@@ -255,8 +255,16 @@ def test_laws_incidents_and_mutants_are_of_the_newest_that_has_them(tmp_path: Pa
     found = evidence.laws(tmp_path, GITHUB)
     assert (found.text, found.kind, found.commit) == ("3 of 13 failed", "bad", GITHUB.commit("b" * 10))
     assert found.file == f"laws/h200-20261122-{'b' * 10}-laws.json"
-    for day, passed_tests, text, kind in (("23", 6, "6 passed, a part of 13", "plain"), ("24", 7, "7 passed", "good")):
-        summary = {"utc": f"2026-11-{day}T00:00:00", "passed": passed_tests, "failed": 0, "skipped": 1}
+    compiled = {"86": {"passed": 22}}
+    more: list[tuple[int, dict[str, object], str, str]] = [
+        (6, {}, "3 of 13 failed", "bad"),  # a part, such as a stranger's smoke test
+        (22, {"architectures": compiled}, "3 of 13 failed", "bad"),  # nothing ran
+        (7, {}, "7 passed", "good"),
+        (30, {"architectures": compiled}, "7 passed", "good"),
+        (60, {"architectures": compiled}, "60 passed", "good"),  # some of a whole suite compile
+    ]
+    for day, (passed_tests, has, text, kind) in enumerate(more, start=23):
+        summary = {"utc": f"2026-11-{day}T00:00:00", "passed": passed_tests, "failed": 0, "skipped": 1, **has}
         (folder / f"h200-202611{day}-{'c' * 10}-laws.json").write_text(json.dumps(summary))
         found = evidence.laws(tmp_path, GITHUB)
         assert (found.text, found.kind) == (text, kind)

@@ -1,0 +1,114 @@
+"""Summaries of tests, results/laws/*.json, as `conversion.summarize_junit` makes them: held to their types and read.
+
+A summary may come from another machine, so that a count that is none is refused here and reaches no page.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from harness import schema
+
+NAME = re.compile(
+    r"(?P<machine>[a-z0-9][a-z0-9-]*?)-(?P<day>\d{8})-(?P<commit>[0-9a-f]{7,40})-(?P<what>.+?)(-forced-sm(?P<forced>\d+))?",
+    re.ASCII,
+)
+"""What a summary's name says, without .json: where and when it ran, of which commit, and what."""
+MOST_TESTS = 1_000_000
+"""Of one summary; a larger count is no count of tests."""
+
+
+@dataclass(frozen=True)
+class OutcomeCounts:
+    """How many tests ended how."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+    def __post_init__(self) -> None:
+        for name, count in vars(self).items():
+            if not 0 <= count <= MOST_TESTS:
+                raise ValueError(f"{name} must be from 0 to {MOST_TESTS}; got {count}")
+
+    @property
+    def tried(self) -> int:
+        """Without those that were skipped."""
+        return self.passed + self.failed
+
+
+@dataclass(frozen=True)
+class LawSummary:
+    """What is read of one summary."""
+
+    counts: OutcomeCounts
+    """Of all tests."""
+    utc: str
+    """When they ran, ISO 8601; "" where the file does not say."""
+    architectures: Mapping[str, OutcomeCounts]
+    """What the compiler accepted, by architecture: "86"."""
+
+    @property
+    def compile_only(self) -> bool:
+        """Whether most of its tests compiled for an architecture that need not be there: nothing ran."""
+        return 2 * sum(counts.tried for counts in self.architectures.values()) > self.counts.tried
+
+
+_COUNTED = ("passed", "failed", "skipped")
+
+
+def decode(content: bytes) -> LawSummary:
+    """A summary from its file's bytes. Raises ValueError saying what is wrong with it."""
+    try:
+        data = json.loads(content.decode())
+        if not isinstance(data, dict):
+            raise TypeError(f"a summary must be a JSON object; got {type(data).__name__}")
+        if missing := [name for name in ("passed", "failed") if name not in data]:
+            raise ValueError(f"a summary must have {missing[0]!r}")
+        counts = schema.build(OutcomeCounts, {name: data[name] for name in _COUNTED if name in data}, "summary")
+        return LawSummary(counts, _utc(data.get("utc")), _architectures(data.get("architectures", {})))
+    except (TypeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
+def read_all(results: Path) -> dict[str, LawSummary]:
+    """Every summary under results/laws by its file's name; a file that is none is left out."""
+    found = {}
+    for path in sorted((results / "laws").glob("*.json")):
+        try:
+            found[path.name] = decode(path.read_bytes())
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def newest(summaries: Mapping[str, LawSummary]) -> str | None:
+    """The name of the newest of those with at least half of the tests of the largest: a few prove little.
+
+    Those that only compiled are left out; None where no other is there.
+    """
+    ran = {name: one for name, one in summaries.items() if not one.compile_only}
+    most = max((one.counts.tried for one in ran.values()), default=0)
+    enough = [name for name, one in ran.items() if 2 * one.counts.tried >= most]
+    return max(enough, key=lambda name: (ran[name].utc, name), default=None)
+
+
+def _utc(value: Any) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise TypeError(f"utc must be a str; got {type(value).__name__}")
+    datetime.fromisoformat(value.replace("Z", "+00:00"))
+    return value
+
+
+def _architectures(value: Any) -> dict[str, OutcomeCounts]:
+    if not isinstance(value, dict):
+        raise TypeError(f"architectures must be a JSON object; got {type(value).__name__}")
+    return {name: schema.build(OutcomeCounts, counts, f"architectures.{name}") for name, counts in value.items()}
