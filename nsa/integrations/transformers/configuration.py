@@ -51,7 +51,7 @@ class NSAConfig(PreTrainedConfig):
     """
 
     model_type = "native_sparse_attention"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (the Trainer adds it to a list)
 
     vocab_size: int = 32000
     hidden_size: int = 768
