@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nsa.config import NSAConfig as AttentionConfig
-from nsa.integrations.transformers.configuration import ATTENTION_FIELDS, NSAConfig
+from nsa.integrations.transformers.configuration import NSAConfig, attention_fields, check_fixed, unscaled_rope_theta
 from nsa.integrations.transformers.modeling import NSAForCausalLM
 
 GATES = (0.1, 0.45, 0.45)
@@ -131,22 +131,14 @@ def _configuration(found: dict[str, Any], attention: AttentionConfig, shared_kv:
     if found.get("quantization_config") is not None:
         raise ValueError("quantization_config: quantised weights cannot be carried over; convert the original ones")
     llama = LlamaConfig(**found)
-    wanted = {
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "attention_dropout": 0.0,
-        "pretraining_tp": 1,
-    }
-    for name, value in wanted.items():
-        if getattr(llama, name) != value:
-            raise ValueError(f"{name} must be {value!r}, NSA has nothing else; got {getattr(llama, name)!r}")
-    rope = llama.rope_parameters
-    if rope.get("rope_type", "default") != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"rope_scaling (rope_parameters) must be none, NSA scales no positions; got {rope}")
-    letters = {name: getattr(attention, letter) for letter, name in ATTENTION_FIELDS.items()}
+    check_fixed(found)
     kept = {name: getattr(llama, name) for name in _KEPT_FIELDS}
-    return NSAConfig(**kept, **letters, shared_kv=shared_kv, rope_theta=rope["rope_theta"])
+    return NSAConfig(
+        **kept,
+        **attention_fields(attention),
+        shared_kv=shared_kv,
+        rope_theta=unscaled_rope_theta(llama.rope_parameters),
+    )
 
 
 def _placed(name: str, tensor: Tensor, shared_kv: bool) -> tuple[str, Tensor]:
