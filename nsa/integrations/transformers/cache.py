@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from nsa.integrations.transformers.documents import a_mask, a_position
+from nsa.integrations.transformers.documents import checked_positions, has_gap, padding_mask, refuse_gaps
 from nsa.layer import NativeSparseAttention, a_size
 from nsa.paged.cache import PagedCache, PagedRows
 
@@ -118,10 +118,11 @@ class NSACache(Cache):
         if self._paged is not None and batch != len(self._sequences):
             raise ValueError(f"past_key_values holds {len(self._sequences)} rows; got {batch}")
         held = self.lengths or [0] * batch
-        valid = a_mask(mask, (batch, self._columns + columns), device)
+        valid = padding_mask(mask, (batch, self._columns + columns), device)
         if valid is None:
             counts, first = [columns] * batch, [0] * batch
         else:
+            refuse_gaps(has_gap(valid))
             new = valid[:, self._columns :]
             before = valid[:, : self._columns].sum(1).tolist()
             if before != held:
@@ -131,7 +132,7 @@ class NSACache(Cache):
                 )
             counts, first = new.sum(1).tolist(), new.long().argmax(1).tolist()
         found = [NewTokens(rows, [first[row] for row in rows], count) for count, rows in _by_value(counts) if count > 0]
-        self._check(a_position(positions, size, device), found, held)
+        self._check(checked_positions(positions, size, device), found, held)
         return found
 
     @contextmanager

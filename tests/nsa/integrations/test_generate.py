@@ -212,6 +212,8 @@ def test_chosen_rows_go_on_apart() -> None:
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions: not served"),
         ({"head_mask": torch.ones(4)}, "head_mask"),
         ({"attention_mask": torch.ones(4, 1, 13, 13)}, "attention_mask"),
+        ({"attention_mask": mask_of([13, 0, 5, 13], 13)}, "attention_mask must not be 0 .* row 1 ends with padding"),
+        ({"attention_mask": mask_of(LENGTHS, 13, "right")}, "attention_mask must not be 0 .* Pad prompts on the left"),
     ],
 )
 def test_ways_to_generate_that_are_not_served_are_named(options: dict[str, Any], message: str) -> None:
