@@ -110,11 +110,11 @@ class NSACache(Cache):
         """Refused: the layers of NSA write to the cache themselves."""
         raise ValueError("past_key_values is an NSACache, which serves NSA's models alone")
 
-    def groups(self, size: tuple[int, int], mask: Tensor | None, positions: Tensor | None) -> list[NewTokens]:
+    def groups(self, size: tuple[int, int], mask: object, positions: Tensor | None) -> list[NewTokens]:
         """The new tokens of a call [B, S], by their number. ValueError for masks or positions that contradict those
         before."""
         batch, columns = size
-        device = next(x.device for x in (mask, positions, torch.empty(0)) if x is not None)
+        device = next(x.device for x in (mask, positions, torch.empty(0)) if isinstance(x, Tensor))
         if self._paged is not None and batch != len(self._sequences):
             raise ValueError(f"past_key_values holds {len(self._sequences)} rows; got {batch}")
         held = self.lengths or [0] * batch

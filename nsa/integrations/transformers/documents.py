@@ -35,7 +35,7 @@ class Documents:
         return x
 
 
-def documents(attention_mask: Tensor | None, position_ids: Tensor | None, tokens: Tensor) -> Documents | None:
+def documents(attention_mask: object, position_ids: Tensor | None, tokens: Tensor) -> Documents | None:
     """What a call without a cache asks for; None where every row is one document without padding.
 
     Args:

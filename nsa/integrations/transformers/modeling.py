@@ -132,9 +132,9 @@ class NSAModel(NSAPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         if cache is None:
-            handed_on = isinstance(attention_mask, Documents)
-            found = attention_mask if handed_on else documents(attention_mask, position_ids, x)
-            states = self._run_without_cache(x, found)
+            if not isinstance(attention_mask, Documents):
+                attention_mask = documents(attention_mask, position_ids, x)
+            states = self._run_without_cache(x, attention_mask)
         else:
             states = self._run_with_cache(x, cache, attention_mask, position_ids)
         return BaseModelOutputWithPast(
@@ -158,7 +158,7 @@ class NSAModel(NSAPreTrainedModel):
         return [found.unpack(state) for state in self._run(packed, None, cu_seqlens)]
 
     def _run_with_cache(
-        self, x: Tensor, cache: NSACache, mask: Tensor | None, positions: Tensor | None
+        self, x: Tensor, cache: NSACache, mask: Tensor | Documents | None, positions: Tensor | None
     ) -> list[Tensor]:
         """Rows that bring equally many tokens are one call: all of them while decoding."""
         size = (x.shape[0], x.shape[1])
