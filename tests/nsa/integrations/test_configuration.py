@@ -150,7 +150,7 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     for name in [name for name in sys.modules if name.startswith("nsa.integrations.transformers")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"pip install 'nsa-trusted\[transformers\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[transformers\]'"):
         importlib.import_module("nsa.integrations.transformers")
 
 
