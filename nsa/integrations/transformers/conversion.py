@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -118,7 +119,10 @@ def convert(
     if target.exists():
         raise ValueError(f"target must not be there yet; {target} is. Name another folder")
     llama = read_config(source)
-    config = _configuration(llama, attention or AttentionConfig(), shared_kv)
+    try:
+        config = _configuration(llama, attention or AttentionConfig(), shared_kv)
+    except StrictDataclassError as error:
+        raise ValueError(f"{source / 'config.json'}: {error}") from None
     check_weights(source, llama)
     settings = read_object(source / _GENERATION) if (source / _GENERATION).is_file() else {}
     left_out = tuple(name for name in _NOT_SERVED if settings.pop(name, None) is not None)

@@ -163,6 +163,7 @@ def test_what_the_source_was_run_with_does_not_matter(tmp_path: Path) -> None:
         ({"pad_token_id": 10**6}, "pad_token_id must be below vocab_size=19"),
         ({"rope_parameters": [1]}, "must be a dict or None; got list"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+        ({"rope_parameters": {"rope_theta": "a"}}, "rope_theta"),
     ],
 )
 def test_a_hostile_configuration_ends_in_one_line(
