@@ -98,10 +98,9 @@ def _nsa(backend: str, device: str) -> Callable[..., Any]:
     from transformers import AutoModelForCausalLM
 
     from nsa.integrations.transformers import NSAConfig
-    from nsa.integrations.transformers.configuration import ATTENTION_FIELDS
+    from nsa.integrations.transformers.configuration import attention_fields
 
-    attention = {name: getattr(calls.SMALL, letter) for letter, name in ATTENTION_FIELDS.items()}
-    config = NSAConfig(**_SIZES, **attention, nsa_backend=backend, initializer_range=1.0)
+    config = NSAConfig(**_SIZES, **attention_fields(calls.SMALL), nsa_backend=backend, initializer_range=1.0)
     torch.manual_seed(0)
     model: Callable[..., Any] = AutoModelForCausalLM.from_config(config).to(device).eval()
     return model

@@ -13,8 +13,8 @@ try:
     import transformers as _transformers  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        "nsa.integrations.transformers needs Hugging Face transformers; install the extra: pip install "
-        "'nsa-trusted[transformers]', or pip install -e '.[transformers]' in a checkout"
+        "nsa.integrations.transformers needs Hugging Face transformers; install the extra in a checkout: "
+        "pip install -e '.[transformers]'"
     ) from error
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from nsa.integrations.transformers.documents import a_mask, a_position
+from nsa.integrations.transformers.documents import checked_positions, has_gap, padding_mask, refuse_gaps
 from nsa.layer import NativeSparseAttention, a_size
 from nsa.paged.cache import PagedCache, PagedRows
 
@@ -46,6 +46,7 @@ class NSACache(Cache):
         self.max_tokens = a_size("max_tokens", max_tokens)
         self._paged: PagedCache | None = None
         self._sequences: list[int] = []
+        self._reserved_rows = 0
         self._columns = 0
         self._last: tuple[tuple[int, ...], PagedRows] | None = None
 
@@ -88,11 +89,11 @@ class NSACache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i goes on as row `beam_idx[i]` was: beams that go on from one share its pages until they write."""
-        self._choose(beam_idx.tolist())
+        self._choose("beam_idx", beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows, in this order."""
-        self._choose(indices.tolist())
+        """Keep these rows, in this order: numbers, or a bool mask over the rows, as tensors are indexed."""
+        self._choose("indices", indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Refused: pages are reserved for the rows of the first call."""
@@ -106,22 +107,36 @@ class NSACache(Cache):
         """Refused: it prepares `crop`."""
         self.crop(0)
 
+    def __deepcopy__(self, memo: object) -> NSACache:
+        """Refused: pages are reserved for one cache."""
+        raise TypeError(
+            "an NSACache cannot be copied; make another as NSACache(max_tokens=...) and call the model with the tokens"
+        )
+
+    def __reduce__(self) -> str:
+        """Refused: pages belong to the process that reserved them."""
+        raise TypeError(
+            "an NSACache cannot be pickled; keep the tokens, and call the model with them and a new "
+            "NSACache(max_tokens=...)"
+        )
+
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> None:
         """Refused: the layers of NSA write to the cache themselves."""
         raise ValueError("past_key_values is an NSACache, which serves NSA's models alone")
 
-    def groups(self, size: tuple[int, int], mask: Tensor | None, positions: Tensor | None) -> list[NewTokens]:
+    def groups(self, size: tuple[int, int], mask: object, positions: Tensor | None) -> list[NewTokens]:
         """The new tokens of a call [B, S], by their number. ValueError for masks or positions that contradict those
         before."""
         batch, columns = size
-        device = next(x.device for x in (mask, positions, torch.empty(0)) if x is not None)
+        device = next(x.device for x in (mask, positions, torch.empty(0)) if isinstance(x, Tensor))
         if self._paged is not None and batch != len(self._sequences):
             raise ValueError(f"past_key_values holds {len(self._sequences)} rows; got {batch}")
         held = self.lengths or [0] * batch
-        valid = a_mask(mask, (batch, self._columns + columns), device)
+        valid = padding_mask(mask, (batch, self._columns + columns), device)
         if valid is None:
             counts, first = [columns] * batch, [0] * batch
         else:
+            refuse_gaps(has_gap(valid))
             new = valid[:, self._columns :]
             before = valid[:, : self._columns].sum(1).tolist()
             if before != held:
@@ -131,7 +146,7 @@ class NSACache(Cache):
                 )
             counts, first = new.sum(1).tolist(), new.long().argmax(1).tolist()
         found = [NewTokens(rows, [first[row] for row in rows], count) for count, rows in _by_value(counts) if count > 0]
-        self._check(a_position(positions, size, device), found, held)
+        self._check(checked_positions(positions, size, device), found, held)
         return found
 
     @contextmanager
@@ -149,6 +164,7 @@ class NSACache(Cache):
             pages = batch * PagedCache.pages(layers[0], self.max_tokens)
             self._paged = PagedCache(layers, num_pages=pages, max_tokens=self.max_tokens)
             self._sequences = [self._paged.new() for _ in range(batch)]
+            self._reserved_rows = batch
         before = self.lengths
         try:
             yield self._paged
@@ -167,9 +183,23 @@ class NSACache(Cache):
             self._last = sequences, self._paged.rows(sequences)
         return self._last[1]
 
-    def _choose(self, rows: list[int]) -> None:
+    def _choose(self, name: str, chosen: Tensor) -> None:
+        """ValueError, with nothing changed, for rows that are not there or more than pages were reserved for."""
         if self._paged is None:
             return
+        held = len(self._sequences)
+        if chosen.dtype == torch.bool:
+            if tuple(chosen.shape) != (held,):
+                raise ValueError(f"{name} as a mask must be [{held}], one for each row; got {list(chosen.shape)}")
+            chosen = chosen.nonzero()[:, 0]
+        rows = chosen.tolist()
+        if len(rows) > self._reserved_rows:
+            raise ValueError(
+                f"{name} must choose at most the {self._reserved_rows} rows of the first call, for which pages are "
+                f"reserved; got {len(rows)}"
+            )
+        if not all(-held <= row < held for row in rows):
+            raise ValueError(f"{name} must be rows of the {held} that past_key_values holds; got {rows}")
         kept = [self._paged.fork(self._sequences[row]) for row in rows]
         for sequence in self._sequences:
             self._paged.free(sequence)

@@ -10,7 +10,9 @@ trained. φ starts as the mean of a block ("avg", "linear"), or untrained ("mlp"
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import re
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -18,12 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nsa.config import NSAConfig as AttentionConfig
-from nsa.integrations.transformers.configuration import ATTENTION_FIELDS, NSAConfig
+from nsa.integrations.transformers.configuration import NSAConfig, attention_fields, unscaled_rope_theta
 from nsa.integrations.transformers.modeling import NSAForCausalLM
+from nsa.integrations.transformers.source import check_weights, read_config, read_object
+from nsa.io import atomic_write
 
 GATES = (0.1, 0.45, 0.45)
 """What the gates are before any training: compressed, selected, window.
@@ -60,6 +66,8 @@ _KEPT_FIELDS = (
     "eos_token_id",
 )
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template.*")
+_GENERATION = "generation_config.json"
+_NOT_SERVED = ("cache_implementation",)
 
 
 @dataclass(frozen=True)
@@ -76,10 +84,18 @@ class Conversion:
     """In the checkpoint, and without a place here: rotary tables, which are computed."""
     copied: tuple[str, ...]
     """Files of the tokenizer, and settings of `generate`."""
+    dropped_settings: tuple[str, ...] = ()
+    """Settings of generation_config.json that NSA does not serve."""
 
     def __str__(self) -> str:
         lines = [f"{len(self.kept)} tensors kept, {len(self.tripled)} kept once for each branch"]
-        for title, names in (("new", self.new), ("dropped", self.dropped), ("files copied", self.copied)):
+        titled = {
+            "new": self.new,
+            "dropped": self.dropped,
+            "files copied": self.copied,
+            "settings of generation_config.json dropped": self.dropped_settings,
+        }
+        for title, names in titled.items():
             lines += [f"{len(names)} {title}" + (":" if names else ""), *(f"  {name}" for name in names)]
         return "\n".join(lines)
 
@@ -102,10 +118,31 @@ def convert(
         raise ValueError(f"source must be a folder with a config.json; got {source}")
     if target.exists():
         raise ValueError(f"target must not be there yet; {target} is. Name another folder")
-    config = _configuration(json.loads((source / "config.json").read_text()), attention or AttentionConfig(), shared_kv)
+    llama = read_config(source)
+    try:
+        config = _configuration(llama, attention or AttentionConfig(), shared_kv)
+    except StrictDataclassError as error:
+        raise ValueError(f"{source / 'config.json'}: {error}") from None
+    check_weights(source, llama)
+    settings = read_object(source / _GENERATION) if (source / _GENERATION).is_file() else {}
+    left_out = tuple(name for name in _NOT_SERVED if settings.pop(name, None) is not None)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
+        dense, dropped = _dense(source)
+        model = NSAForCausalLM(config).to(dense.dtype)
+        weights = {name: _placed(name, tensor, shared_kv) for name, tensor in dense.state_dict().items()}
+        report = _load(model, dict(weights.values()), {new: old for old, (new, _) in weights.items()}, shared_kv)
+        copied = _write(model, source, settings, Path(scratch) / "model")
+        (Path(scratch) / "model").rename(target)
+    return dataclasses.replace(report, dropped=dropped, copied=copied, dropped_settings=left_out)
+
+
+def _dense(source: Path) -> tuple[LlamaForCausalLM, tuple[str, ...]]:
+    """The model, and the tensors without a place. ValueError for tensors that are wanting or not known."""
     dense, found = LlamaForCausalLM.from_pretrained(
         source,
         dtype="auto",
+        attn_implementation="eager",  # it is not called: config.json may name one that is not installed
         use_safetensors=True,
         local_files_only=True,
         output_loading_info=True,
@@ -117,36 +154,14 @@ def convert(
     dropped = tuple(sorted(found["unexpected_keys"]))
     if foreign := [name for name in dropped if not name.endswith("rotary_emb.inv_freq")]:
         raise ValueError(f"source has tensors that NSA has no place for: {foreign}")
-    model = NSAForCausalLM(config).to(dense.dtype)
-    weights = {name: _placed(name, tensor, shared_kv) for name, tensor in dense.state_dict().items()}
-    report = _load(model, dict(weights.values()), {new: old for old, (new, _) in weights.items()}, shared_kv)
-    copied = _write(model, source, target)
-    return dataclasses.replace(report, dropped=dropped, copied=copied)
+    return dense, dropped
 
 
-def _configuration(found: dict[str, Any], attention: AttentionConfig, shared_kv: bool) -> NSAConfig:
+def _configuration(llama: LlamaConfig, attention: AttentionConfig, shared_kv: bool) -> NSAConfig:
     """NSA's configuration from Llama's. ValueError naming what it has no place for."""
-    if found.get("model_type") != "llama":
-        raise ValueError(f"model_type must be 'llama'; got {found.get('model_type')!r}")
-    if found.get("quantization_config") is not None:
-        raise ValueError("quantization_config: quantised weights cannot be carried over; convert the original ones")
-    llama = LlamaConfig(**found)
-    wanted = {
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "attention_dropout": 0.0,
-        "pretraining_tp": 1,
-    }
-    for name, value in wanted.items():
-        if getattr(llama, name) != value:
-            raise ValueError(f"{name} must be {value!r}, NSA has nothing else; got {getattr(llama, name)!r}")
-    rope = llama.rope_parameters
-    if rope.get("rope_type", "default") != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"rope_scaling (rope_parameters) must be none, NSA scales no positions; got {rope}")
-    letters = {name: getattr(attention, letter) for letter, name in ATTENTION_FIELDS.items()}
     kept = {name: getattr(llama, name) for name in _KEPT_FIELDS}
-    return NSAConfig(**kept, **letters, shared_kv=shared_kv, rope_theta=rope["rope_theta"])
+    theta = unscaled_rope_theta(llama.rope_parameters)
+    return NSAConfig(**kept, **attention_fields(attention), shared_kv=shared_kv, rope_theta=theta)
 
 
 def _placed(name: str, tensor: Tensor, shared_kv: bool) -> tuple[str, Tensor]:
@@ -173,15 +188,17 @@ def _load(model: NSAForCausalLM, weights: dict[str, Tensor], was: dict[str, str]
     return Conversion(tuple(kept), tuple(tripled), tuple(absent.missing_keys), (), ())
 
 
-def _write(model: NSAForCausalLM, source: Path, target: Path) -> tuple[str, ...]:
-    """The model and the files beside it; `target` appears last, with all of it. The names of what was copied."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
-        folder = Path(scratch) / "model"
+def _write(model: NSAForCausalLM, source: Path, settings: dict[str, Any], folder: Path) -> tuple[str, ...]:
+    """The model, and the files beside it, whose names are returned."""
+    try:
         model.save_pretrained(folder)
-        beside = {path for pattern in (*_TOKENIZER, "generation_config.json") for path in source.glob(pattern)}
-        files = sorted(path for path in beside if path.is_file() and path.suffix != ".py")
-        for path in files:
-            shutil.copy(path, folder)
-        folder.rename(target)
-    return tuple(path.name for path in files)
+    except SafetensorError as error:  # it hides the error of the file system in its text
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]) if number else errno.EIO, str(error), str(folder)) from None
+    files = sorted(path for pattern in _TOKENIZER for path in source.glob(pattern) if path.suffix != ".py")
+    files = [path for path in dict.fromkeys(files) if path.is_file()]
+    for path in files:
+        shutil.copy(path, folder)
+    if settings:
+        atomic_write(folder / _GENERATION, json.dumps(settings, indent=2) + "\n")
+    return tuple(sorted([path.name for path in files] + [_GENERATION] * bool(settings)))

@@ -35,7 +35,7 @@ class Documents:
         return x
 
 
-def documents(attention_mask: Tensor | None, position_ids: Tensor | None, tokens: Tensor) -> Documents | None:
+def documents(attention_mask: object, position_ids: Tensor | None, tokens: Tensor) -> Documents | None:
     """What a call without a cache asks for; None where every row is one document without padding.
 
     Args:
@@ -46,8 +46,8 @@ def documents(attention_mask: Tensor | None, position_ids: Tensor | None, tokens
     Raises ValueError or TypeError naming the argument.
     """
     size = (tokens.shape[0], tokens.shape[1])
-    valid = a_mask(attention_mask, size, tokens.device)
-    positions = a_position(position_ids, size, tokens.device)
+    valid = padding_mask(attention_mask, size, tokens.device)
+    positions = checked_positions(position_ids, size, tokens.device)
     if valid is None and positions is None:
         return None
     if valid is None:
@@ -58,8 +58,11 @@ def documents(attention_mask: Tensor | None, position_ids: Tensor | None, tokens
     column = torch.arange(size[1], device=tokens.device)
     begin = torch.where(first, column, 0).cummax(1).values
     counted = torch.ones_like(valid) if positions is None else (positions == column - begin) | ~valid
-    facts = torch.stack([counted.all(), valid.all(), first[:, 1:].any(), valid.any()])
-    well_counted, whole, several, some = facts.tolist()  # one wait for the device
+    gapped = has_gap(valid)
+    facts = torch.stack([gapped.any(), counted.all(), valid.all(), first[:, 1:].any(), valid.any()])
+    gaps, well_counted, whole, several, some = facts.tolist()  # the checks wait for the device here, and only here
+    if gaps:
+        refuse_gaps(gapped)
     if not well_counted:
         raise ValueError(
             "position_ids must count the tokens of each sequence from 0, padding aside, and begin anew at 0 where "
@@ -70,8 +73,8 @@ def documents(attention_mask: Tensor | None, position_ids: Tensor | None, tokens
     return Documents(valid, first) if several or not whole else None
 
 
-def a_mask(attention_mask: object, size: tuple[int, int], device: torch.device) -> Tensor | None:
-    """bool [B, T], or None where no mask came. ValueError or TypeError for one that is no padding mask."""
+def padding_mask(attention_mask: object, size: tuple[int, int], device: torch.device) -> Tensor | None:
+    """bool [B, T], or None where no mask came. ValueError or TypeError for another shape; gaps are not looked for."""
     if attention_mask is None:
         return None
     if not isinstance(attention_mask, Tensor):
@@ -81,17 +84,24 @@ def a_mask(attention_mask: object, size: tuple[int, int], device: torch.device) 
             f"attention_mask must say which tokens are padding, {list(size)}; got {list(attention_mask.shape)}. Other "
             "masks are not served: NSA chooses what a token sees, and is causal without one"
         )
-    valid = attention_mask.to(device) != 0
-    runs = (valid & ~_before(valid)).sum(1)
-    if bool((runs > 1).any()):
-        row = int((runs > 1).nonzero()[0, 0])
+    return attention_mask.to(device) != 0
+
+
+def has_gap(valid: Tensor) -> Tensor:
+    """bool [B]: the rows of a mask [B, T] whose tokens do not stand side by side."""
+    return (valid & ~_before(valid)).sum(1) > 1
+
+
+def refuse_gaps(gapped: Tensor) -> None:
+    """ValueError naming the first row that `has_gap` found."""
+    if rows := gapped.nonzero()[:, 0].tolist():
         raise ValueError(
-            f"attention_mask must leave the tokens of a row side by side (padding left or right); row {row} has a gap"
+            "attention_mask must leave the tokens of a row side by side (padding left, right or both); "
+            f"row {rows[0]} has a gap"
         )
-    return valid
 
 
-def a_position(position_ids: object, size: tuple[int, int], device: torch.device) -> Tensor | None:
+def checked_positions(position_ids: object, size: tuple[int, int], device: torch.device) -> Tensor | None:
     """int64 [B, S], or None where none came. ValueError or TypeError for another shape."""
     if position_ids is None:
         return None

@@ -15,7 +15,8 @@ from transformers.utils.generic import can_return_tuple
 from nsa.compression import LinearCompression, MLPCompression
 from nsa.integrations.transformers.cache import NSACache
 from nsa.integrations.transformers.configuration import NSAConfig
-from nsa.integrations.transformers.documents import documents
+from nsa.integrations.transformers.documents import Documents, documents
+from nsa.integrations.transformers.inputs import check_inputs, check_labels, check_prompts, refuse
 from nsa.layer import NativeSparseAttention
 from nsa.loss import IGNORED
 from nsa.model import Block, DecoderLM
@@ -65,7 +66,7 @@ class NSAPreTrainedModel(PreTrainedModel):
             initialization.normal_(module.position, std=0.02)
 
     def initialize_weights(self) -> None:
-        """As transformers does, which asks no module without parameters of its own: then φ = linear as the mean."""
+        """transformers initialises only modules that own parameters, so φ = linear is set to the mean here."""
         super().initialize_weights()
         for module in self.modules():
             if isinstance(module, LinearCompression):
@@ -94,7 +95,7 @@ class NSAModel(NSAPreTrainedModel):
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | Documents | None = None,
         position_ids: Tensor | None = None,
         past_key_values: NSACache | None = None,
         inputs_embeds: Tensor | None = None,
@@ -108,7 +109,8 @@ class NSAModel(NSAPreTrainedModel):
 
         Args:
             input_ids: int64 [B, S], or inputs_embeds [B, S, hidden_size] in its place.
-            attention_mask: [B, T], T the tokens held and the S new ones: zero for padding, left or right.
+            attention_mask: [B, T], T the tokens held and the S new ones: zero for padding, left or right. Without a
+                cache also the Documents that were made of it and of position_ids.
             position_ids: [B, S]; a row without a cache that counts from 0 anew begins another packed document.
             past_key_values: an NSACache; the tokens follow those it holds.
             use_cache: make an NSACache for config.max_position_embeddings tokens where none is given. For inference.
@@ -118,11 +120,10 @@ class NSAModel(NSAPreTrainedModel):
         Raises ValueError or TypeError naming the argument, also for one that is not served: output_attentions, a mask
         of another shape or with gaps, and whatever else comes by name.
         """
-        _refuse(output_attentions=output_attentions or self.config.output_attentions, **kwargs)
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("input_ids or inputs_embeds must be given, and not both")
+        refuse(output_attentions=output_attentions or self.config.output_attentions, **kwargs)
+        check_inputs(input_ids, inputs_embeds, self.config.hidden_size)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        cache = self._a_cache(past_key_values, use_cache)
+        cache = self._cache_for(past_key_values, use_cache)
         held = 0 if cache is None else cache.get_seq_length()
         if cache_position is not None and cache_position.tolist() != list(range(held, held + x.shape[1])):
             raise ValueError(
@@ -131,7 +132,9 @@ class NSAModel(NSAPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         if cache is None:
-            states = self._run_without_cache(x, attention_mask, position_ids)
+            if not isinstance(attention_mask, Documents):
+                attention_mask = documents(attention_mask, position_ids, x)
+            states = self._run_without_cache(x, attention_mask)
         else:
             states = self._run_with_cache(x, cache, attention_mask, position_ids)
         return BaseModelOutputWithPast(
@@ -148,15 +151,14 @@ class NSAModel(NSAPreTrainedModel):
         states[-1] = self.norm(states[-1])
         return states
 
-    def _run_without_cache(self, x: Tensor, mask: Tensor | None, positions: Tensor | None) -> list[Tensor]:
-        found = documents(mask, positions, x)
+    def _run_without_cache(self, x: Tensor, found: Documents | None) -> list[Tensor]:
         if found is None:
             return self._run(x, None, None)
         packed, cu_seqlens = found.pack(x)
         return [found.unpack(state) for state in self._run(packed, None, cu_seqlens)]
 
     def _run_with_cache(
-        self, x: Tensor, cache: NSACache, mask: Tensor | None, positions: Tensor | None
+        self, x: Tensor, cache: NSACache, mask: Tensor | Documents | None, positions: Tensor | None
     ) -> list[Tensor]:
         """Rows that bring equally many tokens are one call: all of them while decoding."""
         size = (x.shape[0], x.shape[1])
@@ -176,7 +178,7 @@ class NSAModel(NSAPreTrainedModel):
                     state[index] = part
         return states
 
-    def _a_cache(self, past_key_values: object, use_cache: bool | None) -> NSACache | None:
+    def _cache_for(self, past_key_values: object, use_cache: bool | None) -> NSACache | None:
         if past_key_values is None:
             if not use_cache:
                 return None
@@ -206,7 +208,7 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | Documents | None = None,
         position_ids: Tensor | None = None,
         past_key_values: NSACache | None = None,
         inputs_embeds: Tensor | None = None,
@@ -227,6 +229,18 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
             logits_to_keep: make the logits of the last so many columns only, or of these columns; 0 for all.
             num_items_in_batch: divides the summed loss in place of the number of labels.
         """
+        found = None
+        if labels is not None:
+            if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+                raise ValueError("logits_to_keep must be 0 where labels are given, which ask for every column")
+            batch, columns = check_inputs(input_ids, inputs_embeds, self.config.hidden_size)
+            check_labels(labels, (batch, columns))
+            tokens = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
+            if past_key_values is None and not use_cache:
+                found = documents(attention_mask, position_ids, tokens)
+                attention_mask, position_ids = found, None
+            elif isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:  # or the model refuses it
+                found = documents(attention_mask[:, -columns:], None, tokens)
         output = self.model(
             input_ids,
             attention_mask,
@@ -241,15 +255,12 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         hidden = output.last_hidden_state
-        if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
-            raise ValueError("logits_to_keep must be 0 where labels are given, which ask for every column")
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(hidden[:, kept])
         loss = None
         if labels is not None:
-            found = documents(attention_mask, position_ids, hidden) if past_key_values is None else None
             if found is not None:
-                labels = labels.masked_fill(found.first | ~found.valid, IGNORED)
+                labels = labels.masked_fill((found.first | ~found.valid).to(labels.device), IGNORED)
             loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch=num_items_in_batch)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
@@ -286,7 +297,8 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        """Give `generate` an NSACache. ValueError for what cannot be served with one."""
+        """Give `generate` an NSACache. ValueError for what is not served, and for prompts that end with padding."""
+        check_prompts(model_kwargs.get("attention_mask"))
         if generation_config.cache_implementation is not None:
             raise ValueError(
                 "cache_implementation must be None, as NSA keeps an NSACache; "
@@ -303,10 +315,3 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
 def _renamed(name: str) -> str:
     """A weight's name here, from its name in `nsa.model.DecoderLM`."""
     return next(here + name.removeprefix(there) for there, here in _PREFIXES.items() if name.startswith(there))
-
-
-def _refuse(**arguments: Any) -> None:
-    """ValueError for arguments that are not served; False and None ask for nothing."""
-    asked = [name for name, value in arguments.items() if value is not None and value is not False]
-    if asked:
-        raise ValueError(f"{', '.join(asked)}: not served by NSA's models; leave it out")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -48,11 +49,41 @@ def test_defaults_are_the_papers() -> None:
         ({"rms_norm_eps": -1.0}, "rms_norm_eps must be positive or None"),
         ({"window_sizes": 64}, "unknown field 'window_sizes' of NSAConfig; did you mean 'window_size'?"),
         ({"n_sel": 8}, "unknown field 'n_sel' of NSAConfig; did you mean 'num_selected_blocks'?"),
+        ({"num_layers": 8}, "unknown field 'num_layers' of NSAConfig; did you mean 'num_hidden_layers'?"),
+        ({"d_model": 8}, "unknown field 'd_model' of NSAConfig; did you mean 'hidden_size'?"),
+        ({"window": 8}, "unknown field 'window' of NSAConfig; did you mean 'window_size'?"),
+        ({"block_size": 8}, "unknown field 'block_size' of NSAConfig; did you mean 'selected_block_size'?"),
+        ({"attention_dropout": 0.1}, "attention_dropout must be 0.0, NSA has nothing else; got 0.1"),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu', NSA has nothing else; got 'gelu'"),
+        ({"sliding_window": 512}, "sliding_window must be None, NSA has nothing else; got 512"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling .* must be none"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling .* must be none"),
+        ({"rope_theta": 0}, "rope_theta must be positive; got 0"),
+        ({"rope_parameters": {"rope_theta": -1.0}}, "rope_theta must be positive; got -1.0"),
+        ({"nsa_backend": "cuda"}, "nsa_backend must be one of .*; got 'cuda'"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be at least 1; got 0"),
+        ({"initializer_range": -0.1}, "initializer_range must be at least 0; got -0.1"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings must be at least 1; got 0"),
     ],
 )
 def test_a_wrong_field_is_named_as_it_is_called_here(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         NSAConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("hidden_size", "768"), ("window_size", 64.0), ("use_cache", "no"), ("rope_theta", "1e4")]
+)
+def test_a_wrong_type_is_named(field: str, value: object) -> None:
+    with pytest.raises(StrictDataclassFieldValidationError, match=f"'{field}'"):
+        NSAConfig(**{field: value})
+
+
+def test_the_base_of_rope_is_taken_over_in_the_spelling_of_transformers_5(tmp_path: Path) -> None:
+    config = NSAConfig(rope_parameters={"rope_type": "default", "rope_theta": 5e5}, hidden_act="swish")
+    assert config.model_config().rope_base == 5e5
+    config.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).rope_theta == 5e5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -119,7 +150,7 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     for name in [name for name in sys.modules if name.startswith("nsa.integrations.transformers")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"pip install 'nsa-trusted\[transformers\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[transformers\]'"):
         importlib.import_module("nsa.integrations.transformers")
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from nsa import NSAConfig
@@ -35,6 +37,10 @@ def llama(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> L
     model = LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})).to(dtype).eval()
     model.save_pretrained(folder)
     return model
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -110,8 +116,7 @@ def test_files_of_the_tokenizer_come_along(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_carried_over_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     llama(tmp_path / "dense")
-    config = tmp_path / "dense" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    rewrite(tmp_path / "dense" / "config.json", **changes)
     with pytest.raises(ValueError, match=message):
         convert(tmp_path / "dense", tmp_path / "nsa", SMALL)
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
@@ -119,6 +124,8 @@ def test_what_cannot_be_carried_over_is_named(tmp_path: Path, changes: dict[str,
 
 def test_the_target_appears_with_all_of_it_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llama(tmp_path / "dense")
+
+    (tmp_path / "dense" / "tokenizer.json").write_text("{}")
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device", str(tmp_path / "nsa"))
@@ -131,6 +138,100 @@ def test_the_target_appears_with_all_of_it_or_not_at_all(tmp_path: Path, monkeyp
     (tmp_path / "nsa").mkdir()
     with pytest.raises(ValueError, match="target must not be there yet"):
         convert(tmp_path / "dense", tmp_path / "nsa", SMALL)
+
+
+def test_what_the_source_was_run_with_does_not_matter(tmp_path: Path) -> None:
+    """Another attention, another name of silu, and a cache that NSA does not serve, which is told."""
+    llama(tmp_path / "dense")
+    rewrite(tmp_path / "dense" / "config.json", attn_implementation="flash_attention_2", hidden_act="swish")
+    rewrite(tmp_path / "dense" / "generation_config.json", cache_implementation="static", temperature=0.5)
+    told = convert(tmp_path / "dense", tmp_path / "nsa", SMALL)
+    assert told.dropped_settings == ("cache_implementation",)
+    assert "1 settings of generation_config.json dropped:\n  cache_implementation" in str(told)
+    settings = AutoModelForCausalLM.from_pretrained(tmp_path / "nsa").generation_config
+    assert (settings.cache_implementation, settings.temperature) == (None, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 10**12}, "asks for .* weights, but the safetensors files hold"),
+        ({"num_hidden_layers": 10**12}, "asks for .* weights, but the safetensors files hold"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be at least 1; got 0"),
+        ({"hidden_size": "32"}, "hidden_size must be an int"),
+        ({"dtype": "nonsense"}, "dtype must be the name of a floating-point dtype"),
+        ({"pad_token_id": 10**6}, "pad_token_id must be below vocab_size=19"),
+        ({"rope_parameters": [1]}, "must be a dict or None; got list"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+        ({"rope_parameters": {"rope_theta": "a"}}, "rope_theta"),
+    ],
+)
+def test_a_hostile_configuration_ends_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
+) -> None:
+    llama(tmp_path / "dense")
+    rewrite(tmp_path / "dense" / "config.json", **changes)
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "dense"), str(tmp_path / "nsa")]) == 2
+    told = capsys.readouterr().err
+    assert re.search(rf"dense/config\.json: .*{message}", told), told
+    assert told.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "code"),
+    [
+        ("config.json", "[1, 2]", 2),
+        ("config.json", "{", 2),
+        ("config.json", "[" * 100000, 2),
+        ("model.safetensors.index.json", "[]", 2),
+        ("generation_config.json", "{", 2),
+        ("model.safetensors", None, 1),
+    ],
+)
+def test_a_damaged_file_is_named_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str | None, code: int
+) -> None:
+    llama(tmp_path / "dense")
+    path = tmp_path / "dense" / name
+    if content is None:
+        path.write_bytes(path.read_bytes()[:-9])
+    else:
+        path.write_text(content)
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "dense"), str(tmp_path / "nsa")]) == code
+    told = capsys.readouterr().err
+    assert str(path) in told
+    assert told.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+def test_a_full_disk_is_told_as_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama(tmp_path / "dense")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(NSAForCausalLM, "save_pretrained", full)
+    assert main(["convert", str(tmp_path / "dense"), str(tmp_path / "nsa")]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("no room for ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--w", "9" * 20], "argument --w: must be at most 2147483647; got 9999"),
+        (["--w", "many"], "argument --w: invalid"),
+        (["--phi", "max"], "argument --phi: invalid choice: 'max'"),
+    ],
+)
+def test_a_wrong_option_is_named(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["convert", "SOURCE", "TARGET", *words])
+    assert message in capsys.readouterr().err
 
 
 def test_no_pickle_is_read(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -203,6 +206,31 @@ def test_chosen_rows_go_on_apart() -> None:
     torch.testing.assert_close(model(tokens[:2], past_key_values=cache).logits, model(tokens[:2]).logits)
 
 
+@torch.no_grad()
+def test_rows_are_chosen_as_tensors_are_indexed_and_no_more_than_were_reserved() -> None:
+    model, tokens = make(), text(3, 17)
+    cache = NSACache(40)
+    model(tokens, past_key_values=cache)
+    for rows, message in (
+        (torch.tensor([0, 1, 2, 2]), "indices must choose at most the 3 rows of the first call"),
+        (torch.tensor([3]), r"indices must be rows of the 3 that past_key_values holds; got \[3\]"),
+        (torch.tensor([True, False]), r"indices as a mask must be \[3\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cache.batch_select_indices(rows)
+    assert cache.lengths == [17] * 3
+    cache.batch_select_indices(torch.tensor([False, True, True]))
+    one = tokens[:, :1]
+    logits = model(one[1:], past_key_values=cache).logits
+    torch.testing.assert_close(logits, model(torch.cat([tokens, one], 1)).logits[1:, -1:])
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_cache_is_not_copied(way: Callable[[object], object]) -> None:
+    with pytest.raises(TypeError, match=r"NSACache cannot be .*NSACache\(max_tokens=\.\.\.\)"):
+        way(NSACache(9))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -212,6 +240,8 @@ def test_chosen_rows_go_on_apart() -> None:
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions: not served"),
         ({"head_mask": torch.ones(4)}, "head_mask"),
         ({"attention_mask": torch.ones(4, 1, 13, 13)}, "attention_mask"),
+        ({"attention_mask": mask_of([13, 0, 5, 13], 13)}, "attention_mask must not be 0 .* row 1 ends with padding"),
+        ({"attention_mask": mask_of(LENGTHS, 13, "right")}, "attention_mask must not be 0 .* Pad prompts on the left"),
     ],
 )
 def test_ways_to_generate_that_are_not_served_are_named(options: dict[str, Any], message: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.integrations.transformers import NSACache, NSAForCausalLM
+from nsa.integrations.transformers import NSACache, NSAForCausalLM, documents
 from nsa.model import next_token_loss
 from tests.nsa.integrations.models import VOCAB, decoder, make, mask_of, text
 from tests.nsa.layers import PHIS
@@ -69,6 +69,25 @@ def test_the_loss_of_a_padded_batch_is_that_of_its_rows(side: str) -> None:
     summed = sum(model(x, labels=x, num_items_in_batch=1).loss for x in rows if x.shape[1] > 1)
     loss = model(tokens, attention_mask=mask, labels=tokens).loss
     torch.testing.assert_close(loss, summed / (sum(LENGTHS) - len(LENGTHS)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_cache_does_not_change_which_labels_count(side: str) -> None:
+    """Labels that stand in the padding, in a call that is given a cache, or makes one."""
+    model, tokens, mask = make(), text(4, COLUMNS), mask_of(LENGTHS, COLUMNS, side)
+    wanted = model(tokens, attention_mask=mask, labels=tokens).loss
+    for cache in ({"past_key_values": NSACache(COLUMNS)}, {"use_cache": True}):
+        torch.testing.assert_close(model(tokens, attention_mask=mask, labels=tokens, **cache).loss, wanted)
+
+
+def test_masks_are_read_once_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    plain = documents.padding_mask
+    monkeypatch.setattr(documents, "padding_mask", lambda *given: (calls.append(1), plain(*given))[1])
+    tokens = text(4, COLUMNS)
+    make()(tokens, attention_mask=mask_of(LENGTHS, COLUMNS), labels=tokens)
+    assert len(calls) == 1
 
 
 def test_positions_that_begin_anew_are_packed_documents() -> None:
@@ -177,8 +196,17 @@ def test_embeddings_hidden_states_and_some_logits_alone() -> None:
         ({"use_cache": True}, ValueError, "use_cache is for inference"),
         ({"inputs_embeds": torch.ones(2, 9, 12)}, ValueError, "input_ids or inputs_embeds must be given"),
         ({"labels": text(2, 9), "logits_to_keep": 1}, ValueError, "logits_to_keep must be 0"),
+        ({"labels": text(2, 8)}, ValueError, r"labels must be \[2, 9\], as the inputs; got \[2, 8\]"),
+        ({"labels": torch.ones(2, 9)}, TypeError, "labels must be an integer tensor; got torch.float32"),
+        ({"input_ids": text(2, 0)}, ValueError, r"input_ids must be \[B, S\] .* one column; got \[2, 0\]"),
+        ({"input_ids": text(0, 9)}, ValueError, r"input_ids must be \[B, S\] .* one row .*; got \[0, 9\]"),
+        ({"input_ids": text(1, 9)[0]}, ValueError, r"input_ids must be \[B, S\] .*; got \[9\]"),
+        ({"input_ids": torch.ones(2, 9)}, TypeError, "input_ids must be an integer tensor; got torch.float32"),
+        ({"input_ids": [[1, 2]]}, TypeError, "input_ids must be an integer tensor; got list"),
+        ({"input_ids": None, "inputs_embeds": torch.ones(2, 9, 11)}, ValueError, r"inputs_embeds must be \[B, S, 12\]"),
+        ({"input_ids": None, "inputs_embeds": text(2, 9)}, TypeError, "inputs_embeds must be a floating-point"),
     ],
 )
 def test_what_is_not_served_is_named(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        make()(text(2, 9), **arguments)
+        make()(**{"input_ids": text(2, 9), **arguments})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
@@ -66,3 +67,19 @@ def test_the_trainer_takes_the_steps_of_a_plain_loop(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=0)
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, msg=lambda told, name=name: f"{name}: {told}")
+
+
+def test_the_trainer_evaluates_and_predicts(tmp_path: Path) -> None:
+    """The logits that come back are those of the model, in the order of the rows."""
+    model = NSAForCausalLM.from_decoder(decoder(torch.float32)).eval()
+    tokens = batches()[0]
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), per_device_eval_batch_size=2, use_cpu=True, report_to=[], disable_tqdm=True
+    )
+    trainer = Trainer(model=model, args=arguments)
+    with torch.no_grad():
+        wanted = model(tokens, labels=tokens)
+    assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(wanted.loss.item(), rel=1e-5)
+    predicted = trainer.predict(rows).predictions
+    torch.testing.assert_close(torch.from_numpy(predicted), wanted.logits)
