@@ -73,7 +73,7 @@ def test_a_full_disk_is_said_and_leaves_the_file_as_it_was(tmp_path: Path, monke
     assert path.read_text() == '{"a": 1}\n{"b": 2}\n'
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device that is always full")
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full, a device that is always full")
 def test_a_full_device_is_said() -> None:
     with pytest.raises(DiskFullError, match="no room for one more line"):
         append_line(Path("/dev/full"), "{}")
