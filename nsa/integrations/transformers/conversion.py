@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from nsa.config import NSAConfig as AttentionConfig
 from nsa.integrations.transformers.configuration import NSAConfig, attention_fields, unscaled_rope_theta
 from nsa.integrations.transformers.modeling import NSAForCausalLM
-from nsa.integrations.transformers.source import check_weights, read_config, read_object
+from nsa.integrations.transformers.source import SIZES, check_weights, read_config, read_object
 from nsa.io import atomic_write
 
 GATES = (0.1, 0.45, 0.45)
@@ -50,14 +50,7 @@ _LAYER_NAMES = {
 }
 _PER_BRANCH = ("attention.k.weight", "attention.v.weight")
 _KEPT_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
+    *SIZES,
     "initializer_range",
     "rms_norm_eps",
     "tie_word_embeddings",

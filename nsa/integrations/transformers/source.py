@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from nsa.integrations.transformers.configuration import check_fixed, unscaled_rope_theta
 from nsa.layer import a_size
 
-_SIZES = (
+SIZES = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -28,6 +28,7 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
+"""Fields of a Llama's config.json that are sizes; all of them are kept."""
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -51,7 +52,7 @@ def read_config(source: Path) -> LlamaConfig:
         raise ValueError("quantization_config: quantised weights cannot be carried over; convert the original ones")
     check_fixed(found)
     try:
-        for name in _SIZES:
+        for name in SIZES:
             if found.get(name) is not None:
                 a_size(name, found[name])
         for name in ("rope_parameters", "rope_scaling"):
