@@ -10,6 +10,7 @@ import argparse
 import difflib
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import yaml
 
 from nsa.io import cannot_write
-from nsa.train import loader, memory_estimate, preflight, profile, run
+from nsa.train import distributed, loader, memory_estimate, preflight, profile, run
 from nsa.train.checkpoint import DamagedCheckpointError
 from nsa.train.distributed import LostRankError
 from nsa.train.health import StoppedError
@@ -181,4 +182,7 @@ def _setting_options(parser: argparse.ArgumentParser, *, profile_as_option: bool
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    if distributed.world_size(os.environ) > 1 or threading.active_count() > 1:
+        distributed.exit_with_threads(exit_code)
+    sys.exit(exit_code)

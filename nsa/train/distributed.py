@@ -8,10 +8,11 @@ from __future__ import annotations
 import datetime
 import io
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -50,13 +51,19 @@ class Ranks:
         return self.ranks > 1
 
 
+def world_size(variables: Mapping[str, str]) -> int:
+    """The number of ranks that torchrun's variables name; 1 without torchrun."""
+    return int(variables.get("WORLD_SIZE", 1))
+
+
 @contextmanager
 def process_group(variables: Mapping[str, str], on_gpu: bool) -> Iterator[Ranks]:
     """The ranks that torchrun's variables name, over NCCL on GPUs and Gloo on CPUs; a run alone has one."""
-    if "WORLD_SIZE" not in variables or int(variables["WORLD_SIZE"]) == 1:
+    ranks = world_size(variables)
+    if ranks == 1:
         yield Ranks()
         return
-    own = Ranks(int(variables["RANK"]), int(variables["WORLD_SIZE"]), int(variables["LOCAL_RANK"]))
+    own = Ranks(int(variables["RANK"]), ranks, int(variables["LOCAL_RANK"]))
     if on_gpu:
         torch.cuda.set_device(own.local_rank)
     elif variables.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
@@ -64,10 +71,22 @@ def process_group(variables: Mapping[str, str], on_gpu: bool) -> Iterator[Ranks]
     device = torch.device("cuda", own.local_rank) if on_gpu else None
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT, device_id=device)
     yield own
-    # not after an error: it would wait for ranks that may be gone. A thread of Gloo that still holds a tensor of the
-    # last collective as the interpreter ends aborts the process; after a barrier there is none to hold.
+    # not after an error: it would wait for ranks that may be gone
     dist.barrier()
     dist.destroy_process_group()
+
+
+def exit_with_threads(code: int) -> NoReturn:
+    """End this process with `code`, without taking the interpreter down under threads that cannot be joined.
+
+    Before Python 3.14 a thread that asks for the GIL while the interpreter goes down aborts the process where it runs
+    C++ ("terminate called without an active exception"), so that a run that trained to its end is reported as failed.
+    A loader that waits for a silent network may do so, and Gloo's threads: they outlive `destroy_process_group`, as
+    DTensor's caches keep the mesh and the mesh its group, and need the GIL to release the tensor of a collective.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from nsa.config import NSAConfig
 from nsa.integrations import torchtitan
 from nsa.loss import IGNORED, next_tokens, summed_cross_entropy
 from nsa.model import DecoderLM, ModelConfig, SwiGLU
+from nsa.train.distributed import exit_with_threads
 
 RANKS, STEPS, ROWS, TOKENS = 2, 20, 4, 40
 BOUNDS = (0, 25, 40)
@@ -180,3 +181,4 @@ def main(folder: Path, rank: int) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), int(sys.argv[2]))
+    exit_with_threads(0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -138,6 +140,24 @@ def test_what_each_rank_alone_knows_comes_back() -> None:
     assert [distributed.own_state(places, Ranks(rank, 2))["place"] for rank in range(2)] == [0, 1]
     with pytest.raises(ValueError, match="made by 1 ranks, and has no data position for 2"):
         distributed.own_state(parts, Ranks(0, 2))
+
+
+_THREAD = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+
+
+@pytest.mark.parametrize(("ranks", "more"), [(1, ""), (2, ""), (1, _THREAD)], ids=["alone", "rank", "thread"])
+def test_the_interpreter_is_not_taken_down_under_threads(tmp_path: Path, ranks: int, more: str) -> None:
+    """One that asks for the GIL then would abort the process after a good run; exit code and output are kept."""
+    taken_down = tmp_path / "taken_down"
+    watched = f"import atexit; atexit.register(open, {str(taken_down)!r}, 'w')"
+    (tmp_path / "sitecustomize.py").write_text(f"{watched}\n{more}\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "WORLD_SIZE": str(ranks)}
+    command = [sys.executable, "-m", "nsa.train", "preflight", "no-such-profile"]
+    ended = subprocess.run(command, env=environment, cwd=runs.ROOT, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert "no-such-profile" in ended.stderr
+    assert taken_down.exists() == (ranks == 1 and not more)
 
 
 def test_ranks_share_a_batch_evenly(tmp_path: Path) -> None:
