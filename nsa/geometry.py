@@ -202,6 +202,22 @@ class Layout:
         lo = torch.maximum(self.tokens - self.config.w + 1, self.starts)
         return lo.int(), (self.tokens + 1).int()
 
+    @computed_once
+    def compressed_queries(self) -> tuple[Tensor, Tensor]:
+        """(int32 [slots], int32 [slots]): the queries from <= i < to are those that see each slot."""
+        return self._seen_by(self.compressed_interval, self.num_slots)
+
+    @computed_once
+    def window_queries(self) -> tuple[Tensor, Tensor]:
+        """(int32 [T], int32 [T]): the queries from <= i < to are those whose window holds each token."""
+        return self._seen_by(self.window_interval, self.num_keys)
+
+    def _seen_by(self, interval: tuple[Tensor, Tensor], num_keys: int) -> tuple[Tensor, Tensor]:
+        lo, hi = interval
+        key = torch.arange(num_keys, dtype=torch.int32, device=self.device)
+        first = torch.searchsorted(hi, key, right=True, out_int32=True)
+        return first, torch.searchsorted(lo, key, right=True, out_int32=True)
+
     def compressed_span(self, first: int, last: int) -> tuple[int, int]:
         """Bounds on the slots seen by the queries first <= i < last, known on the host."""
         seen = self.num_keys - self.num_queries + last
