@@ -1,7 +1,9 @@
-"""Which queries chose each block: what `nsa.torch_backend.index` finds, with a quarter of its launches.
+"""Which queries chose each block: what `nsa.torch_backend.index` finds, in three launches.
 
-The host needs longer to launch that many small kernels than the GPU for the attention of a few thousand tokens, and in
-a CUDA graph each still costs a microsecond or two. PyTorch sorts and adds up; what stands between is fused here.
+The host needs longer to launch many small kernels than the GPU for the attention of a few thousand tokens, and in a
+CUDA graph each still costs a microsecond or two. PyTorch sorts; what stands before and behind it are two kernels here.
+Tiles are numbered so that no running sum is needed: a cell whose pairs begin at place p of the sorted ones, behind c
+other cells, has the tiles from c + p // size on. That leaves a cell at most one number more than it has tiles.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from nsa.triton_backend.launch import on_device
 from nsa.triton_backend.tile import kernel
 
 PAIRS_PER_PROGRAM = 1024
-CELLS_PER_PROGRAM = 128
+CELLS_PER_PROGRAM = 32  # few: each writes its tiles one after the other
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,11 @@ class Index:
     begin: Tensor
     """int64 [tiles]."""
     end: Tensor
-    """int64 [tiles]; equal to begin in an empty tile, as all are behind those in use."""
+    """int64 [tiles]; equal to begin in an empty tile: the last of some cells, and all behind those of the last cell."""
     cell: Tensor
     """int64 [tiles], ascending."""
     first_tile: Tensor
-    """int64 [cells + 1]: each cell's first tile; the last entry counts the tiles in use."""
+    """int64 [cells + 1]: the first tile of each cell, and of what is behind the last."""
 
 
 def build(
@@ -61,21 +63,15 @@ def build(
             batch * num_kv_heads * layout.max_blocks, cells, n, PAIRS_PER_PROGRAM,
         )  # fmt: skip
         ordered, pair = of_pair.sort(stable=True)  # so that queries ascend in a cell, and sums over them repeat
-        first_pair = torch.empty(cells + 1, dtype=torch.int64, device=device)
-        tiles_of_cell = torch.empty_like(first_pair)
-        _bounds[triton.cdiv(cells + 1, CELLS_PER_PROGRAM),](
-            ordered, first_pair, tiles_of_cell, pairs, cells, size, CELLS_PER_PROGRAM
-        )
-        first_tile = tiles_of_cell.cumsum(0)
-        tiles = pairs // size + min(cells, pairs) + 1
-        begin, end, cell = (torch.empty(tiles, dtype=torch.int64, device=device) for _ in range(3))
-        _cut[triton.cdiv(tiles, CELLS_PER_PROGRAM),](
-            first_pair, first_tile, begin, end, cell, tiles, cells, size, CELLS_PER_PROGRAM
-        )
         query = torch.empty(pairs, dtype=torch.int32, device=device)
-        _queries[triton.cdiv(pairs, PAIRS_PER_PROGRAM),](
-            pair, query, pairs, first * n, count * n, 1 if with_slots else n, PAIRS_PER_PROGRAM
-        )
+        tiles = cells + pairs // size + 1
+        begin, end, cell = (torch.empty(tiles, dtype=torch.int64, device=device) for _ in range(3))
+        first_tile = torch.empty(cells + 1, dtype=torch.int64, device=device)
+        of_cells = triton.cdiv(cells + 1, CELLS_PER_PROGRAM)
+        _tiles[of_cells + triton.cdiv(pairs, PAIRS_PER_PROGRAM),](
+            ordered, pair, begin, end, cell, first_tile, query, pairs, cells, tiles, size, of_cells,
+            first * n, count * n, 1 if with_slots else n, CELLS_PER_PROGRAM, PAIRS_PER_PROGRAM,
+        )  # fmt: skip
     return Index(pair, query, begin, end, cell, first_tile)
 
 
@@ -96,48 +92,42 @@ def _cells(
 
 
 @triton.jit
-def _first_above(SORTED, value, places, OR_EQUAL: tl.constexpr):
-    """int64: where the first of SORTED's `places` numbers above each value stands (`OR_EQUAL`: or equal); `places`
-    for none."""
+def _first_from(SORTED, value, places):
+    """int64: where the first of SORTED's `places` numbers stands that is each value or above; `places` for none."""
     low, high = tl.zeros_like(value), tl.zeros_like(value) + places
     while tl.max(high - low, axis=0) > 0:
         middle = (low + high) // 2
         searching = low < high
-        there = tl.load(SORTED + middle, mask=searching, other=0)
-        found = there >= value if OR_EQUAL else there > value
+        found = tl.load(SORTED + middle, mask=searching, other=0) >= value
         high = tl.where(searching & found, middle, high)
         low = tl.where(searching & ~found, middle + 1, low)
     return low
 
 
 @kernel
-def _bounds(ORDERED, FIRST_PAIR, TILES_OF_CELL, pairs, cells, size, BN: tl.constexpr):
-    """FIRST_PAIR [cells + 1] and, at the cell behind it, TILES_OF_CELL [cells + 1], whose running sum numbers tiles."""
-    cell = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
-    first = _first_above(ORDERED, cell, pairs, True)
-    before = _first_above(ORDERED, cell - 1, pairs, True)
-    tl.store(FIRST_PAIR + cell, first, mask=cell <= cells)
-    tl.store(TILES_OF_CELL + cell, tl.cdiv(first - before, size), mask=cell <= cells)
+def _tiles(
+    ORDERED, PAIR, BEGIN, END, CELL, FIRST_TILE, QUERY, pairs, cells, tiles, size, of_cells, first_slot, slots,
+    PER: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """The first `of_cells` programs cut the sorted pairs of their cells into tiles; the others write QUERY [pairs].
 
-
-@kernel
-def _cut(FIRST_PAIR, FIRST_TILE, BEGIN, END, CELL, tiles, cells, size, BN: tl.constexpr):
-    """BEGIN, END and CELL [tiles]; the tiles that are left over are empty ones of the last cell."""
-    tile = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
-    cell = tl.minimum(_first_above(FIRST_TILE, tile, cells + 1, False), cells) - 1
-    past = tl.load(FIRST_PAIR + cell + 1)
-    begin = tl.minimum(tl.load(FIRST_PAIR + cell) + (tile - tl.load(FIRST_TILE + cell)) * size, past)
-    tl.store(BEGIN + tile, begin, mask=tile < tiles)
-    tl.store(END + tile, tl.minimum(begin + size, past), mask=tile < tiles)
-    tl.store(CELL + tile, cell, mask=tile < tiles)
-
-
-@kernel
-def _queries(PAIR, QUERY, pairs, first_slot, slots, PER: tl.constexpr, BN: tl.constexpr):
-    """QUERY [pairs]: where each pair's slot stands among all queries' slots of a sequence and group, over PER.
-
-    `slots` of them are indexed, from `first_slot` on.
+    What is behind the last cell has all the tiles that are left, and no pair. QUERY is where each pair's slot stands
+    among all queries' slots of a sequence and group, over PER; `slots` of them are indexed, from `first_slot` on.
     """
-    place = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
-    pair = tl.load(PAIR + place, mask=place < pairs, other=0)
-    tl.store(QUERY + place, (first_slot + pair % slots) // PER, mask=place < pairs)
+    if tl.program_id(0) < of_cells:
+        cell = tl.program_id(0).to(tl.int64) * BC + tl.arange(0, BC)
+        first = _first_from(ORDERED, cell, pairs)
+        past = tl.where(cell < cells, _first_from(ORDERED, cell + 1, pairs), first)
+        tile = cell + first // size
+        next_tile = tl.where(cell < cells, cell + 1 + past // size, tiles)
+        tl.store(FIRST_TILE + cell, tile, mask=cell <= cells)
+        count = tl.where(cell <= cells, next_tile - tile, 0)
+        for number in range(tl.max(count, axis=0)):
+            begin = tl.minimum(first + number * size, past)
+            tl.store(BEGIN + tile + number, begin, mask=number < count)
+            tl.store(END + tile + number, tl.minimum(begin + size, past), mask=number < count)
+            tl.store(CELL + tile + number, tl.minimum(cell, cells - 1), mask=number < count)
+    else:
+        place = (tl.program_id(0) - of_cells).to(tl.int64) * BP + tl.arange(0, BP)
+        pair = tl.load(PAIR + place, mask=place < pairs, other=0)
+        tl.store(QUERY + place, ((first_slot + pair % slots) // PER).to(tl.int32), mask=place < pairs)

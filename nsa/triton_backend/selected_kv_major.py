@@ -45,6 +45,8 @@ def _forward(
     if tile >= tl.load(FIRST_TILE + first_cell + cells):
         return
     begin, end, number = tl.load(BEGIN + tile), tl.load(END + tile), tl.load(CELL + tile) - first_cell
+    if begin == end:
+        return
     kv_row, block = number // max_blocks, number % max_blocks
     b, h = kv_row // HKV, kv_row % HKV
     place = tl.arange(0, BN)
@@ -137,7 +139,7 @@ def forward(
             count = min(chunk, end - first)
             pairs = batch * num_kv_heads * count * n
             with on_device(q):
-                _forward[pairs // FORWARD_PAIRS + min(cells, pairs),](
+                _forward[cells + pairs // FORWARD_PAIRS + 1,](
                     q, k, v, finite, tiles.query, tiles.begin, tiles.end, tiles.cell, tiles.first_tile,
                     *layout.block_tokens, o_part, lse_part, read_part, *strides(q), *strides(k), *strides(v),
                     (first - start) // chunk * cells, cells, first, count, num_keys - length, num_keys, num_kv_heads,
@@ -210,23 +212,35 @@ def _backward(
     store_rows(DV_PART, out * DV, place < SIZE, dv, DV, DVP)
 
 
+@triton.jit
+def _sum_tiles(PART, FIRST_TILE, BEGIN, END, OUT, number, place, out, inside, SIZE: tl.constexpr, D: tl.constexpr,
+               DP: tl.constexpr, BN: tl.constexpr, MORE: tl.constexpr):  # fmt: skip
+    acc = tl.zeros([BN, DP], tl.float32)
+    if MORE:
+        acc += load_rows(OUT, out * D, inside, D, DP)
+    for tile in range(tl.load(FIRST_TILE + number), tl.load(FIRST_TILE + number + 1)):
+        written = tl.load(BEGIN + tile) < tl.load(END + tile)
+        acc += load_rows(PART, (tile * SIZE + place) * D, inside & written, D, DP)
+    store_rows(OUT, out * D, inside, acc, D, DP)
+
+
 @kernel
 def _sum_dkdv(
-    PART, FIRST_TILE, BLOCK_FROM, BLOCK_TO, OUT, T, HKV, max_blocks,
-    SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, MORE: tl.constexpr,
+    DK_PART, DV_PART, FIRST_TILE, BEGIN, END, BLOCK_FROM, BLOCK_TO, DK_OUT, DV_OUT, T, HKV, max_blocks,
+    SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
+    MORE: tl.constexpr,
 ):  # fmt: skip
-    """OUT [B, T, Hkv, D] = the sum of each block's parts, tile after tile; `MORE` adds it to what OUT holds."""
+    """DK_OUT and DV_OUT [B, T, Hkv, D] = the sum of each block's parts, tile after tile; `MORE` adds it to what they
+    hold."""
     number, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BN + tl.arange(0, BN)
     kv_row = number // max_blocks
     key = tl.load(BLOCK_FROM + number % max_blocks) + place
     inside = (place < SIZE) & (key < tl.load(BLOCK_TO + number % max_blocks))
     out = (kv_row // HKV * T + key) * HKV + kv_row % HKV
-    acc = tl.zeros([BN, DP], tl.float32)
-    if MORE:
-        acc += load_rows(OUT, out * D, inside, D, DP)
-    for tile in range(tl.load(FIRST_TILE + number), tl.load(FIRST_TILE + number + 1)):
-        acc += load_rows(PART, (tile * SIZE + place) * D, inside, D, DP)
-    store_rows(OUT, out * D, inside, acc, D, DP)
+    if tl.program_id(2) == 0:
+        _sum_tiles(DK_PART, FIRST_TILE, BEGIN, END, DK_OUT, number, place, out, inside, SIZE, DK, DKP, BN, MORE)
+    else:
+        _sum_tiles(DV_PART, FIRST_TILE, BEGIN, END, DV_OUT, number, place, out, inside, SIZE, DV, DVP, BN, MORE)
 
 
 @kernel
@@ -254,7 +268,8 @@ def backward(
     n, group = block_indices.shape[-1], heads // num_kv_heads
     at_a_time = length if dq is None else max(min(BACKWARD_SCRATCH // (batch * heads * n * dk), length), 1)
     in_one_go = at_a_time == length
-    sums = [x.new_zeros(x.shape, dtype=x.dtype if in_one_go else torch.float32) for x in (k, v)]
+    # each key stands in a block, so that each row is written
+    sums = [x.new_empty(x.shape, dtype=x.dtype if in_one_go else torch.float32) for x in (k, v)]
     for first in range(0, length, at_a_time):
         count = min(at_a_time, length - first)
         dq_part = None if dq is None else q.new_empty(batch * num_kv_heads * count * n, group, dk)
@@ -288,8 +303,7 @@ def _backward_chunk(
             length, num_keys - length, heads, num_kv_heads, heads // num_kv_heads, max_blocks, scale, scale * LOG2E,
             size, tuning.padded(size), dk, dv, shape.dk, shape.dv, shape.tokens, shape.group, keys, **shape.launch,
         )  # fmt: skip
-        for part, out in zip(parts, sums, strict=True):
-            _sum_dkdv[batch * num_kv_heads * max_blocks, triton.cdiv(size, keys)](
-                part, tiles.first_tile, block_from, block_to, out, num_keys, num_kv_heads, max_blocks,
-                size, out.shape[3], tuning.padded(out.shape[3]), keys, first > 0,
-            )  # fmt: skip
+        _sum_dkdv[batch * num_kv_heads * max_blocks, triton.cdiv(size, keys), 2](
+            *parts, tiles.first_tile, tiles.begin, tiles.end, block_from, block_to, *sums, num_keys, num_kv_heads,
+            max_blocks, size, dk, dv, tuning.padded(dk), tuning.padded(dv), keys, first > 0,
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The fused index holds what `nsa.torch_backend.index` finds, which has tests of its own."""
+"""The index holds the tiles that `nsa.torch_backend.index` finds, which has tests of its own, under other numbers."""
 
 from __future__ import annotations
 
@@ -39,11 +39,17 @@ def agree(
     chunks_before = torch.arange(count, device=chosen.device) // chunk * cells_of_chunk
     cell = kv_row * layout.max_blocks + (layout.blocks_before[first:last] + chunks_before)[:, None] + block
     wanted = plain.build(torch.where(block < 0, -1, cell).flatten(), size, -(-count // chunk) * cells_of_chunk)
-    for name, other in (
-        ("pair", "order"), ("begin", "begin"), ("end", "end"), ("cell", "block"), ("first_tile", "first_tile")
-    ):  # fmt: skip
-        assert torch.equal(getattr(found, name), getattr(wanted, other)), name
+    assert torch.equal(found.pair, wanted.order)
     assert torch.equal(found.query, (wanted.order % (count * n) + first * n).int())
+    full, other_full = found.begin < found.end, wanted.begin < wanted.end
+    for name, other in (("begin", "begin"), ("end", "end"), ("cell", "block")):
+        assert torch.equal(getattr(found, name)[full], getattr(wanted, other)[other_full]), name
+    # a cell's tiles stand side by side from `first_tile` on, and what is left there and behind the last cell is empty
+    number = torch.arange(full.numel(), device=full.device)
+    own = (number >= found.first_tile[found.cell]) & (number < found.first_tile[found.cell + 1])
+    assert own[full].all()
+    later = full[1:] & ~full[:-1]  # a full tile behind an empty one begins another cell
+    assert (found.cell[1:][later] > found.cell[:-1][later]).all()
 
 
 @pytest.mark.parametrize("packed", [False, True])
