@@ -265,33 +265,43 @@ def nsa_attention(
     name, run = backends.choose(backend, q, v_sel)
     with torch.autocast(q.device.type, enabled=False):
         q = checks.packed(q, layout)
-        k_cmp = _compressed("k", k_source, k_compressed, k_sel, layout, run)
-        v_cmp = _compressed("v", v_source, v_compressed, v_sel, layout, run)
+        k_cmp = _to_compress("k", k_source, k_compressed, k_sel, layout)
+        v_cmp = _to_compress("v", v_source, v_compressed, v_sel, layout)
         checks.same_dtype(q=q, k_compressed=k_cmp, v_compressed=v_cmp, **{"k[2]": k_win, "v[2]": v_win})
-        if layout.num_queries < layout.num_keys and (
-            step := backends.decoder(name, q, k_sel, v_sel, k_win, v_win, k_cmp, v_cmp, gates)
-        ):
+        tensors, step = (q, k_sel, v_sel, k_win, v_win, k_cmp, v_cmp, gates), None
+        if layout.num_queries < layout.num_keys:
+            step = backends.decoder(name, *tensors)
+        call = backends.whole_call(name) if step is None else None
+        pools = call is not None and k_compressed is None and v_compressed is None
+        if not pools:
+            k_cmp = run.compress(k_cmp, layout) if k_compressed is None else k_cmp
+            v_cmp = run.compress(v_cmp, layout) if v_compressed is None else v_cmp
+        if step is not None:
             lengths = torch.full((q.shape[0],), layout.num_keys, dtype=torch.int32, device=q.device)
             views = KVView(k_cmp, v_cmp), KVView(k_sel, v_sel), KVView(k_win, v_win)
             decoded = step(q, *views, lengths, gates, config, scale)
             return (decoded.o, Aux.of(decoded, name)) if return_aux else decoded.o
-        o_cmp, lse_cmp, read_cmp = run.compressed_attention(q, k_cmp, v_cmp, layout, scale)
-        with torch.no_grad():
-            block_indices = run.select_blocks(q, k_cmp, layout, scale, lse_cmp)
-        o_sel, lse_sel, read_sel = run.selected_attention(q, k_sel, v_sel, block_indices, layout, scale)
-        o_win, lse_win, read_win = run.window_attention(q, k_win, v_win, layout, scale)
-        o = run.combine((o_cmp, o_sel, o_win), gates)
+        if call is not None:
+            o, block_indices, lses, reads = call(
+                q, (k_sel, v_sel), (k_win, v_win), (k_cmp, v_cmp), pools, gates, layout, scale
+            )
+        else:
+            o_cmp, lse_cmp, read_cmp = run.compressed_attention(q, k_cmp, v_cmp, layout, scale)
+            with torch.no_grad():
+                block_indices = run.select_blocks(q, k_cmp, layout, scale, lse_cmp)
+            o_sel, lse_sel, read_sel = run.selected_attention(q, k_sel, v_sel, block_indices, layout, scale)
+            o_win, lse_win, read_win = run.window_attention(q, k_win, v_win, layout, scale)
+            o = run.combine((o_cmp, o_sel, o_win), gates)
+            lses, reads = (lse_cmp, lse_sel, lse_win), (read_cmp, read_sel, read_win)
     if not return_aux:
         return o
-    lse = dict(zip(BRANCHES, (x.float() for x in (lse_cmp, lse_sel, lse_win)), strict=True))
-    read = dict(zip(BRANCHES, (x.sum(dtype=torch.int64) for x in (read_cmp, read_sel, read_win)), strict=True))
+    lse = dict(zip(BRANCHES, (x.float() for x in lses), strict=True))
+    read = dict(zip(BRANCHES, (x.sum(dtype=torch.int64) for x in reads), strict=True))
     return o, Aux(block_indices, lse, read, name)
 
 
-def _compressed(
-    name: str, source: object, given: Tensor | None, like: Tensor, layout: Layout, run: backends.Backend
-) -> Tensor:
-    """The compressed keys (values): the caller's own, or phi = avg over the source."""
+def _to_compress(name: str, source: object, given: Tensor | None, like: Tensor, layout: Layout) -> Tensor:
+    """The compressed keys (values) that the caller gave, or else the source over which phi = avg is to be taken."""
     if given is not None:
         return checks.tensor(f"{name}_compressed", given, (like.shape[0], layout.num_slots, *like.shape[2:]), like=like)
     if layout.config.phi != "avg":
@@ -300,7 +310,7 @@ def _compressed(
         )
     source = checks.tensor(f"{name}[0]", source, like.shape, like=like)
     checks.same_dtype(q=like, **{f"{name}[0]": source})
-    return run.compress(source, layout)
+    return source
 
 
 def _distinct(block_indices: Tensor, layout: Layout) -> Tensor:

@@ -59,6 +59,26 @@ class Decoder(Protocol):
     ) -> DecodeOutput: ...
 
 
+class WholeCall(Protocol):
+    """All of a call by one function, differentiable: (o, block indices, lse of each branch, keys read by each).
+
+    The keys and values of each branch; those of the compressed branch are what phi = avg is to be taken of if `pools`,
+    else they are compressed.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        selected: tuple[Tensor, Tensor],
+        window: tuple[Tensor, Tensor],
+        compressed: tuple[Tensor, Tensor],
+        pools: bool,
+        gates: Tensor,
+        layout: Layout,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]: ...
+
+
 def load(name: str) -> Backend:
     """The module that implements the parts under this name.
 
@@ -110,3 +130,12 @@ def decoder(backend: str, q: Tensor, *others: Tensor) -> Decoder | None:
     from nsa import triton_backend  # as in `load`
 
     return triton_backend.decode_attention
+
+
+def whole_call(backend: str) -> WholeCall | None:
+    """The backend's function for a whole call; None where it has none, and its parts serve."""
+    if backend != "triton":
+        return None
+    from nsa import triton_backend  # as in `load`
+
+    return triton_backend.attend

@@ -1,6 +1,8 @@
-"""The parts as Triton kernels; pooling (phi = avg) is a fraction of a percent of the time and stays PyTorch's."""
+"""The parts as Triton kernels, and a whole call of them."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,10 +10,11 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.geometry import Layout
 from nsa.kv import DecodeOutput, KVView
-from nsa.torch_backend import compress
-from nsa.triton_backend import autograd, decode, ops, scores
+from nsa.triton_backend import attention, autograd, compression, decode, ops, scores
+from nsa.triton_backend.places import located
 
 __all__ = [
+    "attend",
     "combine",
     "compress",
     "compressed_attention",
@@ -21,10 +24,6 @@ __all__ = [
     "window_attention",
 ]
 
-# A compressed block is seen by all later queries, which several programs share in the backward pass. Each of these has
-# partial sums of its own for all compressed keys, which must not grow with S².
-MAX_SPLITS = 16
-
 
 def _positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
     """The same scores with a positive scale, which the kernels' running maximum needs."""
@@ -33,28 +32,63 @@ def _positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
     return (q, scale) if scale > 0 else (-q, -scale)
 
 
-def _compressed_window_attention(
-    q: Tensor, k: Tensor, v: Tensor, bounds: tuple[Tensor, Tensor], first_key: int, max_splits: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    in_graph = torch.compiler.is_compiling()
-    attend = ops.compressed_window_attention if in_graph else autograd.CompressedWindowAttention.apply
-    o, lse, read, _ = attend(q, k, v, *bounds, first_key, max_splits, scale)
-    return o, lse, read
+def _layout(layout: Layout) -> Layout:
+    """The layout with what kernels read of it, from one launch; a graph computes that by PyTorch's operations."""
+    return layout if torch.compiler.is_compiling() else located(layout)
+
+
+def attend(
+    q: Tensor,
+    selected: tuple[Tensor, Tensor],
+    window: tuple[Tensor, Tensor],
+    compressed: tuple[Tensor, Tensor],
+    pools: bool,
+    gates: Tensor,
+    layout: Layout,
+    scale: float,
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """A whole call; see `nsa.backends.WholeCall`."""
+    q, scale = _positive(q, scale)
+
+    def unless_selected(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+        return None if pair[0] is selected[0] and pair[1] is selected[1] else pair
+
+    of_compressed = (unless_selected(compressed), None) if pools else (None, compressed)
+    given = attention.flat(attention.Inputs(selected, unless_selected(window), *of_compressed))
+    call = ops.attention if torch.compiler.is_compiling() else autograd.Attention.apply
+    output = attention.Output(*call(q, *given, gates, layout, scale))
+    return output.o, output.block_indices, output[1:4], output[5:8]
+
+
+def compress(x: Tensor, layout: Layout) -> Tensor:
+    """phi = avg (Eq. 7): x [B, T, H, D] -> [B, slots, H, D]; see `nsa.compress`."""
+    pool = ops.compress if torch.compiler.is_compiling() else autograd.Compress.apply
+    return pool(x, *compression.places(_layout(layout)), layout.config.l, layout.config.d)
 
 
 def compressed_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, layout: Layout, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The compressed branch; see `nsa.compressed_attention`."""
+    layout = _layout(layout)
+    places = *layout.compressed_interval, *layout.compressed_queries
+    return _compressed_window_attention(q, k_cmp, v_cmp, *places, 0, attention.MAX_SPLITS, scale)
+
+
+def _compressed_window_attention(q: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor]:
+    in_graph = torch.compiler.is_compiling()
+    attend = ops.compressed_window_attention if in_graph else autograd.CompressedWindowAttention.apply
+    *others, scale = more
     q, scale = _positive(q, scale)
-    return _compressed_window_attention(q, k_cmp, v_cmp, layout.compressed_interval, 0, MAX_SPLITS, scale)
+    o, lse, read, _ = attend(q, *others, scale)
+    return o, lse, read
 
 
 def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: Tensor | None = None) -> Tensor:
     """The choice of blocks; see `nsa.select_blocks`."""
     q, scale = _positive(q, scale)
     select = ops.select_blocks if torch.compiler.is_compiling() else scores.select_blocks
-    return select(q, k_cmp, layout, scale, lse)
+    return select(q, k_cmp, _layout(layout), scale, lse)
 
 
 def selected_attention(
@@ -63,14 +97,14 @@ def selected_attention(
     """The selected branch on distinct block indices; see `nsa.selected_attention`."""
     q, scale = _positive(q, scale)
     attend = ops.selected_attention if torch.compiler.is_compiling() else autograd.SelectedAttention.apply
-    return attend(q, k, v, block_indices, layout, scale)
+    return attend(q, k, v, block_indices, _layout(layout), scale)
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """The window branch; see `nsa.window_attention`."""
-    q, scale = _positive(q, scale)
+    layout = _layout(layout)
     first_key, _ = layout.window_span(0, layout.num_queries)
-    return _compressed_window_attention(q, k, v, layout.window_interval, first_key, 1, scale)
+    return _compressed_window_attention(q, k, v, *layout.window_interval, *layout.window_queries, first_key, 1, scale)
 
 
 def combine(outputs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:

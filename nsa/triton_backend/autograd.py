@@ -9,22 +9,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nsa.geometry import Layout
-from nsa.triton_backend import compressed_window, gated_sum, selected
+from nsa.triton_backend import attention, compressed_window, compression, gated_sum, selected
 
 
 class CompressedWindowAttention(torch.autograd.Function):
-    """`compressed_window.forward`."""
+    """`compressed_window.attend`."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        output = compressed_window.forward(*inputs)
+        output = compressed_window.attend(*inputs)
         CompressedWindowAttention.save(ctx, inputs, output)
         return output
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        (q, k, v, lo, hi, _, max_splits, scale), (o, lse, read, finite) = inputs, output
-        ctx.save_for_backward(q, k, v, finite, o, lse, lo, hi)
+        (q, k, v, *places, _, max_splits, scale), (o, lse, read, finite) = inputs, output
+        ctx.save_for_backward(q, k, v, finite, o, lse, *places)
         ctx.numbers = max_splits, scale
         ctx.mark_non_differentiable(read, finite)
         ctx.set_materialize_grads(False)
@@ -33,7 +33,28 @@ class CompressedWindowAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         gradients = compressed_window.backward(do, dlse, *ctx.saved_tensors, *ctx.numbers)
-        return *gradients, *5 * (None,)
+        return *gradients, *7 * (None,)
+
+
+class Compress(torch.autograd.Function):
+    """`compression.mean`."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        output = compression.mean(*inputs)
+        Compress.save(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], _: Tensor) -> None:
+        x, *places, l, d = inputs
+        ctx.save_for_backward(*places)
+        ctx.length, ctx.numbers = x.shape[1], (l, d)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        return compression.mean_backward(do, ctx.length, *ctx.saved_tensors, *ctx.numbers), *6 * (None,)
 
 
 class SelectedAttention(torch.autograd.Function):
@@ -69,3 +90,26 @@ class GatedSum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor, ...]:
         return gated_sum.backward(do, *ctx.saved_tensors)
+
+
+class Attention(torch.autograd.Function):
+    """`attention.forward`: q, the keys and values of `attention.Inputs` one after the other, gates, layout, scale."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, *more: Any) -> attention.Output:
+        *tensors, gates, layout, scale = more
+        output = attention.forward(q, attention.paired(tensors), gates, layout, scale)
+        ctx.save_for_backward(q, *tensors, gates, *output)
+        ctx.more = layout, scale
+        ctx.mark_non_differentiable(*output[attention.NUM_DIFFERENTIABLE :])
+        ctx.set_materialize_grads(False)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, *tensors = ctx.saved_tensors
+        tensors, gates, output = tensors[:8], tensors[8], attention.Output(*tensors[9:])
+        given, upstream = attention.paired(tensors), gradients[: attention.NUM_DIFFERENTIABLE]
+        dq, of_given, dgates = attention.backward(upstream, q, given, gates, output, *ctx.more)
+        return dq, *attention.flat(of_given), dgates, None, None

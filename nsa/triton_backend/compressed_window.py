@@ -210,16 +210,14 @@ def forward(
     v: Tensor,  # [B, T, Hkv, Dv]
     lo: Tensor,  # int32 [S], ascending
     hi: Tensor,  # int32 [S], ascending
-    first_key: int,  # none of the intervals begins before it
-    max_splits: int,  # programs that may share the queries of one tile of keys in the backward pass
+    finite: Tensor,  # bool [B, T, Hkv], of the keys that some interval holds
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(o, lse, keys read, which keys are finite) of query i over the keys lo[i] <= key < hi[i]."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(o, lse, keys read) of query i over the keys lo[i] <= key < hi[i]."""
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     (batch, length, heads, dk), (num_kv_heads, dv) = q.shape, v.shape[2:]
     o, lse = q.new_empty(batch, length, heads, dv), q.new_empty(batch, length, heads, dtype=torch.float32)
     read = q.new_empty(batch, length, num_kv_heads, dtype=torch.int32)
-    finite = finite_keys(k, v, first_key)
     if o.numel() and variant("compressed_window_forward", q, k, v) is Variant.HOPPER:
         with on_device(q):
             hopper.compressed_window.forward(q, k, v, finite, lo, hi, o, lse, read, scale)
@@ -231,22 +229,44 @@ def forward(
                 length, k.shape[1], heads, num_kv_heads, heads // num_kv_heads, scale * LOG2E,
                 *shape.sizes(dk, dv), **shape.launch,
             )  # fmt: skip
-    return o, lse, read, finite
+    return o, lse, read
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, seen_from: Tensor, seen_to: Tensor, first_key: int,
+    max_splits: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`forward` and which keys are finite; no interval begins before `first_key`. The rest is for the backward pass."""
+    finite = finite_keys(unit_stride(k), unit_stride(v), first_key)
+    return *forward(q, k, v, lo, hi, finite, scale), finite
+
+
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, finite: Tensor, do: Tensor, lse: Tensor, delta: Tensor, lo: Tensor, hi: Tensor,
+    seen_from: Tensor, seen_to: Tensor, max_splits: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv), the last two as parts [splits, B, T, Hkv, D] that add up to them.
+
+    lse (base 2) and delta are those of `launch.backward_rows`; the queries seen_from <= i < seen_to, int32 [T] each,
+    see a key; at most `max_splits` programs share the queries of a tile of keys. do is contiguous.
+    """
+    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    with on_device(q):
+        _gradient_of_queries(q, k, v, finite, do, lo, hi, lse, delta, dq, scale)
+        parts = _parts_of_keys(q, k, v, do, lo, hi, lse, delta, seen_from, seen_to, max_splits, scale)
+    return dq, *parts
 
 
 def backward(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, finite: Tensor, o: Tensor, lse: Tensor,
-    lo: Tensor, hi: Tensor, max_splits: int, scale: float,
+    lo: Tensor, hi: Tensor, seen_from: Tensor, seen_to: Tensor, max_splits: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv), from what `forward` was given and gave; None is a gradient of 0."""
-    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     do = torch.zeros_like(o) if do is None else do.contiguous()
-    lse, delta = backward_rows(do, o, lse, dlse)
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    with on_device(q):
-        _gradient_of_queries(q, k, v, finite, do, lo, hi, lse, delta, dq, scale)
-        of_k, of_v = _parts_of_keys(q, k, v, do, lo, hi, lse, delta, max_splits, scale)
-    dk, dv = (parts[0] if len(parts) == 1 else parts.sum(0).to(q.dtype) for parts in (of_k, of_v))
+    rows = backward_rows(do, o, lse, dlse)
+    dq, *parts = gradients(q, k, v, finite, do, *rows, lo, hi, seen_from, seen_to, max_splits, scale)
+    dk, dv = (part[0] if len(part) == 1 else part.sum(0).to(q.dtype) for part in parts)
     return dq, dk, dv
 
 
@@ -271,13 +291,10 @@ def _gradient_of_queries(
 
 def _parts_of_keys(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, lo: Tensor, hi: Tensor, lse: Tensor, delta: Tensor,
-    max_splits: int, scale: float,
+    seen_from: Tensor, seen_to: Tensor, max_splits: int, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """[splits, B, T, Hkv, D] of dk and of dv."""
     (batch, length, heads, dk), (num_keys, num_kv_heads, dv) = q.shape, v.shape[1:]
-    key = torch.arange(num_keys, dtype=torch.int32, device=q.device)
-    seen_from = torch.searchsorted(hi, key, right=True, out_int32=True)
-    seen_to = torch.searchsorted(lo, key, right=True, out_int32=True)
     splits = _splits(k, length, max_splits)
     of_k, of_v = (x.new_empty(splits, *x.shape, dtype=q.dtype if splits == 1 else torch.float32) for x in (k, v))
     shape = tuning.shape("compressed_window_backward_kv", q, v)

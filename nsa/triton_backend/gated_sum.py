@@ -1,13 +1,18 @@
-"""The gated sum of the branches (Eq. 5): one pass over the three outputs instead of six."""
+"""The gated sum of the branches (Eq. 5): one pass over the three outputs instead of six.
+
+Backward, the same pass over do and the outputs can also make what the branches' kernels take of each row.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.triton_backend.launch import ROWS, on_device
+from nsa.triton_backend.launch import ROWS, backward_row, on_device
 from nsa.triton_backend.tile import kernel, load_rows, store_rows
 from nsa.triton_backend.tuning import padded
 
@@ -24,22 +29,32 @@ def _forward(O_CMP, O_SEL, O_WIN, GATES, OUT, num_rows, DV: tl.constexpr, DVP: t
     store_rows(OUT, row * DV, real, acc, DV, DVP)
 
 
+@triton.jit
+def _branch(O, GATES, do, D_O, D_GATES, LSE, DLSE, LSE_2, DELTA, row, real, BRANCH: tl.constexpr, DV: tl.constexpr,
+            DVP: tl.constexpr):  # fmt: skip
+    gate = tl.load(GATES + row * 3 + BRANCH, mask=real, other=0.0).to(tl.float32)
+    o = load_rows(O, row * DV, real, DV, DVP).to(tl.float32)
+    d_gate = tl.sum(do * o, axis=1)
+    tl.store(D_GATES + row * 3 + BRANCH, d_gate.to(D_GATES.dtype.element_ty), mask=real)
+    d_o = (gate[:, None] * do).to(D_O.dtype.element_ty)
+    store_rows(D_O, row * DV, real, d_o, DV, DVP)
+    if LSE is not None:
+        backward_row(d_o.to(tl.float32), o, LSE, DLSE, LSE_2, DELTA, row, real)
+
+
 @kernel
 def _backward(
-    O_CMP, O_SEL, O_WIN, GATES, DO, D_CMP, D_SEL, D_WIN, D_GATES, num_rows,
+    O_CMP, O_SEL, O_WIN, GATES, DO, D_CMP, D_SEL, D_WIN, D_GATES, LSE_CMP, LSE_SEL, LSE_WIN, DLSE_CMP, DLSE_SEL,
+    DLSE_WIN, LSE_2_CMP, LSE_2_SEL, LSE_2_WIN, DELTA_CMP, DELTA_SEL, DELTA_WIN, num_rows,
     DV: tl.constexpr, DVP: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
+    """The gradients of outputs and gates; with LSE_CMP, ... also what `launch.backward_rows` makes of these."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     real = row < num_rows
     do = load_rows(DO, row * DV, real, DV, DVP).to(tl.float32)
-    for branch in tl.static_range(3):
-        base = O_CMP if branch == 0 else (O_SEL if branch == 1 else O_WIN)
-        out = D_CMP if branch == 0 else (D_SEL if branch == 1 else D_WIN)
-        gate = tl.load(GATES + row * 3 + branch, mask=real, other=0.0).to(tl.float32)
-        o = load_rows(base, row * DV, real, DV, DVP).to(tl.float32)
-        store_rows(out, row * DV, real, gate[:, None] * do, DV, DVP)
-        d_gate = tl.sum(do * o, axis=1)
-        tl.store(D_GATES + row * 3 + branch, d_gate.to(D_GATES.dtype.element_ty), mask=real)
+    _branch(O_CMP, GATES, do, D_CMP, D_GATES, LSE_CMP, DLSE_CMP, LSE_2_CMP, DELTA_CMP, row, real, 0, DV, DVP)
+    _branch(O_SEL, GATES, do, D_SEL, D_GATES, LSE_SEL, DLSE_SEL, LSE_2_SEL, DELTA_SEL, row, real, 1, DV, DVP)
+    _branch(O_WIN, GATES, do, D_WIN, D_GATES, LSE_WIN, DLSE_WIN, LSE_2_WIN, DELTA_WIN, row, real, 2, DV, DVP)
 
 
 def forward(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor) -> Tensor:
@@ -57,12 +72,30 @@ def backward(
     do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of the outputs and of the gates."""
-    given = [x.contiguous() for x in (o_cmp, o_sel, o_win, gates)]
-    d_cmp, d_sel, d_win, d_gates = gradients = [torch.empty_like(x) for x in given]
+    (d_cmp, d_sel, d_win), d_gates = _gradients(do, (o_cmp, o_sel, o_win), gates, 12 * (None,))
+    return d_cmp, d_sel, d_win, d_gates
+
+
+def backward_branches(
+    do: Tensor, outputs: Sequence[Tensor], gates: Tensor, lse: Sequence[Tensor], dlse: Sequence[Tensor | None]
+) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
+    """((gradient of the output, lse base 2, delta) of each branch, gradient of the gates), from the branches' lse and
+    the gradients of these; the last two of a branch are those of `launch.backward_rows`."""
+    given = [None if x is None else x.contiguous() for x in dlse]
+    rows = [torch.empty_like(x) for x in (*lse, *lse)]
+    gradients, d_gates = _gradients(do, outputs, gates, (*lse, *given, *rows))
+    return list(zip(gradients, rows[:3], rows[3:], strict=True)), d_gates
+
+
+def _gradients(
+    do: Tensor, outputs: Sequence[Tensor], gates: Tensor, rows: Sequence[Tensor | None]
+) -> tuple[list[Tensor], Tensor]:
+    outputs, gates = [x.contiguous() for x in outputs], gates.contiguous()
+    gradients, d_gates = [torch.empty_like(x) for x in outputs], torch.empty_like(gates)
     num_rows, dv = gates.numel() // 3, do.shape[-1]
     if num_rows:
         with on_device(do):
             _backward[triton.cdiv(num_rows, ROWS),](
-                *given, do.contiguous(), *gradients, num_rows, dv, padded(dv), ROWS
+                *outputs, gates, do.contiguous(), *gradients, d_gates, *rows, num_rows, dv, padded(dv), ROWS
             )  # fmt: skip
-    return d_cmp, d_sel, d_win, d_gates
+    return gradients, d_gates

@@ -39,12 +39,9 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
-@kernel
-def _backward_rows(DO, O, LSE, DLSE, LSE_2, DELTA, num_rows, DV: tl.constexpr, DVP: tl.constexpr, BR: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
-    real = row < num_rows
-    do = load_rows(DO, row * DV, real, DV, DVP).to(tl.float32)
-    o = load_rows(O, row * DV, real, DV, DVP).to(tl.float32)
+@triton.jit
+def backward_row(do, o, LSE, DLSE, LSE_2, DELTA, row, real):
+    """Write what `backward_rows` says of rows do and o [rows, channels] in float32."""
     lse = tl.load(LSE + row, mask=real, other=0.0)
     apart = nonfinite(do) | (lse == float("-inf"))
     tl.store(LSE_2 + row, tl.where(apart, float("nan"), lse * 1.4426950408889634), mask=real)  # LOG2E
@@ -52,6 +49,15 @@ def _backward_rows(DO, O, LSE, DLSE, LSE_2, DELTA, num_rows, DV: tl.constexpr, D
     if DLSE is not None:
         delta -= tl.load(DLSE + row, mask=real, other=0.0)
     tl.store(DELTA + row, delta, mask=real)
+
+
+@kernel
+def _backward_rows(DO, O, LSE, DLSE, LSE_2, DELTA, num_rows, DV: tl.constexpr, DVP: tl.constexpr, BR: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    real = row < num_rows
+    do = load_rows(DO, row * DV, real, DV, DVP).to(tl.float32)
+    o = load_rows(O, row * DV, real, DV, DVP).to(tl.float32)
+    backward_row(do, o, LSE, DLSE, LSE_2, DELTA, row, real)
 
 
 def backward_rows(do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:

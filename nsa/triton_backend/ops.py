@@ -16,8 +16,9 @@ from torch.library import custom_op
 
 from nsa.config import NSAConfig
 from nsa.geometry import Layout
-from nsa.triton_backend import compressed_window, gated_sum, scores, selected
-from nsa.triton_backend.autograd import CompressedWindowAttention
+from nsa.triton_backend import attention as whole
+from nsa.triton_backend import compressed_window, compression, gated_sum, scores, selected
+from nsa.triton_backend.autograd import Attention, Compress, CompressedWindowAttention
 
 FIELDS = [field.name for field in dataclasses.fields(NSAConfig) if field.name != "phi"]
 """The numbers of a configuration; phi is applied before any kernel."""
@@ -49,24 +50,24 @@ def _attended(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 compressed_window_attention = custom_op(
     "nsa::compressed_window_attention",
-    compressed_window.forward,
+    compressed_window.attend,
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor lo, Tensor hi, SymInt first_key, int max_splits, float scale)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor lo, Tensor hi, Tensor seen_from, Tensor seen_to, SymInt first_key,"
+    " int max_splits, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 compressed_window_attention_backward = custom_op(
     "nsa::compressed_window_attention_backward",
     compressed_window.backward,
     mutates_args=(),
     schema="(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor finite, Tensor o, Tensor lse, Tensor lo,"
-    " Tensor hi, int max_splits, float scale) -> (Tensor, Tensor, Tensor)",
+    " Tensor hi, Tensor seen_from, Tensor seen_to, int max_splits, float scale) -> (Tensor, Tensor, Tensor)",
 )
 
 
 def _compressed_window_gradients(
     ctx: Any, do: Tensor | None, dlse: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
-    return *compressed_window_attention_backward(do, dlse, *ctx.saved_tensors, *ctx.numbers), *5 * (None,)
+    return *compressed_window_attention_backward(do, dlse, *ctx.saved_tensors, *ctx.numbers), *7 * (None,)
 
 
 compressed_window_attention.register_fake(
@@ -75,6 +76,26 @@ compressed_window_attention.register_fake(
 compressed_window_attention_backward.register_fake(lambda do, dlse, q, k, v, *_: _gradients_of(q, k, v))
 compressed_window_attention.register_autograd(
     _compressed_window_gradients, setup_context=CompressedWindowAttention.save
+)
+
+compress = custom_op(
+    "nsa::compress",
+    compression.mean,
+    mutates_args=(),
+    schema="(Tensor x, Tensor tokens, Tensor used, Tensor? lo, Tensor? positions, int l, int d) -> Tensor",
+)
+compress_backward = custom_op(
+    "nsa::compress_backward",
+    compression.mean_backward,
+    mutates_args=(),
+    schema="(Tensor do, SymInt length, Tensor tokens, Tensor used, Tensor? lo, Tensor? positions, int l, int d)"
+    " -> Tensor",
+)
+compress.register_fake(lambda x, tokens, *_: x.new_empty(x.shape[0], tokens.shape[0], *x.shape[2:]))
+compress_backward.register_fake(lambda do, length, *_: do.new_empty(do.shape[0], length, *do.shape[2:]))
+compress.register_autograd(
+    lambda ctx, do: (compress_backward(do, ctx.length, *ctx.saved_tensors, *ctx.numbers), *6 * (None,)),
+    setup_context=Compress.save,
 )
 
 
@@ -177,3 +198,88 @@ combine.register_autograd(
     lambda ctx, do: combine_backward(do, *ctx.saved_tensors),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
+
+
+KEYS_AND_VALUES = (
+    "Tensor k, Tensor v, Tensor? k_win, Tensor? v_win, Tensor? k_src, Tensor? v_src, Tensor? k_cmp, Tensor? v_cmp"
+)
+NUM_TENSORS = 8
+REST = "Tensor gates, Tensor? cu_seqlens, int[] numbers, float scale"
+OUTPUTS = ", ".join(f"Tensor {name}" for name in whole.Output._fields)
+
+
+@custom_op(
+    "nsa::attention",
+    mutates_args=(),
+    schema=f"(Tensor q, {KEYS_AND_VALUES}, {REST}) -> ({', '.join(len(whole.Output._fields) * ['Tensor'])})",
+)
+def _attention(q: Tensor, *more: Any) -> tuple[Tensor, ...]:
+    *tensors, gates, cu_seqlens, numbers, scale = more
+    layout = _layout(q, tensors[0].shape[1], cu_seqlens, numbers)
+    return tuple(whole.forward(q, whole.paired(tensors), gates, layout, scale))
+
+
+@_attention.register_fake
+def _(q: Tensor, *more: Any) -> tuple[Tensor, ...]:
+    *tensors, _, cu_seqlens, numbers, _ = more
+    given, layout = whole.paired(tensors), _layout(q, tensors[0].shape[1], cu_seqlens, numbers)
+    k, v = given.selected
+    (o_cmp, lse_cmp, read_cmp), (o_sel, lse_sel, read_sel), (o_win, lse_win, read_win) = (
+        _attended(q, v) for _ in range(3)
+    )
+    slots = (k.shape[0], layout.num_slots, k.shape[2])
+    pools = given.compressed is None
+    return (
+        o_cmp.new_empty(o_cmp.shape), lse_cmp, lse_sel, lse_win,
+        q.new_empty(*q.shape[:2], k.shape[2], layout.config.n_sel, dtype=torch.int32), read_cmp, read_sel, read_win,
+        o_cmp, o_sel, o_win, *(x.new_empty(*slots, x.shape[3]) if pools else x.new_empty(0) for x in (k, v)),
+        k.new_empty(slots, dtype=torch.bool), k.new_empty(k.shape[:3], dtype=torch.bool),
+    )  # fmt: skip
+
+
+@custom_op(
+    "nsa::attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor? do, Tensor? dlse_cmp, Tensor? dlse_sel, Tensor? dlse_win, Tensor q, {KEYS_AND_VALUES}, {OUTPUTS},"
+    f" {REST}) -> ({', '.join((NUM_TENSORS + 2) * ['Tensor'])})",
+)
+def _attention_backward(*inputs: Any) -> tuple[Tensor, ...]:
+    *tensors, gates, cu_seqlens, numbers, scale = inputs
+    upstream, q, tensors, output = tensors[:4], tensors[4], tensors[5:13], whole.Output(*tensors[13:])
+    layout = _layout(q, tensors[0].shape[1], cu_seqlens, numbers)
+    dq, of_given, dgates = whole.backward(upstream, q, whole.paired(tensors), gates, output, layout, scale)
+    # an operator gives tensors: one without rows where there is none
+    return dq, *(q.new_empty(0) if x is None else x for x in whole.flat(of_given)), dgates
+
+
+_attention_backward.register_fake(
+    lambda *inputs: tuple(
+        inputs[4].new_empty(0) if x is None else x.new_empty(x.shape) for x in (*inputs[4:13], inputs[-4])
+    )
+)
+
+
+def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, numbers, scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.more = numbers, scale
+    ctx.mark_non_differentiable(*output[whole.NUM_DIFFERENTIABLE :])
+    ctx.set_materialize_grads(False)
+
+
+def _attention_gradients(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, *tensors = ctx.saved_tensors
+    tensors, (gates, cu_seqlens), output = tensors[:NUM_TENSORS], tensors[8:10], tensors[10:]
+    upstream = gradients[: whole.NUM_DIFFERENTIABLE]
+    dq, *found = _attention_backward(*upstream, q, *tensors, *output, gates, cu_seqlens, *ctx.more)
+    of_given = (None if x is None else dx for x, dx in zip(tensors, found[:-1], strict=True))
+    return dq, *of_given, found[-1], None, None, None
+
+
+_attention.register_autograd(_attention_gradients, setup_context=_save_attention)
+
+
+def attention(q: Tensor, *more: Any) -> tuple[Tensor, ...]:
+    """`autograd.Attention`."""
+    *tensors, gates, layout, scale = more
+    return _attention(q, *tensors, gates, layout.cu_seqlens, _numbers(layout.config), scale)

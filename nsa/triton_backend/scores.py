@@ -14,7 +14,7 @@ from torch import Tensor
 from nsa.geometry import Layout
 from nsa.triton_backend import compressed_window, hopper, topk, tuning
 from nsa.triton_backend.dispatch import Variant, variant
-from nsa.triton_backend.launch import ENOUGH_PROGRAMS, LOG2E, on_device, strides, unit_stride
+from nsa.triton_backend.launch import ENOUGH_PROGRAMS, LOG2E, finite_keys, on_device, strides, unit_stride
 from nsa.triton_backend.tile import kernel, load_rows, product, rows_of
 
 CHUNK = 4096  # queries whose probabilities exist at a time, or fewer where these would pass
@@ -60,7 +60,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: T
     (batch, length, heads, dk), (slots, num_kv_heads) = q.shape, k_cmp.shape[1:3]
     lo, hi = layout.compressed_interval
     if lse is None:
-        lse = compressed_window.forward(q, k_cmp, k_cmp, lo, hi, 0, 1, scale)[1]
+        lse = compressed_window.forward(q, k_cmp, k_cmp, lo, hi, finite_keys(k_cmp, k_cmp), scale)[1]
     lse = lse.float().contiguous()
     out = torch.empty(batch, length, num_kv_heads, layout.config.n_sel, dtype=torch.int32, device=q.device)
     if out.numel() == 0:

@@ -129,6 +129,7 @@ def forward(
     block_indices: Tensor,  # int32 [B, S, Hkv, n], distinct, -1 for none
     layout: Layout,
     scale: float,
+    finite: Tensor | None = None,  # bool [B, T, Hkv], where it is known already
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(o, lse, keys read) over the tokens of each query's blocks at positions <= its own."""
     q, k, v, block_indices = unit_stride(q), unit_stride(k), unit_stride(v), block_indices.contiguous()
@@ -139,7 +140,7 @@ def forward(
         return o, lse, read
     kernel = variant("selected_forward", q, k, v, layout.config.l_sel)
     if kernel is Variant.KV_MAJOR:
-        selected_kv_major.forward(q, k, v, block_indices, layout, scale, o, lse, read)
+        selected_kv_major.forward(q, k, v, block_indices, layout, scale, finite, o, lse, read)
     elif kernel is Variant.HOPPER:
         with on_device(q):
             hopper.selected.forward(q, k, v, block_indices, layout, scale, o, lse, read)
@@ -154,16 +155,13 @@ def forward(
     return o, lse, read
 
 
-def backward(
-    do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    block_indices: Tensor, layout: Layout, scale: float,
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, block_indices: Tensor, layout: Layout,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv), from what `forward` was given and gave; None is a gradient of 0."""
+    """(dq, dk, dv); lse (base 2) and delta are those of `launch.backward_rows`, do is contiguous."""
     q, k, v, block_indices = unit_stride(q), unit_stride(k), unit_stride(v), block_indices.contiguous()
-    batch, length, heads, _ = q.shape
-    num_kv_heads = k.shape[2]
-    do = torch.zeros_like(o) if do is None else do.contiguous()
-    lse, delta = backward_rows(do, o, lse, dlse)
+    (_, length, heads, _), num_kv_heads = q.shape, k.shape[2]
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if dq.numel() == 0:
         return dq, k.new_zeros(k.shape), v.new_zeros(v.shape)
@@ -174,7 +172,7 @@ def backward(
     elif kernel is Variant.PLAIN:
         sizes, launch = _per_token("selected_backward_q", q, v, block_indices, layout)
         with on_device(q):
-            _backward_q[length, num_kv_heads, batch](
+            _backward_q[length, num_kv_heads, q.shape[0]](
                 q, k, v, do, block_indices, layout.starts, lse, delta, dq, *strides(q), *strides(k), *strides(v),
                 length, layout.num_keys - length, heads, num_kv_heads, heads // num_kv_heads, scale, scale * LOG2E,
                 *sizes, **launch,
@@ -182,6 +180,15 @@ def backward(
     wanted_dq = dq if kernel is Variant.KV_MAJOR else None
     dk, dv = selected_kv_major.backward(q, k, v, do, lse, delta, block_indices, layout, scale, wanted_dq)
     return dq, dk, dv
+
+
+def backward(
+    do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    block_indices: Tensor, layout: Layout, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv), from what `forward` was given and gave; None is a gradient of 0."""
+    do = torch.zeros_like(o) if do is None else do.contiguous()
+    return gradients(q, k, v, do, *backward_rows(do, o, lse, dlse), block_indices, layout, scale)
 
 
 def _per_token(

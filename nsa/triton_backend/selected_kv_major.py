@@ -118,7 +118,7 @@ def _merge_blocks(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, layout: Layout, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, layout: Layout, scale: float, finite: Tensor | None,
     o: Tensor, lse: Tensor, read: Tensor,
 ) -> None:  # fmt: skip
     """Write o [B, S, Hq, Dv], lse [B, S, Hq] and keys read [B, S, Hkv] of the selected branch."""
@@ -130,7 +130,7 @@ def forward(
     o_part = q.new_empty(rows, group, dv)
     lse_part = q.new_empty(rows, group, dtype=torch.float32)
     read_part = q.new_empty(rows, dtype=torch.int32)
-    finite = finite_keys(k, v)
+    finite = finite_keys(k, v) if finite is None else finite
     shape = tuning.shape("selected_kv_major", q, v)
     for start in range(0, length, INDEXED):
         end = min(start + INDEXED, length)

@@ -1,0 +1,175 @@
+"""A whole call, forward and backward: the kernels of all branches, with nothing of PyTorch's in between but a sort.
+
+What the branches share is done once: places, means and finite flags before them; behind them one kernel that reads do
+and the three outputs (`gated_sum.py`), one that adds the gradients of queries, one those of keys and values. The parts
+alone, which `nsa.triton_backend` serves too, launch the same kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.geometry import Layout
+from nsa.triton_backend import compressed_window, compression, gated_sum, scores, selected
+from nsa.triton_backend.launch import finite_keys, on_device, unit_stride
+from nsa.triton_backend.places import located
+from nsa.triton_backend.tile import kernel
+
+MAX_SPLITS = 16
+"""A compressed block is seen by all later queries, which several programs share in the backward pass. Each of these has
+partial sums of its own for all compressed keys, which must not grow with S²."""
+ELEMENTS = 1024  # per program of a sum
+
+Pair = tuple[Tensor, Tensor]
+
+
+class Inputs(NamedTuple):
+    """Keys and values [B, T, Hkv, D] of each branch. None stands for the same tensors as the selected branch's."""
+
+    selected: Pair
+    window: Pair | None
+    source: Pair | None
+    """What is compressed."""
+    compressed: Pair | None
+    """[B, slots, Hkv, D], which the caller compressed; `source` is then None."""
+
+
+def flat(pairs: Inputs) -> list[Tensor | None]:
+    """Eight tensors, one after the other."""
+    return [x for pair in pairs for x in ((None, None) if pair is None else pair)]
+
+
+def paired(tensors: Sequence[Tensor | None]) -> Inputs:
+    """The other way round."""
+    return Inputs(*(None if k is None else (k, v) for k, v in zip(tensors[::2], tensors[1::2], strict=True)))
+
+
+class Output(NamedTuple):
+    """What a call gives, and what its backward pass needs beside that."""
+
+    o: Tensor
+    lse_compressed: Tensor
+    lse_selected: Tensor
+    lse_window: Tensor
+    block_indices: Tensor
+    read_compressed: Tensor
+    read_selected: Tensor
+    read_window: Tensor
+    o_compressed: Tensor
+    o_selected: Tensor
+    o_window: Tensor
+    k_compressed: Tensor
+    v_compressed: Tensor
+    """Both without rows where the caller gave them."""
+    finite_compressed: Tensor
+    finite_window: Tensor
+
+
+NUM_DIFFERENTIABLE = 4
+"""The first so many of an output."""
+
+
+def forward(q: Tensor, given: Inputs, gates: Tensor, layout: Layout, scale: float) -> Output:
+    """o [B, S, Hq, Dv] of q [B, S, Hq, Dk] and gates [B, S, Hq, 3]; scale > 0."""
+    layout, q = located(layout), unit_stride(q)
+    k, v = map(unit_stride, given.selected)
+    k_win, v_win = (k, v) if given.window is None else map(unit_stride, given.window)
+    first_key, _ = layout.window_span(0, layout.num_queries)
+    # the selected branch may read every key, and so needs a flag for each where it reads the window's
+    flagged_from = 0 if given.window is None else first_key
+    if given.compressed is None:
+        source = (k, v) if given.source is None else given.source
+        k_cmp, v_cmp, finite_cmp, finite = compression.prepare(
+            *source, *layout.slot_tokens, layout.config.l, layout.config.d, (k_win, v_win), flagged_from
+        )
+    else:
+        k_cmp, v_cmp = map(unit_stride, given.compressed)
+        finite_cmp, finite = finite_keys(k_cmp, v_cmp), finite_keys(k_win, v_win, flagged_from)
+    assert v_cmp is not None and finite_cmp is not None and finite is not None
+    interval = layout.compressed_interval
+    o_cmp, lse_cmp, read_cmp = compressed_window.forward(q, k_cmp, v_cmp, *interval, finite_cmp, scale)
+    blocks = scores.select_blocks(q, k_cmp, layout, scale, lse_cmp)
+    of_selected = finite if given.window is None else None
+    o_sel, lse_sel, read_sel = selected.forward(q, k, v, blocks, layout, scale, of_selected)
+    o_win, lse_win, read_win = compressed_window.forward(q, k_win, v_win, *layout.window_interval, finite, scale)
+    o = gated_sum.forward(o_cmp, o_sel, o_win, gates)
+    if given.compressed is not None:
+        k_cmp, v_cmp = k.new_empty(0), v.new_empty(0)
+    return Output(
+        o, lse_cmp, lse_sel, lse_win, blocks, read_cmp, read_sel, read_win, o_cmp, o_sel, o_win, k_cmp, v_cmp,
+        finite_cmp, finite,
+    )  # fmt: skip
+
+
+@kernel
+def _add(A, B, C, count, BN: tl.constexpr):
+    """A += B + C, rounded once."""
+    place = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    real = place < count
+    total = tl.load(A + place, mask=real).to(tl.float32) + tl.load(B + place, mask=real).to(tl.float32)
+    total += tl.load(C + place, mask=real).to(tl.float32)
+    tl.store(A + place, total.to(A.dtype.element_ty), mask=real)
+
+
+def _added(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a + b + c, contiguous tensors of one shape, in the memory of a."""
+    if count := a.numel():
+        with on_device(a):
+            _add[triton.cdiv(count, ELEMENTS),](a, b, c, count, ELEMENTS)
+    return a
+
+
+def backward(
+    gradients: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    q: Tensor, given: Inputs, gates: Tensor, output: Output, layout: Layout, scale: float,
+) -> tuple[Tensor, Inputs, Tensor]:  # fmt: skip
+    """(dq, those of `given`, of the gates) from those of o and of the three lse, where None is 0."""
+    layout, q = located(layout), unit_stride(q)
+    k, v = map(unit_stride, given.selected)
+    k_win, v_win = (k, v) if given.window is None else given.window
+    k_cmp, v_cmp = (output.k_compressed, output.v_compressed) if given.compressed is None else given.compressed
+    do, *dlse = gradients
+    branches = output.o_compressed, output.o_selected, output.o_window
+    rows, dgates = gated_sum.backward_branches(
+        torch.zeros_like(output.o) if do is None else do, branches, gates, output[1:NUM_DIFFERENTIABLE], dlse
+    )
+    # a branch's do is freed behind it
+    dq_win, *window_parts = compressed_window.gradients(
+        q, k_win, v_win, output.finite_window, *rows.pop(), *layout.window_interval, *layout.window_queries, 1, scale
+    )
+    dq_sel, *of_selected = selected.gradients(q, k, v, *rows.pop(), output.block_indices, layout, scale)
+    dq_cmp, *parts = compressed_window.gradients(
+        q, k_cmp, v_cmp, output.finite_compressed, *rows.pop(), *layout.compressed_interval,
+        *layout.compressed_queries, MAX_SPLITS, scale,
+    )  # fmt: skip
+    of_window = [part[0] for part in window_parts]
+    return _added(dq_cmp, dq_sel, dq_win), _of_inputs(given, parts, of_selected, of_window, layout), dgates
+
+
+def _of_inputs(
+    given: Inputs, parts: list[Tensor], of_selected: list[Tensor], of_window: list[Tensor], layout: Layout
+) -> Inputs:
+    """What the branches give to keys and values, added where these are the same tensors."""
+    selected, window = (of_selected[0], of_selected[1]), (of_window[0], of_window[1])
+    compressed = source = None
+    if given.compressed is not None:
+        compressed = tuple(part[0] if len(part) == 1 else part.sum(0).to(selected[0].dtype) for part in parts)
+    else:
+        all_are_one = given.window is None and given.source is None
+        source = compression.gradients(
+            (parts[0], parts[1]), (*selected, *window) if all_are_one else None, layout.num_keys,
+            compression.places(layout), layout.config.l, layout.config.d, selected[0].dtype,
+        )  # fmt: skip
+        if all_are_one:
+            return Inputs(source, None, None, None)
+    if given.window is None:
+        selected = selected[0] + window[0], selected[1] + window[1]
+    if given.compressed is None and given.source is None:
+        selected, source = (selected[0] + source[0], selected[1] + source[1]), None
+    return Inputs(selected, None if given.window is None else window, source, compressed)
