@@ -91,7 +91,9 @@ def forward(q: Tensor, given: Inputs, gates: Tensor, layout: Layout, scale: floa
     else:
         k_cmp, v_cmp = map(unit_stride, given.compressed)
         finite_cmp, finite = finite_keys(k_cmp, v_cmp), finite_keys(k_win, v_win, flagged_from)
-    assert v_cmp is not None and finite_cmp is not None and finite is not None
+    assert v_cmp is not None
+    assert finite_cmp is not None
+    assert finite is not None
     interval = layout.compressed_interval
     o_cmp, lse_cmp, read_cmp = compressed_window.forward(q, k_cmp, v_cmp, *interval, finite_cmp, scale)
     blocks = scores.select_blocks(q, k_cmp, layout, scale, lse_cmp)

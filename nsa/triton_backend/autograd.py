@@ -46,7 +46,8 @@ class Compress(torch.autograd.Function):
         return output
 
     @staticmethod
-    def save(ctx: Any, inputs: tuple[Any, ...], _: Tensor) -> None:
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        del output
         x, *places, l, d = inputs
         ctx.save_for_backward(*places)
         ctx.length, ctx.numbers = x.shape[1], (l, d)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.geometry import Layout
-from nsa.triton_backend.launch import KEYS, on_device, strides, unit_stride
+from nsa.triton_backend.launch import KEYS, are_finite, on_device, strides, unit_stride
 from nsa.triton_backend.tile import kernel, load_rows, nonfinite, store_rows
 from nsa.triton_backend.tuning import padded
 
@@ -35,6 +35,25 @@ def _mean(base, row, first, used, L: tl.constexpr, STRIDE: tl.constexpr, SP: tl.
     return acc / L
 
 
+@triton.jit
+def _means(
+    K, V, K_OUT, V_OUT, FINITE_OUT, SLOT_TOKEN, SLOT_USED, k_b, k_s, k_h, v_b, v_s, v_h, number, h, b, slots, HKV,
+    L: tl.constexpr, STRIDE: tl.constexpr, SP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr,
+    DVP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The `number`-th BN blocks of one sequence and group."""
+    slot, of_row = number * BN + tl.arange(0, BN), number * BN + tl.arange(0, BN * SP) // SP
+    token = tl.load(SLOT_TOKEN + of_row, mask=of_row < slots, other=0)
+    used = tl.load(SLOT_USED + of_row, mask=of_row < slots, other=0) != 0
+    out = (b * slots + slot) * HKV + h
+    k = _mean(K + b * k_b + h * k_h, k_s, token, used, L, STRIDE, SP, DK, DKP, BN).to(K_OUT.dtype.element_ty)
+    store_rows(K_OUT, out * DK, slot < slots, k, DK, DKP)
+    if V is not None:
+        v = _mean(V + b * v_b + h * v_h, v_s, token, used, L, STRIDE, SP, DV, DVP, BN).to(V_OUT.dtype.element_ty)
+        store_rows(V_OUT, out * DV, slot < slots, v, DV, DVP)
+        tl.store(FINITE_OUT + out, ~(nonfinite(k) | nonfinite(v)), mask=slot < slots)
+
+
 @kernel
 def _prepare(
     K, V, K_OUT, V_OUT, FINITE_OUT, SLOT_TOKEN, SLOT_USED, K_1, V_1, FINITE_1, k_b, k_s, k_h, v_b, v_s, v_h,
@@ -44,25 +63,18 @@ def _prepare(
 ):  # fmt: skip
     """The first `tiles` programs write K_OUT and V_OUT [B, slots, Hkv, D] and FINITE_OUT of both; the others write
     FINITE_1 [B, T, Hkv] of K_1 and V_1 from the token `first` on. V and K_1 may be None."""
-    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    if tl.program_id(0) < tiles:
-        slot = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
-        of_row = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN * SP) // SP
-        token = tl.load(SLOT_TOKEN + of_row, mask=of_row < slots, other=0)
-        used = tl.load(SLOT_USED + of_row, mask=of_row < slots, other=0) != 0
-        out = (b * slots + slot) * HKV + h
-        k = _mean(K + b * k_b + h * k_h, k_s, token, used, L, STRIDE, SP, DK, DKP, BN).to(K_OUT.dtype.element_ty)
-        store_rows(K_OUT, out * DK, slot < slots, k, DK, DKP)
-        if V is not None:
-            v = _mean(V + b * v_b + h * v_h, v_s, token, used, L, STRIDE, SP, DV, DVP, BN).to(V_OUT.dtype.element_ty)
-            store_rows(V_OUT, out * DV, slot < slots, v, DV, DVP)
-            tl.store(FINITE_OUT + out, ~(nonfinite(k) | nonfinite(v)), mask=slot < slots)
-    else:  # noqa: PLR5501 - the compiler decides this one, the GPU the one above
-        if K_1 is not None:
-            key = first + (tl.program_id(0) - tiles).to(tl.int64) * BK + tl.arange(0, BK)
-            k = load_rows(K_1 + b * k1_b + h * k1_h, key * k1_s, key < T, DK, DKP)
-            v = load_rows(V_1 + b * v1_b + h * v1_h, key * v1_s, key < T, DV, DVP)
-            tl.store(FINITE_1 + (b * T + key) * HKV + h, ~(nonfinite(k) | nonfinite(v)), mask=key < T)
+    number, h, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    if number < tiles:
+        _means(
+            K, V, K_OUT, V_OUT, FINITE_OUT, SLOT_TOKEN, SLOT_USED, k_b, k_s, k_h, v_b, v_s, v_h, number, h, b, slots,
+            HKV, L, STRIDE, SP, DK, DV, DKP, DVP, BN,
+        )  # fmt: skip
+    elif K_1 is not None:
+        key = first + (number - tiles) * BK + tl.arange(0, BK)
+        finite = are_finite(
+            K_1 + b * k1_b + h * k1_h, V_1 + b * v1_b + h * v1_h, key * k1_s, key * v1_s, key < T, DK, DV, DKP, DVP
+        )
+        tl.store(FINITE_1 + (b * T + key) * HKV + h, finite, mask=key < T)
 
 
 @triton.jit
@@ -110,7 +122,7 @@ def _gradient(
             dk += load_rows(DK_SEL, out * DK, real, DK, DKP).to(tl.float32)
             dk += load_rows(DK_WIN, out * DK, real, DK, DKP).to(tl.float32)
         store_rows(DK_OUT, out * DK, real, dk, DK, DKP)
-    else:  # noqa: PLR5501 - as in `_prepare`
+    else:
         if DV_CMP is not None:
             dv = _of_blocks(
                 DV_CMP, token, lo, last, slots, rows.to(tl.int64) * DV, b, h, HKV, SLOT_TOKEN, SLOT_USED, real, splits,

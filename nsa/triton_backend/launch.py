@@ -77,6 +77,15 @@ def backward_rows(do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> tu
     return lse_2, delta
 
 
+@triton.jit
+def are_finite(k_base, v_base, k_offsets, v_offsets, inside, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr,
+               DVP: tl.constexpr):  # fmt: skip
+    """For each row, whether its key and its value are finite."""
+    k = load_rows(k_base, k_offsets, inside, DK, DKP)
+    v = load_rows(v_base, v_offsets, inside, DV, DVP)
+    return ~(nonfinite(k) | nonfinite(v))
+
+
 @kernel
 def _finite_keys(
     K, V, FINITE, k_b, k_s, k_h, v_b, v_s, v_h, first, T, HKV,
@@ -84,9 +93,8 @@ def _finite_keys(
 ):  # fmt: skip
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     key = first + tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
-    k = load_rows(K + b * k_b + h * k_h, key * k_s, key < T, DK, DKP)
-    v = load_rows(V + b * v_b + h * v_h, key * v_s, key < T, DV, DVP)
-    tl.store(FINITE + (b * T + key) * HKV + h, ~(nonfinite(k) | nonfinite(v)), mask=key < T)
+    finite = are_finite(K + b * k_b + h * k_h, V + b * v_b + h * v_h, key * k_s, key * v_s, key < T, DK, DV, DKP, DVP)
+    tl.store(FINITE + (b * T + key) * HKV + h, finite, mask=key < T)
 
 
 def finite_keys(k: Tensor, v: Tensor, first: int = 0) -> Tensor:

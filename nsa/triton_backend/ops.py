@@ -18,7 +18,7 @@ from nsa.config import NSAConfig
 from nsa.geometry import Layout
 from nsa.triton_backend import attention as whole
 from nsa.triton_backend import compressed_window, compression, gated_sum, scores, selected
-from nsa.triton_backend.autograd import Attention, Compress, CompressedWindowAttention
+from nsa.triton_backend.autograd import Compress, CompressedWindowAttention
 
 FIELDS = [field.name for field in dataclasses.fields(NSAConfig) if field.name != "phi"]
 """The numbers of a configuration; phi is applied before any kernel."""

@@ -15,11 +15,15 @@ from nsa.geometry import Layout
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import autograd, gated_sum, ops
+from nsa.triton_backend import autograd, compression, gated_sum, ops
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch itself
 CONFIG = nsa.NSAConfig(l=8, d=4, l_sel=16, n_sel=4, w=13)
 LENGTH = 20
+DIFFERENTIABLE = (
+    "compressed_window_attention", "selected_attention", "gated_sum", "compress", "attention", "attention of three",
+    "attention of the caller's blocks",
+)  # fmt: skip
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
@@ -38,20 +42,26 @@ def attended(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Layout]:
 def calls(device: torch.device) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """Every operator, with arguments."""
     q, k, v, layout = attended(device)
-    window = (*layout.window_interval, 0, 1, 0.25)
+    window = (*layout.window_interval, *layout.window_queries, 0, 1, 0.25)
     seen = (*layout.compressed_interval, layout.positions, LENGTH, None, ops._numbers(CONFIG), 0.25)
     chosen = torch.tensor([0, -1, -1, -1], dtype=torch.int32, device=device).expand(1, LENGTH, 2, 4)
     places = (chosen, layout.starts, layout.blocks_before, *layout.block_tokens, None, seen[5], 0.25)
     branches = draw(device, *3 * ((1, LENGTH, 4, 8),), (1, LENGTH, 4, 3))
+    more, compressed = draw(device, *2 * (k.shape, v.shape)), draw(device, (1, 4, 2, 16), (1, 4, 2, 8))
+    rest = branches[3], None, ops._numbers(CONFIG), 0.25
     return {
         "compressed_window_attention": (ops.compressed_window_attention, (q, k, v, *window)),
         "select_blocks": (ops._select, (q.detach(), k[:, :4].detach(), None, *seen)),
         "selected_attention": (ops._selected, (q, k, v, *places)),
         "gated_sum": (ops.combine, tuple(branches)),
+        "compress": (ops.compress, (k, *compression.places(layout), CONFIG.l, CONFIG.d)),
+        "attention": (ops._attention, (q, k, v, *6 * (None,), *rest)),
+        "attention of three": (ops._attention, (q, k, v, *more, None, None, *rest)),
+        "attention of the caller's blocks": (ops._attention, (q, k, v, *4 * (None,), *compressed, *rest)),
     }
 
 
-@pytest.mark.parametrize("name", ["compressed_window_attention", "select_blocks", "selected_attention", "gated_sum"])
+@pytest.mark.parametrize("name", ["select_blocks", *DIFFERENTIABLE])
 def test_an_operator_is_what_it_says(device: torch.device, name: str) -> None:
     operator, arguments = calls(device)[name]
     torch.library.opcheck(operator, arguments, test_utils=CHECKS)
@@ -73,10 +83,11 @@ def eager(name: str, device: torch.device) -> Callable[..., Any]:
             q, k, v, chosen, layout, 0.25
         ),
         "gated_sum": autograd.GatedSum.apply,
-    }[name]
+        "compress": autograd.Compress.apply,
+    }.get(name, lambda *given: autograd.Attention.apply(*given[:-3], layout, 0.25))
 
 
-@pytest.mark.parametrize("name", ["compressed_window_attention", "selected_attention", "gated_sum"])
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_an_operator_and_its_eager_function_give_the_same_gradients(device: torch.device, name: str) -> None:
     operator, arguments = calls(device)[name]
     wanting = [x for x in arguments if isinstance(x, Tensor) and x.requires_grad]
@@ -90,7 +101,7 @@ def test_an_operator_and_its_eager_function_give_the_same_gradients(device: torc
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("name", ["compressed_window_attention", "selected_attention", "gated_sum"])
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_an_operator_refuses_a_second_gradient(device: torch.device, name: str) -> None:
     operator, arguments = calls(device)[name]
     output = operator(*arguments)
