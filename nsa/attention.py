@@ -271,8 +271,7 @@ def nsa_attention(
         tensors, step = (q, k_sel, v_sel, k_win, v_win, k_cmp, v_cmp, gates), None
         if layout.num_queries < layout.num_keys:
             step = backends.decoder(name, *tensors)
-        call = backends.whole_call(name) if step is None else None
-        pools = call is not None and k_compressed is None and v_compressed is None
+        pools = step is None and k_compressed is None and v_compressed is None
         if not pools:
             k_cmp = run.compress(k_cmp, layout) if k_compressed is None else k_cmp
             v_cmp = run.compress(v_cmp, layout) if v_compressed is None else v_cmp
@@ -281,18 +280,9 @@ def nsa_attention(
             views = KVView(k_cmp, v_cmp), KVView(k_sel, v_sel), KVView(k_win, v_win)
             decoded = step(q, *views, lengths, gates, config, scale)
             return (decoded.o, Aux.of(decoded, name)) if return_aux else decoded.o
-        if call is not None:
-            o, block_indices, lses, reads = call(
-                q, (k_sel, v_sel), (k_win, v_win), (k_cmp, v_cmp), pools, gates, layout, scale
-            )
-        else:
-            o_cmp, lse_cmp, read_cmp = run.compressed_attention(q, k_cmp, v_cmp, layout, scale)
-            with torch.no_grad():
-                block_indices = run.select_blocks(q, k_cmp, layout, scale, lse_cmp)
-            o_sel, lse_sel, read_sel = run.selected_attention(q, k_sel, v_sel, block_indices, layout, scale)
-            o_win, lse_win, read_win = run.window_attention(q, k_win, v_win, layout, scale)
-            o = run.combine((o_cmp, o_sel, o_win), gates)
-            lses, reads = (lse_cmp, lse_sel, lse_win), (read_cmp, read_sel, read_win)
+        call = backends.whole_call(name, run)
+        selected, window = (k_sel, v_sel), (k_win, v_win)
+        o, block_indices, lses, reads = call(q, selected, window, (k_cmp, v_cmp), pools, gates, layout, scale)
     if not return_aux:
         return o
     lse = dict(zip(BRANCHES, (x.float() for x in lses), strict=True))

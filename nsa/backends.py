@@ -59,8 +59,14 @@ class Decoder(Protocol):
     ) -> DecodeOutput: ...
 
 
+Pair = tuple[Tensor, Tensor]
+"""Keys and values."""
+Outcome = tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]
+"""(o, block indices, lse of each branch, keys read by each)."""
+
+
 class WholeCall(Protocol):
-    """All of a call by one function, differentiable: (o, block indices, lse of each branch, keys read by each).
+    """All of a call by one function, differentiable.
 
     The keys and values of each branch; those of the compressed branch are what phi = avg is to be taken of if `pools`,
     else they are compressed.
@@ -69,14 +75,14 @@ class WholeCall(Protocol):
     def __call__(
         self,
         q: Tensor,
-        selected: tuple[Tensor, Tensor],
-        window: tuple[Tensor, Tensor],
-        compressed: tuple[Tensor, Tensor],
+        selected: Pair,
+        window: Pair,
+        compressed: Pair,
         pools: bool,
         gates: Tensor,
         layout: Layout,
         scale: float,
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]: ...
+    ) -> Outcome: ...
 
 
 def load(name: str) -> Backend:
@@ -132,10 +138,29 @@ def decoder(backend: str, q: Tensor, *others: Tensor) -> Decoder | None:
     return triton_backend.decode_attention
 
 
-def whole_call(backend: str) -> WholeCall | None:
-    """The backend's function for a whole call; None where it has none, and its parts serve."""
-    if backend != "triton":
-        return None
+def whole_call(name: str, run: Backend) -> WholeCall:
+    """The function for a whole call: the backend's own where it has one, else its parts one after the other."""
+    if name != "triton":
+        return by_parts(run)
     from nsa import triton_backend  # as in `load`
 
     return triton_backend.attend
+
+
+def by_parts(run: Backend) -> WholeCall:
+    """A whole call, made of a backend's parts."""
+
+    def call(
+        q: Tensor, selected: Pair, window: Pair, compressed: Pair, pools: bool, gates: Tensor, layout: Layout,
+        scale: float,
+    ) -> Outcome:  # fmt: skip
+        k_cmp, v_cmp = (run.compress(x, layout) for x in compressed) if pools else compressed
+        o_cmp, lse_cmp, read_cmp = run.compressed_attention(q, k_cmp, v_cmp, layout, scale)
+        with torch.no_grad():
+            block_indices = run.select_blocks(q, k_cmp, layout, scale, lse_cmp)
+        o_sel, lse_sel, read_sel = run.selected_attention(q, *selected, block_indices, layout, scale)
+        o_win, lse_win, read_win = run.window_attention(q, *window, layout, scale)
+        o = run.combine((o_cmp, o_sel, o_win), gates)
+        return o, block_indices, (lse_cmp, lse_sel, lse_win), (read_cmp, read_sel, read_win)
+
+    return call

@@ -11,20 +11,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from nsa.geometry import Layout
 from nsa.triton_backend import compressed_window, compression, gated_sum, scores, selected
-from nsa.triton_backend.launch import finite_keys, on_device, unit_stride
+from nsa.triton_backend.launch import finite_keys, unit_stride
 from nsa.triton_backend.places import located
-from nsa.triton_backend.tile import kernel
 
 MAX_SPLITS = 16
 """A compressed block is seen by all later queries, which several programs share in the backward pass. Each of these has
 partial sums of its own for all compressed keys, which must not grow with S²."""
-ELEMENTS = 1024  # per program of a sum
 
 Pair = tuple[Tensor, Tensor]
 
@@ -98,33 +94,15 @@ def forward(q: Tensor, given: Inputs, gates: Tensor, layout: Layout, scale: floa
     o_cmp, lse_cmp, read_cmp = compressed_window.forward(q, k_cmp, v_cmp, *interval, finite_cmp, scale)
     blocks = scores.select_blocks(q, k_cmp, layout, scale, lse_cmp)
     of_selected = finite if given.window is None else None
-    o_sel, lse_sel, read_sel = selected.forward(q, k, v, blocks, layout, scale, of_selected)
     o_win, lse_win, read_win = compressed_window.forward(q, k_win, v_win, *layout.window_interval, finite, scale)
-    o = gated_sum.forward(o_cmp, o_sel, o_win, gates)
+    whole = o_cmp, o_win, gates.contiguous(), torch.empty_like(o_cmp)
+    o_sel, lse_sel, read_sel = selected.forward(q, k, v, blocks, layout, scale, of_selected, whole)
     if given.compressed is not None:
         k_cmp, v_cmp = k.new_empty(0), v.new_empty(0)
     return Output(
-        o, lse_cmp, lse_sel, lse_win, blocks, read_cmp, read_sel, read_win, o_cmp, o_sel, o_win, k_cmp, v_cmp,
+        whole[-1], lse_cmp, lse_sel, lse_win, blocks, read_cmp, read_sel, read_win, o_cmp, o_sel, o_win, k_cmp, v_cmp,
         finite_cmp, finite,
     )  # fmt: skip
-
-
-@kernel
-def _add(A, B, C, count, BN: tl.constexpr):
-    """A += B + C, rounded once."""
-    place = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
-    real = place < count
-    total = tl.load(A + place, mask=real).to(tl.float32) + tl.load(B + place, mask=real).to(tl.float32)
-    total += tl.load(C + place, mask=real).to(tl.float32)
-    tl.store(A + place, total.to(A.dtype.element_ty), mask=real)
-
-
-def _added(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a + b + c, contiguous tensors of one shape, in the memory of a."""
-    if count := a.numel():
-        with on_device(a):
-            _add[triton.cdiv(count, ELEMENTS),](a, b, c, count, ELEMENTS)
-    return a
 
 
 def backward(
@@ -145,13 +123,13 @@ def backward(
     dq_win, *window_parts = compressed_window.gradients(
         q, k_win, v_win, output.finite_window, *rows.pop(), *layout.window_interval, *layout.window_queries, 1, scale
     )
-    dq_sel, *of_selected = selected.gradients(q, k, v, *rows.pop(), output.block_indices, layout, scale)
     dq_cmp, *parts = compressed_window.gradients(
-        q, k_cmp, v_cmp, output.finite_compressed, *rows.pop(), *layout.compressed_interval,
+        q, k_cmp, v_cmp, output.finite_compressed, *rows.pop(0), *layout.compressed_interval,
         *layout.compressed_queries, MAX_SPLITS, scale,
     )  # fmt: skip
+    dq, *of_selected = selected.gradients(q, k, v, *rows.pop(), output.block_indices, layout, scale, (dq_cmp, dq_win))
     of_window = [part[0] for part in window_parts]
-    return _added(dq_cmp, dq_sel, dq_win), _of_inputs(given, parts, of_selected, of_window, layout), dgates
+    return dq, _of_inputs(given, parts, of_selected, of_window, layout), dgates
 
 
 def _of_inputs(

@@ -17,15 +17,20 @@ from nsa.triton_backend.tile import kernel, load_rows, store_rows
 from nsa.triton_backend.tuning import padded
 
 
+@triton.jit
+def gated(GATES, row, BRANCH: tl.constexpr, real, o):
+    """The gate of each row times o [rows, channels], in float32."""
+    gate = tl.load(GATES + row * 3 + BRANCH, mask=real, other=0.0).to(tl.float32)
+    return gate[:, None] * o.to(tl.float32)
+
+
 @kernel
 def _forward(O_CMP, O_SEL, O_WIN, GATES, OUT, num_rows, DV: tl.constexpr, DVP: tl.constexpr, BR: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     real = row < num_rows
-    acc = tl.zeros([BR, DVP], tl.float32)
-    for branch in tl.static_range(3):
-        base = O_CMP if branch == 0 else (O_SEL if branch == 1 else O_WIN)
-        gate = tl.load(GATES + row * 3 + branch, mask=real, other=0.0).to(tl.float32)
-        acc += gate[:, None] * load_rows(base, row * DV, real, DV, DVP).to(tl.float32)
+    acc = gated(GATES, row, 0, real, load_rows(O_CMP, row * DV, real, DV, DVP))
+    acc += gated(GATES, row, 1, real, load_rows(O_SEL, row * DV, real, DV, DVP))
+    acc += gated(GATES, row, 2, real, load_rows(O_WIN, row * DV, real, DV, DVP))
     store_rows(OUT, row * DV, real, acc, DV, DVP)
 
 
@@ -61,11 +66,16 @@ def forward(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor) -> Tenso
     """o [B, S, Hq, Dv] from three outputs of that shape and gates [B, S, Hq, 3]."""
     o_cmp, o_sel, o_win, gates = (x.contiguous() for x in (o_cmp, o_sel, o_win, gates))
     out = torch.empty_like(o_cmp)
+    write(o_cmp, o_sel, o_win, gates, out)
+    return out
+
+
+def write(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, out: Tensor) -> None:
+    """The same of contiguous tensors into `out`."""
     num_rows, dv = gates.numel() // 3, out.shape[-1]
     if num_rows:
         with on_device(out):
             _forward[triton.cdiv(num_rows, ROWS),](o_cmp, o_sel, o_win, gates, out, num_rows, dv, padded(dv), ROWS)
-    return out
 
 
 def backward(

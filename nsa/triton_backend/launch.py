@@ -15,6 +15,7 @@ from nsa.triton_backend.tuning import padded
 LOG2E = 1.4426950408889634
 ROWS = 32  # (token, head) pairs per program
 KEYS = 64  # keys per program
+ELEMENTS = 1024  # of a sum, per program
 ENOUGH_PROGRAMS = 1024  # below this, several programs share what one could do, or the GPU would stand idle
 MAX_OFFSET = 2**31  # elements that an offset inside a tile, which has 32 bits, can reach
 
@@ -75,6 +76,22 @@ def backward_rows(do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> tu
         with on_device(o):
             _backward_rows[grid](do, o, lse, dlse, lse_2, delta, num_rows, dv, padded(dv), ROWS)
     return lse_2, delta
+
+
+@kernel
+def _add(A, B, C, count, BN: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    real = place < count
+    total = tl.load(A + place, mask=real).to(tl.float32) + tl.load(B + place, mask=real).to(tl.float32)
+    total += tl.load(C + place, mask=real).to(tl.float32)
+    tl.store(A + place, total.to(A.dtype.element_ty), mask=real)
+
+
+def add_to(a: Tensor, b: Tensor, c: Tensor) -> None:
+    """a += b + c, contiguous tensors of one shape, rounded once."""
+    if count := a.numel():
+        with on_device(a):
+            _add[triton.cdiv(count, ELEMENTS),](a, b, c, count, ELEMENTS)
 
 
 @triton.jit

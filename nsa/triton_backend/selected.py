@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.geometry import Layout
-from nsa.triton_backend import hopper, selected_kv_major, tuning
+from nsa.triton_backend import gated_sum, hopper, selected_kv_major, tuning
 from nsa.triton_backend.dispatch import Variant, variant
-from nsa.triton_backend.launch import LOG2E, MAX_TILE, backward_rows, on_device, strides, unit_stride
+from nsa.triton_backend.launch import LOG2E, MAX_TILE, add_to, backward_rows, on_device, strides, unit_stride
 from nsa.triton_backend.tile import (
     dot,
     finish,
@@ -130,8 +130,12 @@ def forward(
     layout: Layout,
     scale: float,
     finite: Tensor | None = None,  # bool [B, T, Hkv], where it is known already
+    whole: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(o, lse, keys read) over the tokens of each query's blocks at positions <= its own."""
+    """(o, lse, keys read) over the tokens of each query's blocks at positions <= its own.
+
+    Of a `whole` call (o_cmp, o_win, gates, sum), all contiguous, the gated sum of the branches is written too.
+    """
     q, k, v, block_indices = unit_stride(q), unit_stride(k), unit_stride(v), block_indices.contiguous()
     (batch, length, heads, _), (num_kv_heads, dv) = q.shape, v.shape[2:]
     o, lse = q.new_empty(batch, length, heads, dv), q.new_empty(batch, length, heads, dtype=torch.float32)
@@ -140,8 +144,9 @@ def forward(
         return o, lse, read
     kernel = variant("selected_forward", q, k, v, layout.config.l_sel)
     if kernel is Variant.KV_MAJOR:
-        selected_kv_major.forward(q, k, v, block_indices, layout, scale, finite, o, lse, read)
-    elif kernel is Variant.HOPPER:
+        selected_kv_major.forward(q, k, v, block_indices, layout, scale, finite, o, lse, read, whole)
+        return o, lse, read
+    if kernel is Variant.HOPPER:
         with on_device(q):
             hopper.selected.forward(q, k, v, block_indices, layout, scale, o, lse, read)
     else:
@@ -152,14 +157,19 @@ def forward(
                 length, layout.num_keys - length, heads, num_kv_heads, heads // num_kv_heads, scale * LOG2E,
                 *sizes, **launch,
             )  # fmt: skip
+    if whole is not None:
+        gated_sum.write(whole[0], o, *whole[1:])
     return o, lse, read
 
 
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, block_indices: Tensor, layout: Layout,
-    scale: float,
+    scale: float, more_dq: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv); lse (base 2) and delta are those of `launch.backward_rows`, do is contiguous."""
+    """(dq, dk, dv); lse (base 2) and delta are those of `launch.backward_rows`, do is contiguous.
+
+    `more_dq`, those of the other branches, contiguous, are added to dq.
+    """
     q, k, v, block_indices = unit_stride(q), unit_stride(k), unit_stride(v), block_indices.contiguous()
     (_, length, heads, _), num_kv_heads = q.shape, k.shape[2]
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -178,7 +188,9 @@ def gradients(
                 *sizes, **launch,
             )  # fmt: skip
     wanted_dq = dq if kernel is Variant.KV_MAJOR else None
-    dk, dv = selected_kv_major.backward(q, k, v, do, lse, delta, block_indices, layout, scale, wanted_dq)
+    dk, dv = selected_kv_major.backward(q, k, v, do, lse, delta, block_indices, layout, scale, wanted_dq, more_dq)
+    if more_dq is not None and wanted_dq is None:
+        add_to(dq, *more_dq)
     return dq, dk, dv
 
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from nsa.geometry import Layout
 from nsa.triton_backend import index, tuning
 from nsa.triton_backend.launch import LOG2E, finite_keys, on_device, strides
-from nsa.triton_backend.tile import LN2, dot, kernel, load_rows, nonfinite, product, store_rows
+from nsa.triton_backend.partial_sums import merge_blocks, sum_dkdv, sum_dq
+from nsa.triton_backend.tile import dot, kernel, load_rows, nonfinite, product, store_rows
 
 CHUNK = 32768  # queries whose partial outputs exist at a time (fewer leave tiles half empty), or fewer where they pass
 FORWARD_SCRATCH = 2**29  # elements of partial outputs that exist at a time
@@ -86,42 +87,14 @@ def _forward(
             tl.store(READ_PART + row, read, mask=real & (g == 0))
 
 
-@kernel
-def _merge_blocks(
-    O_PART, LSE_PART, READ_PART, BLOCKS, O, LSE, READ, first_query, count, S, HQ, HKV, G,
-    N: tl.constexpr, NP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, GP: tl.constexpr,
-):  # fmt: skip
-    """The partial outputs of one query's blocks become its output."""
-    local, h, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    i = first_query + local
-    slot, g = tl.arange(0, NP), tl.arange(0, GP)
-    real = g < G
-    chosen = (b * S + i) * HKV + h
-    taken = tl.load(BLOCKS + chosen * N + slot, mask=slot < N, other=-1) >= 0
-    row = ((b * HKV + h) * count + local) * N
-    lse = tl.load(LSE_PART + (row + slot[:, None]) * G + g[None, :], mask=taken[:, None] & real[None, :],
-                  other=float("-inf"))  # fmt: skip
-    m = tl.max(lse, axis=0)
-    m = tl.where(m == float("-inf"), 0.0, m)
-    l = tl.sum(tl.exp2(lse - m[None, :]), axis=0)
-    acc = tl.zeros([GP, DVP], tl.float32)
-    for s in tl.static_range(N):
-        there = real & (tl.load(BLOCKS + chosen * N + s) >= 0)
-        weight = tl.exp2(tl.load(LSE_PART + (row + s) * G + g, mask=there, other=float("-inf")) - m)
-        acc += weight[:, None] * load_rows(O_PART, ((row + s) * G + g) * DV, there, DV, DVP).to(tl.float32)
-    safe_l = tl.where(l == 0.0, 1.0, l)
-    out = (b * S + i) * HQ + h * G + g
-    store_rows(O, out * DV, real, acc * (1.0 / safe_l)[:, None], DV, DVP)
-    tl.store(LSE + out, tl.where(l == 0.0, float("-inf"), (m + tl.log2(safe_l)) * LN2), mask=real)
-    read = tl.sum(tl.load(READ_PART + row + slot, mask=taken, other=0), axis=0)
-    tl.store(READ + chosen, read)
-
-
 def forward(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, layout: Layout, scale: float, finite: Tensor | None,
-    o: Tensor, lse: Tensor, read: Tensor,
+    o: Tensor, lse: Tensor, read: Tensor, whole: tuple[Tensor, Tensor, Tensor, Tensor] | None,
 ) -> None:  # fmt: skip
-    """Write o [B, S, Hq, Dv], lse [B, S, Hq] and keys read [B, S, Hkv] of the selected branch."""
+    """Write o [B, S, Hq, Dv], lse [B, S, Hq] and keys read [B, S, Hkv] of the selected branch.
+
+    Of a `whole` call (o_cmp, o_win, gates, sum), all contiguous, the gated sum of the branches is written too.
+    """
     (batch, length, heads, dk), (num_keys, num_kv_heads, dv) = q.shape, v.shape[1:]
     group, size, n, max_blocks = heads // num_kv_heads, layout.config.l_sel, block_indices.shape[-1], layout.max_blocks
     cells = batch * num_kv_heads * max_blocks  # (sequence, group, block), once more for every chunk of queries
@@ -146,9 +119,10 @@ def forward(
                     group, max_blocks, scale * LOG2E,
                     n, size, dk, dv, shape.dk, shape.dv, shape.tokens, shape.group, tuning.padded(size), **shape.launch,
                 )  # fmt: skip
-                _merge_blocks[count, num_kv_heads, batch](
-                    o_part, lse_part, read_part, block_indices, o, lse, read, first, count, length, heads, num_kv_heads,
-                    group, n, triton.next_power_of_2(n), dv, shape.dv, triton.next_power_of_2(group), num_warps=2,
+                merge_blocks[count, num_kv_heads, batch](
+                    o_part, lse_part, read_part, block_indices, o, lse, read, *(whole or 4 * (None,)),
+                    first, count, length, heads, num_kv_heads, group,
+                    n, triton.next_power_of_2(n), dv, shape.dv, triton.next_power_of_2(group), num_warps=2,
                 )  # fmt: skip
 
 
@@ -204,7 +178,7 @@ def _backward(
             dk = dot(ds.to(q.dtype), q, dk)
             if DQ_PART is not None:
                 dq = dot(tl.trans(ds.to(k.dtype)), finite_k, tl.zeros([BT * GP, DKP], tl.float32))
-                # written where its query and slot stand, so that `_sum_dq` adds in the order of the choice
+                # written where its query and slot stand, so that `sum_dq` adds in the order of the choice
                 unsorted = tl.load(PAIR + pair, mask=real, other=0).to(tl.int64)
                 store_rows(DQ_PART, (unsorted * G + g) * DK, real, dq, DK, DKP)
     out = tile * SIZE + place
@@ -212,58 +186,14 @@ def _backward(
     store_rows(DV_PART, out * DV, place < SIZE, dv, DV, DVP)
 
 
-@triton.jit
-def _sum_tiles(PART, FIRST_TILE, BEGIN, END, OUT, number, place, out, inside, SIZE: tl.constexpr, D: tl.constexpr,
-               DP: tl.constexpr, BN: tl.constexpr, MORE: tl.constexpr):  # fmt: skip
-    acc = tl.zeros([BN, DP], tl.float32)
-    if MORE:
-        acc += load_rows(OUT, out * D, inside, D, DP)
-    for tile in range(tl.load(FIRST_TILE + number), tl.load(FIRST_TILE + number + 1)):
-        written = tl.load(BEGIN + tile) < tl.load(END + tile)
-        acc += load_rows(PART, (tile * SIZE + place) * D, inside & written, D, DP)
-    store_rows(OUT, out * D, inside, acc, D, DP)
-
-
-@kernel
-def _sum_dkdv(
-    DK_PART, DV_PART, FIRST_TILE, BEGIN, END, BLOCK_FROM, BLOCK_TO, DK_OUT, DV_OUT, T, HKV, max_blocks,
-    SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
-    MORE: tl.constexpr,
-):  # fmt: skip
-    """DK_OUT and DV_OUT [B, T, Hkv, D] = the sum of each block's parts, tile after tile; `MORE` adds it to what they
-    hold."""
-    number, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BN + tl.arange(0, BN)
-    kv_row = number // max_blocks
-    key = tl.load(BLOCK_FROM + number % max_blocks) + place
-    inside = (place < SIZE) & (key < tl.load(BLOCK_TO + number % max_blocks))
-    out = (kv_row // HKV * T + key) * HKV + kv_row % HKV
-    if tl.program_id(2) == 0:
-        _sum_tiles(DK_PART, FIRST_TILE, BEGIN, END, DK_OUT, number, place, out, inside, SIZE, DK, DKP, BN, MORE)
-    else:
-        _sum_tiles(DV_PART, FIRST_TILE, BEGIN, END, DV_OUT, number, place, out, inside, SIZE, DV, DVP, BN, MORE)
-
-
-@kernel
-def _sum_dq(
-    PART, BLOCKS, OUT, first_query, count, S, HQ, HKV, G, scale,
-    N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GP: tl.constexpr,
-):  # fmt: skip
-    """OUT [B, S, Hq, D] = scale times the sum of PART [B, Hkv, count, N, G, D] over the blocks of each query."""
-    local, h, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    i, g = first_query + local, tl.arange(0, GP)
-    row = ((b * HKV + h) * count + local) * N
-    acc = tl.zeros([GP, DP], tl.float32)
-    for slot in tl.static_range(N):
-        there = (g < G) & (tl.load(BLOCKS + ((b * S + i) * HKV + h) * N + slot) >= 0)
-        acc += load_rows(PART, ((row + slot) * G + g) * D, there, D, DP).to(tl.float32)
-    store_rows(OUT, ((b * S + i) * HQ + h * G + g) * D, g < G, acc * scale, D, DP)
-
-
 def backward(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor,
-    block_indices: Tensor, layout: Layout, scale: float, dq: Tensor | None,
+    block_indices: Tensor, layout: Layout, scale: float, dq: Tensor | None, more_dq: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(dk, dv), from partial sums over tiles of queries that chose the same block; dq [B, S, Hq, Dk] is written to."""
+    """(dk, dv), from partial sums over tiles of queries that chose the same block; dq [B, S, Hq, Dk] is written to.
+
+    `more_dq`, contiguous and of that shape, are added to it.
+    """
     (batch, length, heads, dk), num_kv_heads = q.shape, k.shape[2]
     n, group = block_indices.shape[-1], heads // num_kv_heads
     at_a_time = length if dq is None else max(min(BACKWARD_SCRATCH // (batch * heads * n * dk), length), 1)
@@ -276,8 +206,9 @@ def backward(
         _backward_chunk(q, k, v, do, lse, delta, block_indices, first, count, layout, scale, sums, dq_part)
         if dq is not None:
             with on_device(q):
-                _sum_dq[count, num_kv_heads, batch](
-                    dq_part, block_indices, dq, first, count, length, heads, num_kv_heads, group, scale,
+                sum_dq[count, num_kv_heads, batch](
+                    dq_part, block_indices, *(more_dq or 2 * (None,)), dq,
+                    first, count, length, heads, num_kv_heads, group, scale,
                     n, dk, tuning.padded(dk), triton.next_power_of_2(group), num_warps=2,
                 )  # fmt: skip
     return sums[0].to(k.dtype), sums[1].to(v.dtype)
@@ -303,7 +234,7 @@ def _backward_chunk(
             length, num_keys - length, heads, num_kv_heads, heads // num_kv_heads, max_blocks, scale, scale * LOG2E,
             size, tuning.padded(size), dk, dv, shape.dk, shape.dv, shape.tokens, shape.group, keys, **shape.launch,
         )  # fmt: skip
-        _sum_dkdv[batch * num_kv_heads * max_blocks, triton.cdiv(size, keys), 2](
+        sum_dkdv[batch * num_kv_heads * max_blocks, triton.cdiv(size, keys), 2](
             *parts, tiles.first_tile, tiles.begin, tiles.end, block_from, block_to, *sums, num_keys, num_kv_heads,
             max_blocks, size, dk, dv, tuning.padded(dk), tuning.padded(dv), keys, first > 0,
         )  # fmt: skip

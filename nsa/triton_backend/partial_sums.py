@@ -1,0 +1,103 @@
+"""What `selected_kv_major.py` leaves of each query and block, added up in the order of the choice and of the tiles.
+
+The kernels that go through the queries again add what the other branches gave, in a call of all branches: the gated
+sum forward, dq backward.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa.triton_backend.gated_sum import gated
+from nsa.triton_backend.tile import LN2, kernel, load_rows, store_rows
+
+
+@kernel
+def merge_blocks(
+    O_PART, LSE_PART, READ_PART, BLOCKS, O, LSE, READ, O_CMP, O_WIN, GATES, SUM, first_query, count, S, HQ, HKV, G,
+    N: tl.constexpr, NP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, GP: tl.constexpr,
+):  # fmt: skip
+    """The partial outputs of one query's blocks become its output; SUM, if not None, is Eq. 5 of all branches."""
+    local, h, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    i = first_query + local
+    slot, g = tl.arange(0, NP), tl.arange(0, GP)
+    real = g < G
+    chosen = (b * S + i) * HKV + h
+    taken = tl.load(BLOCKS + chosen * N + slot, mask=slot < N, other=-1) >= 0
+    row = ((b * HKV + h) * count + local) * N
+    lse = tl.load(LSE_PART + (row + slot[:, None]) * G + g[None, :], mask=taken[:, None] & real[None, :],
+                  other=float("-inf"))  # fmt: skip
+    m = tl.max(lse, axis=0)
+    m = tl.where(m == float("-inf"), 0.0, m)
+    l = tl.sum(tl.exp2(lse - m[None, :]), axis=0)
+    acc = tl.zeros([GP, DVP], tl.float32)
+    for s in tl.static_range(N):
+        there = real & (tl.load(BLOCKS + chosen * N + s) >= 0)
+        weight = tl.exp2(tl.load(LSE_PART + (row + s) * G + g, mask=there, other=float("-inf")) - m)
+        acc += weight[:, None] * load_rows(O_PART, ((row + s) * G + g) * DV, there, DV, DVP).to(tl.float32)
+    safe_l = tl.where(l == 0.0, 1.0, l)
+    out = (b * S + i) * HQ + h * G + g
+    o = (acc * (1.0 / safe_l)[:, None]).to(O.dtype.element_ty)
+    store_rows(O, out * DV, real, o, DV, DVP)
+    if SUM is not None:
+        total = gated(GATES, out, 0, real, load_rows(O_CMP, out * DV, real, DV, DVP))
+        total += gated(GATES, out, 1, real, o)
+        total += gated(GATES, out, 2, real, load_rows(O_WIN, out * DV, real, DV, DVP))
+        store_rows(SUM, out * DV, real, total, DV, DVP)
+    tl.store(LSE + out, tl.where(l == 0.0, float("-inf"), (m + tl.log2(safe_l)) * LN2), mask=real)
+    read = tl.sum(tl.load(READ_PART + row + slot, mask=taken, other=0), axis=0)
+    tl.store(READ + chosen, read)
+
+
+@triton.jit
+def _sum_tiles(PART, FIRST_TILE, BEGIN, END, OUT, number, place, out, inside, SIZE: tl.constexpr, D: tl.constexpr,
+               DP: tl.constexpr, BN: tl.constexpr, MORE: tl.constexpr):  # fmt: skip
+    acc = tl.zeros([BN, DP], tl.float32)
+    if MORE:
+        acc += load_rows(OUT, out * D, inside, D, DP)
+    for tile in range(tl.load(FIRST_TILE + number), tl.load(FIRST_TILE + number + 1)):
+        written = tl.load(BEGIN + tile) < tl.load(END + tile)
+        acc += load_rows(PART, (tile * SIZE + place) * D, inside & written, D, DP)
+    store_rows(OUT, out * D, inside, acc, D, DP)
+
+
+@kernel
+def sum_dkdv(
+    DK_PART, DV_PART, FIRST_TILE, BEGIN, END, BLOCK_FROM, BLOCK_TO, DK_OUT, DV_OUT, T, HKV, max_blocks,
+    SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
+    MORE: tl.constexpr,
+):  # fmt: skip
+    """DK_OUT and DV_OUT [B, T, Hkv, D] = the sum of each block's parts, tile after tile; `MORE` adds it to what they
+    hold."""
+    number, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BN + tl.arange(0, BN)
+    kv_row = number // max_blocks
+    key = tl.load(BLOCK_FROM + number % max_blocks) + place
+    inside = (place < SIZE) & (key < tl.load(BLOCK_TO + number % max_blocks))
+    out = (kv_row // HKV * T + key) * HKV + kv_row % HKV
+    if tl.program_id(2) == 0:
+        _sum_tiles(DK_PART, FIRST_TILE, BEGIN, END, DK_OUT, number, place, out, inside, SIZE, DK, DKP, BN, MORE)
+    else:
+        _sum_tiles(DV_PART, FIRST_TILE, BEGIN, END, DV_OUT, number, place, out, inside, SIZE, DV, DVP, BN, MORE)
+
+
+@kernel
+def sum_dq(
+    PART, BLOCKS, DQ_CMP, DQ_WIN, OUT, first_query, count, S, HQ, HKV, G, scale,
+    N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GP: tl.constexpr,
+):  # fmt: skip
+    """OUT [B, S, Hq, D] = scale times the sum of PART [B, Hkv, count, N, G, D] over the blocks of each query, and
+    those of the other branches if not None."""
+    local, h, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    i, g = first_query + local, tl.arange(0, GP)
+    row = ((b * HKV + h) * count + local) * N
+    acc = tl.zeros([GP, DP], tl.float32)
+    for slot in tl.static_range(N):
+        there = (g < G) & (tl.load(BLOCKS + ((b * S + i) * HKV + h) * N + slot) >= 0)
+        acc += load_rows(PART, ((row + slot) * G + g) * D, there, D, DP).to(tl.float32)
+    acc *= scale
+    out = ((b * S + i) * HQ + h * G + g) * D
+    if DQ_CMP is not None:
+        acc += load_rows(DQ_CMP, out, g < G, D, DP).to(tl.float32)
+        acc += load_rows(DQ_WIN, out, g < G, D, DP).to(tl.float32)
+    store_rows(OUT, out, g < G, acc, D, DP)
