@@ -66,8 +66,8 @@ def shared_kib(architecture: int) -> int:
 def require_fit(architecture: int, metadata: Mapping[str, Any], ptx: str | None) -> None:
     """Refuse a compiled kernel that a GPU of this architecture would not run.
 
-    Raises triton's OutOfResources where it needs more shared memory, and RuntimeError where it was generated for another
-    architecture or holds an instruction of Hopper. `ptx` None is not looked into.
+    Raises triton's OutOfResources where it needs more shared memory, and RuntimeError where it was generated for
+    another architecture or holds an instruction of Hopper. `ptx` None is not looked into.
     """
     if metadata["arch"] != f"sm{architecture}":
         raise RuntimeError(f"a kernel was compiled for {metadata['arch']}, and {VARIABLE} asks for sm{architecture}")
@@ -83,8 +83,8 @@ def force(architecture: int) -> None:
 
     Raises ValueError where this version of Triton cannot be told to.
     """
-    knobs = getattr(triton, "knobs", None)
-    if not (hasattr(getattr(knobs, "runtime", None), "override_arch") and hasattr(knobs.compilation, "listener")):
+    knobs: Any = getattr(triton, "knobs", None)
+    if not hasattr(getattr(knobs, "runtime", None), "override_arch") or not hasattr(knobs.compilation, "listener"):
         raise ValueError(f"{VARIABLE} needs Triton 3.6 or newer; this is {triton.__version__}")
 
     def compiled(*, metadata: Mapping[str, Any], metadata_group: Mapping[str, str], **_: Any) -> None:

@@ -47,8 +47,8 @@ def launches() -> list[Launch]:
 
 
 def main() -> None:
-    own, table = launches(), tuning.table
-    with mock.patch.object(tuning, "table", lambda _: table(HOPPER)), mock.patch.object(hopper, "AVAILABLE", False):
+    own, table = launches(), tuning.table(HOPPER)
+    with mock.patch.object(tuning, "table", return_value=table), mock.patch.object(hopper, "AVAILABLE", False):
         of_hopper = launches()
     kernel, large = (next(one for one in found if one.name == KERNEL) for found in (own, of_hopper))
     names = sorted({launch.name for launch in own})

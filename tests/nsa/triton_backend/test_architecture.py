@@ -1,5 +1,5 @@
-"""The kernels of an older architecture on a newer GPU, as far as no GPU is needed: which are launched, what is generated
-for them, and what is refused."""
+"""The kernels of an older architecture on a newer GPU, as far as no GPU is needed: which are launched, what is
+generated for them, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+
 from triton.runtime.errors import OutOfResources
 
 from nsa.triton_backend import architecture, dispatch, hopper, tuning
