@@ -196,7 +196,7 @@ def _cases(arguments: argparse.Namespace, machine: Machine, asked: Sequence[Cont
 
 def _too_large(results: Path, machine: Machine, identity: Fingerprint, keys: Sequence[Key]) -> list[WillNotFit]:
     """The cases that this device has no memory for, which are said before anything runs."""
-    free, total = forced.memory_bytes() if machine.device == "cuda" else psutil.virtual_memory()[1::-1]
+    free_mib, total_mib = _memory_mib(machine)
     stored = Store(results)
     elsewhere_mib: dict[str, float] = {}
     for other in stored.machines():
@@ -205,10 +205,16 @@ def _too_large(results: Path, machine: Machine, identity: Fingerprint, keys: Seq
                 elsewhere_mib[name] = min(found[-1].peak_mem_mib, elsewhere_mib.get(name, math.inf))
     estimates_mib = {key.name: 1024 * estimate_gib(key) for key in keys}
     sources, here = identity.nsa_sha256, stored.visits(machine.id)
-    found_too_large = will_not_fit(estimates_mib, total / MIB, free / MIB, sources, here, elsewhere_mib)
+    found_too_large = will_not_fit(estimates_mib, total_mib, free_mib, sources, here, elsewhere_mib)
     for one in found_too_large:
         print(f"will not fit: {one.name}: {one.reason}", flush=True)
     return found_too_large
+
+
+def _memory_mib(machine: Machine) -> tuple[float, float]:
+    """(free, total) memory of what is measured; within the cap of a GPU that is forced."""
+    free, total = forced.memory_bytes() if machine.device == "cuda" else psutil.virtual_memory()[1::-1]
+    return free / MIB, total / MIB
 
 
 def _not_tried(key: Key, why: WillNotFit, identity: Fingerprint, command: str) -> Measurement:
