@@ -121,6 +121,27 @@ def test_levels(
     assert (found.verdict, found.before_mib) == (verdict, before_mib)
 
 
+@pytest.mark.parametrize(
+    ("peaks_mib", "accepted_mib", "day"),
+    [
+        ((100.0, 160.0, 130.0), None, 2),
+        ((100.0, 100.0, 160.0, 100.0, 130.0, 120.0), None, 5),
+        ((160.0, 120.0, 100.0), 160.0, 2),
+        ((100.0, 160.0, 200.0), 160.0, 3),
+        ((200.0, 220.0), 160.0, 1),
+        ((100.0, 160.0, 100.0), None, 3),
+    ],
+    ids=["shrank again", "after it was back", "less than accepted", "above accepted", "always", "back"],
+)
+def test_it_is_said_since_when_that_is_so(peaks_mib: Sequence[float], accepted_mib: float | None, day: int) -> None:
+    """Not the newest level's begin: the commit with which 160 MiB became 130 made nothing grow."""
+    points = visits(*peaks_mib)
+    found = trend(points, accepted_mib)
+    assert found.verdict in (GREW, SHRANK)
+    assert found.since is points[day - 1]
+    assert found.earlier is (points[day - 2] if day > 1 else None)
+
+
 def test_another_path_is_another_series() -> None:
     found = trend([*visits(100.0), *visits(300.0, path="torch")])
     assert found.verdict is FIRST
