@@ -122,6 +122,15 @@ def table(comparisons: Sequence[BaselineComparison]) -> str:
     return "\n".join(lines)
 
 
+def fits(records: Sequence[Record], title: str) -> str:
+    """Of a GPU that is forced to be another one: one line per case, its peak memory or why it has none."""
+    width = max((len(record.key.case) for record in records), default=len("case"))
+    lines = [f"{title}: results and memory; nothing was timed", f"{'case':<{width}} {'peak memory':>12}"]
+    for record in records:
+        lines.append(f"{record.key.case:<{width}} {figure(record) or record.outcome.value:>12}")
+    return "\n".join(lines)
+
+
 def verdict_table(verdicts: Mapping[str, Mapping[str, tuple[Verdict, str]]]) -> str:
     """One line per contender and case; a contender of which no case was asked has a line that says so."""
     width = max((len(case) for by_case in verdicts.values() for case in by_case), default=len("case"))

@@ -62,12 +62,21 @@ _SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
 _ASKED = re.compile(rf"(?:[Tt]ried to allocate|takes about) {_SIZE}")
 _FREE = re.compile(rf"of which {_SIZE} (?:is|are) free|the device has {_SIZE}")
 _IN_USE = re.compile(rf"this process has {_SIZE} memory in use")
+_ALLOWED = re.compile(rf"{_SIZE} allowed")
+_HELD = re.compile(rf"{_SIZE} is (?:allocated|reserved) by PyTorch")
 _MIB = {"bytes": 2.0**-20, "KiB": 2.0**-10, "MiB": 1.0, "GiB": 1024.0}
 
 
 def out_of_memory(reason: str) -> OutOfMemory:
-    """From the words of PyTorch's error (CUDA or CPU), or of a case that was not tried."""
-    return OutOfMemory(*(_mib(pattern, reason) for pattern in (_ASKED, _FREE, _IN_USE)))
+    """From the words of PyTorch's error (CUDA or CPU), or of a case that was not tried.
+
+    Under a cap (`torch.cuda.set_per_process_memory_fraction`) only what is left of it is free, whatever the device has.
+    """
+    asked_mib, free_mib, in_use_mib = (_mib(pattern, reason) for pattern in (_ASKED, _FREE, _IN_USE))
+    if (allowed_mib := _mib(_ALLOWED, reason)) is not None:
+        left_mib = max(allowed_mib - sum(float(number) * _MIB[unit] for number, unit in _HELD.findall(reason)), 0.0)
+        free_mib = left_mib if free_mib is None else min(free_mib, left_mib)
+    return OutOfMemory(asked_mib, free_mib, in_use_mib)
 
 
 def _mib(pattern: re.Pattern[str], reason: str) -> float | None:

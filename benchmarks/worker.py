@@ -32,7 +32,7 @@ from benchmarks.peak_memory import out_of_memory
 from benchmarks.runner import Measurement, Prepare
 from benchmarks.timing.latency import SamplingPlan
 from benchmarks.workloads.prepare import prepare
-from harness import repository
+from harness import forced, repository
 from harness.fingerprint import Fingerprint
 from harness.isolate import Child
 
@@ -200,6 +200,7 @@ def main() -> None:
     """Measure what is asked for until nobody asks any more."""
     pipe: Connection = Connection(json.loads(sys.argv[1])["pipe"])
     device, plan, fingerprint, prepare, seed = pipe.recv()
+    forced.cap_memory()
     pipe.send(nsa.__file__)
     while True:
         try:

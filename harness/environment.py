@@ -41,6 +41,10 @@ class Environment:
     """The commit of a copy without git, as in an image, which a fingerprint names."""
     dirty: bool | None = None
     """Whether that copy differs from its commit (1) or not (0)."""
+    force_arch: str | None = None
+    """Whose kernels a newer GPU runs: "sm80", "sm86", "sm89" (`harness.forced`)."""
+    memory_gb: str | None = None
+    """What each process may allocate on such a GPU, GB."""
 
 
 NAMES = tuple(f"{PREFIX}{field.name.upper()}" for field in dataclasses.fields(Environment))
@@ -72,6 +76,8 @@ def read(variables: Mapping[str, str] = os.environ) -> Environment:
         image=value("image"),
         commit=value("commit"),
         dirty={"0": False, "1": True}.get(value("dirty") or ""),
+        force_arch=value("force_arch"),
+        memory_gb=value("memory_gb"),
     )
 
 

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import torch
 
-from harness import environment, nvml, repository
+from harness import environment, forced, nvml, repository
 from harness.machines import Machine
 from harness.nvml import ClockLimits, GpuSettings
 from harness.peak import MeasuredPeak
@@ -128,8 +128,13 @@ def device_name(machine: Machine) -> str:
 
 
 def take(machine: str, device: str, measured_peak: MeasuredPeak | None = None) -> Fingerprint:
-    """Read the fingerprint of this process on this device type ("cuda" or "cpu")."""
+    """Read the fingerprint of this process on this device type ("cuda" or "cpu").
+
+    Raises ValueError where the process is forced to be another GPU and `machine` does not say so.
+    """
     on_gpu = device == "cuda"
+    if on_gpu:
+        forced.require_named(machine)
     cpu = _cpu_name()
     told = environment.read()
     return Fingerprint(

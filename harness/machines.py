@@ -203,10 +203,14 @@ def _slice(family: Family, board: Board, profile: str, memory_gb: float, sms: in
     tflops = None if sms is None or board.sms is None else board.bf16_tflops * sms / board.sms
     eighths = min(max(round(_MEMORY_SLICES * memory_gb / board.memory_gb), 1), _MEMORY_SLICES)
     tb_per_s = board.memory_tb_per_s * eighths / _MEMORY_SLICES
-    suites = {int(b.suite.removesuffix("gb")): b.suite for f in families().values() for b in f.boards}
-    suite = suites.get(max((gb for gb in suites if gb <= memory_gb), default=0), _SUITE_OF_UNKNOWN)
     name, title = f"{board.id}{_OF_SLICE}{_slug(profile)}", f"{board.title} MIG {profile}"
-    return Machine(name, title, "cuda", suite, tflops, tb_per_s, memory_gb, family.id)
+    return Machine(name, title, "cuda", largest_suite(memory_gb), tflops, tb_per_s, memory_gb, family.id)
+
+
+def largest_suite(memory_gb: float) -> str:
+    """The suite for the most memory that is no more than this."""
+    suites = {int(b.suite.removesuffix("gb")): b.suite for f in families().values() for b in f.boards}
+    return suites.get(max((gb for gb in suites if gb <= memory_gb), default=0), _SUITE_OF_UNKNOWN)
 
 
 def _slug(name: str) -> str:

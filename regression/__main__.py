@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness import environment
+from harness import environment, forced
 from harness.arguments import Parser
 from harness.interrupt import INTERRUPTED
 from regression import listing
@@ -40,6 +40,14 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("-k", dest="text", metavar="TEXT", help="incidents whose id contains this; 'A or B' for more")
     run.add_argument(
         "--device", choices=("cpu", "cuda", "auto"), default="auto", help="(default: a GPU if there is one)"
+    )
+    run.add_argument(
+        "--force-arch",
+        choices=forced.ARCHITECTURES,
+        help="run the kernels of this older architecture on a newer GPU; the records have a name of their own",
+    )
+    run.add_argument(
+        "--memory-gb", type=int, metavar="N", help="with --force-arch: let each process allocate no more (default: all)"
     )
     run.add_argument("--jobs", type=int, metavar="N", help="children at a time (default: 2 on a CPU, up to 4 on a GPU)")
     run.add_argument("--out", type=Path, default=results, metavar="DIR", help=f"(default: {results})")
@@ -66,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--soak must be above 0 minutes; got {arguments.soak}")
     if arguments.soak is not None and (arguments.ids or arguments.inject or arguments.junitxml):
         raise ValueError("--soak trains instead of replaying incidents; it takes neither ids nor --junitxml")
-    machine = session.find(arguments.device)
+    machine = session.find(arguments.device, forced.enter(arguments.force_arch, arguments.memory_gb))
     if arguments.soak is not None:
         return session.soak(machine, arguments.soak, arguments.out)
     incidents = listing.load([listing.known(incident_id) for incident_id in dict.fromkeys(ids)])

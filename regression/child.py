@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from harness import forced
 from harness.guard import send_event
 from regression.contract import Evidence
 
@@ -90,6 +91,8 @@ def prepare(device: str) -> tuple[str, ...]:
         triton_interpreter.compute_in_bfloat16()
         # NumPy warns of the NaN and Inf that a GPU takes in silence
         warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
+    else:
+        forced.cap_memory()
     return backends()
 
 

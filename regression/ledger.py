@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from harness import jsonl, schema
+from harness import forced, jsonl, schema
 from harness.fingerprint import Fingerprint
 from nsa.io import append_line, atomic_write, read_lines
 from regression.contract import Aspect, Evidence, ReproVerdict
@@ -74,7 +74,7 @@ def entry(finding: Finding, fingerprint: Fingerprint) -> LedgerEntry:
         aspects=finding.aspects,
         evidence=finding.evidence,
         pace=finding.pace,
-        command=f"python -m regression run {repro.incident.id} --device {repro.device}{inject}",
+        command=f"python -m regression run {repro.incident.id} --device {repro.device}{_forced(fingerprint)}{inject}",
     )
 
 
@@ -93,8 +93,14 @@ def soak_entry(result: LaneResult, device: str, minutes: float, fingerprint: Fin
         aspects=result.aspects,
         evidence=result.evidence,
         pace=result.pace,
-        command=f"python -m regression run --soak {minutes:g} --device {device}",
+        command=f"python -m regression run --soak {minutes:g} --device {device}{_forced(fingerprint)}",
     )
+
+
+def _forced(fingerprint: Fingerprint) -> str:
+    """The options that had another GPU stand in for this one; "" where none did."""
+    found = forced.of(fingerprint.machine)
+    return "" if found is None else f" {' '.join(found.options)}"
 
 
 def create(results: Path, fingerprint: Fingerprint) -> Path:

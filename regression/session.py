@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
-from harness import fingerprint, machines
+from harness import fingerprint, forced, machines
 from harness.fingerprint import Fingerprint
+from harness.forced import Forced
 from nsa import backends
 from regression import child, ledger, runner
 from regression import soak as soaking
@@ -42,12 +43,15 @@ class ReproMachine:
         return {f"backend {name}": why for name in backends.NAMES[1:] if name not in self.backends}
 
 
-def find(device: str) -> ReproMachine:
-    """The machine for "cpu", "cuda" or "auto". ValueError where a GPU is asked for and there is none."""
+def find(device: str, asked: Forced | None = None) -> ReproMachine:
+    """The machine for "cpu", "cuda" or "auto", under the name of what it is forced to.
+
+    ValueError where a GPU is asked for and there is none, or one that cannot be forced.
+    """
     found = None if device == "cpu" else machines.visible_gpu()
     if device == "cuda" and found is None:
         raise ValueError("--device cuda: PyTorch finds no GPU")
-    here = machines.recognise(found)
+    here = forced.machine(machines.recognise(found), found, asked)
     num_gpus = torch.cuda.device_count() if here.device == "cuda" else 0
     return ReproMachine(here.title, here.device, num_gpus, fingerprint.take(here.id, here.device), child.backends())
 

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported
 
+from harness import forced
 from harness.triton_interpreter import compute_in_bfloat16
 from tests import quick
 from tests.laws.parts import Parts, why_absent
@@ -40,6 +41,12 @@ torch.set_num_threads(1)  # these calls are too small to share: threads that wai
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out what is slow, but for one test of each law")
+    parser.addoption(
+        "--force-arch",
+        choices=forced.ARCHITECTURES,
+        help="run the tables and kernels of this architecture; a report (--junitxml) ends its name in -forced-sm86",
+    )
+    parser.addoption("--memory-gb", type=int, metavar="N", help="with --force-arch: memory of the GPU for each worker")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,6 +54,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Triton's interpreter computes in NumPy, which warns of the NaN and Inf that a GPU takes in silence.
     """
+    try:
+        asked = forced.enter(config.getoption("--force-arch"), config.getoption("--memory-gb"))
+        forced.require_report(config.getoption("xmlpath", None), asked)
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+    forced.cap_memory()
     if config.getoption("--quick"):
         settings.load_profile("quick")  # before any test is imported
         config.pluginmanager.register(quick.plugin())
@@ -63,7 +76,7 @@ def pytest_xdist_auto_num_workers() -> int | None:
     """`-n auto` on a GPU: as many as it holds, each with a CUDA context and its tensors; elsewhere one per core."""
     if not torch.cuda.is_available():
         return None
-    gib = torch.cuda.get_device_properties(0).total_memory / 2**30
+    gib = torch.cuda.get_device_properties(0).total_memory / 2**30  # of all workers together, capped or not
     return max(1, min(os.cpu_count() or 1, _MOST_GPU_WORKERS, int(gib // _GIB_PER_WORKER)))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.cases.key import NSA, Key
 from benchmarks.workloads import suite
-from harness import arguments, environment, machines
+from harness import arguments, environment, forced, machines
 from harness.arguments import time_s
 from harness.machines import Machine
 
@@ -33,6 +33,22 @@ def add_gpu(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"refuse any other machine: {', '.join(machines.known_ids())}, or the name that records have. 'gpu' is one"
         " that is not listed, 'cpu' measures the CPU also where there is a GPU (default: what is found)",
+    )
+
+
+def add_forced(parser: argparse.ArgumentParser) -> None:
+    """--force-arch and --memory-gb."""
+    parser.add_argument(
+        "--force-arch",
+        choices=forced.ARCHITECTURES,
+        help="run the tables and kernels of this older architecture on a newer GPU: results and peak memory under a"
+        " name of its own, nothing is timed (default: the GPU's own)",
+    )
+    parser.add_argument(
+        "--memory-gb",
+        type=int,
+        metavar="N",
+        help="with --force-arch: let each process allocate no more than N GB (default: all)",
     )
 
 

@@ -15,13 +15,12 @@ from itertools import chain
 from pathlib import Path
 
 import psutil
-import torch
 
 from benchmarks import anchors, budget, console, contenders, runner, watched, worker
 from benchmarks.ab import calibration
 from benchmarks.baselines import contender
 from benchmarks.budget import BudgetPlan
-from benchmarks.cases.key import Key
+from benchmarks.cases.key import NSA, Key
 from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.commands import options
 from benchmarks.commands.report import build_page
@@ -39,7 +38,7 @@ from benchmarks.timing.gpu_watch import GpuWatch
 from benchmarks.timing.latency import SamplingPlan
 from benchmarks.workloads import suite
 from benchmarks.workloads.prepare import estimate_gib
-from harness import fingerprint, machines
+from harness import fingerprint, forced, machines
 from harness.fingerprint import Fingerprint
 from harness.interrupt import INTERRUPTED
 from harness.machines import Machine
@@ -53,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What is measured, on which machine, and where it is written."""
     parser.add_argument("--quick", action="store_true", help="fewer shapes and samples: under a minute on a CPU")
     options.add_gpu(parser)
+    options.add_forced(parser)
     options.add_cases(parser)
     options.add_budget(parser)
     parser.add_argument("--backend", choices=backends.NAMES, default="auto", help="NSA's backend (default: auto)")
@@ -88,7 +88,7 @@ def main(arguments: argparse.Namespace) -> int:
     A baseline that is wrong or broken fails no run: the last line names it under "red_baselines"; so for a contender,
     whose verdicts stand under "contenders", or which "refused_contenders" names where it could not even be asked.
     """
-    machine = machines.machine(arguments.gpu, machines.visible_gpu())
+    machine = _machine(arguments)
     if arguments.seed is not None and arguments.seed <= row_sampling.TIMED_SEED:
         raise ValueError(
             f"--seed must be above {row_sampling.TIMED_SEED}, that of the timed inputs; got {arguments.seed}"
@@ -102,12 +102,13 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     for folder in (arguments.out / "runs" / machine.id, arguments.out / "report"):
         options.check_writable(folder)
-    watch = gpu_watch.begin(machine)
-    identity = fingerprint.take(machine.id, machine.device, peak.measure(machine))
+    timed = forced.of(machine.id) is None
+    watch = gpu_watch.begin(machine) if timed else None
+    identity = fingerprint.take(machine.id, machine.device, peak.measure(machine) if timed else None)
     seed = row_sampling.new_seed() if arguments.seed is None else arguments.seed
     names = [one.name for one in asked]
     command = run_command(machine.id, arguments.backend, quick=arguments.quick, seed=seed, contenders=names)
-    beside = anchors.find(arguments.anchors, arguments.out, identity, keys)
+    beside = anchors.find(arguments.anchors, arguments.out, identity, keys) if timed else None
     planned = _planned(arguments, machine.id, identity, keys)
     keys = keys if planned is None else [key for case in planned.chosen for key in case.keys]
     too_large = {one.name: one for one in _too_large(arguments.out, machine, identity, keys)}
@@ -139,7 +140,7 @@ def main(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return _interrupted(arguments.out, path, len(done), len(keys))
     page = build_page(arguments.out)
-    print("\n" + console.table(speedup.comparisons(done)))
+    print("\n" + (console.table(speedup.comparisons(done)) if timed else console.fits(done, machine.title)))
     if warning := console.warning(done):
         print(f"\n{warning}")
     verdicts = contenders.verdicts(done, asked)
@@ -171,20 +172,31 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
+def _machine(arguments: argparse.Namespace) -> Machine:
+    """The machine that is asked for and here. Raises WrongMachineError; ValueError for what cannot be forced."""
+    gpu = machines.visible_gpu()
+    asked = forced.enter(arguments.force_arch, arguments.memory_gb)
+    if asked and (arguments.contenders or arguments.anchors not in (anchors.AUTO, anchors.NONE)):
+        raise ValueError("--force-arch times nothing; --contenders and --anchors compare times: leave them out")
+    return forced.machine(machines.machine(arguments.gpu, gpu), gpu, asked)
+
+
 def _cases(arguments: argparse.Namespace, machine: Machine, asked: Sequence[Contender]) -> list[Key]:
-    """What the options ask for of this machine's suite, each contender beside NSA."""
+    """What the options ask for of this machine's suite, each contender beside NSA; NSA alone where it is forced."""
     shapes, on_gpu = suite.table(machine.suite), machine.device == "cuda"
     quick, whole = (
         contenders.with_contenders(suite.planned(shapes, quick=part, backend=arguments.backend, on_gpu=on_gpu), asked)
         for part in (True, False)
     )
     keys = options.chosen(quick if arguments.quick else whole, arguments.cases, whole)
+    if forced.of(machine.id) is not None:
+        keys = [key for key in keys if key.implementation == NSA]
     return suite.absent_once(keys, machine.device)
 
 
 def _too_large(results: Path, machine: Machine, identity: Fingerprint, keys: Sequence[Key]) -> list[WillNotFit]:
     """The cases that this device has no memory for, which are said before anything runs."""
-    free, total = torch.cuda.mem_get_info() if machine.device == "cuda" else psutil.virtual_memory()[1::-1]
+    free_mib, total_mib = _memory_mib(machine)
     stored = Store(results)
     elsewhere_mib: dict[str, float] = {}
     for other in stored.machines():
@@ -193,10 +205,16 @@ def _too_large(results: Path, machine: Machine, identity: Fingerprint, keys: Seq
                 elsewhere_mib[name] = min(found[-1].peak_mem_mib, elsewhere_mib.get(name, math.inf))
     estimates_mib = {key.name: 1024 * estimate_gib(key) for key in keys}
     sources, here = identity.nsa_sha256, stored.visits(machine.id)
-    found_too_large = will_not_fit(estimates_mib, total / MIB, free / MIB, sources, here, elsewhere_mib)
+    found_too_large = will_not_fit(estimates_mib, total_mib, free_mib, sources, here, elsewhere_mib)
     for one in found_too_large:
         print(f"will not fit: {one.name}: {one.reason}", flush=True)
     return found_too_large
+
+
+def _memory_mib(machine: Machine) -> tuple[float, float]:
+    """(free, total) memory of what is measured; within the cap of a GPU that is forced."""
+    free, total = forced.memory_bytes() if machine.device == "cuda" else psutil.virtual_memory()[1::-1]
+    return free / MIB, total / MIB
 
 
 def _not_tried(key: Key, why: WillNotFit, identity: Fingerprint, command: str) -> Measurement:
@@ -268,7 +286,9 @@ def _measure_anchors(
 
 def run_command(machine_id: str, backend: str, *, quick: bool, seed: int, contenders: Sequence[str] = ()) -> str:
     """What measures a case again, with its name behind it."""
-    words = ["python", "-m", "benchmarks", "run", "--gpu", machine_id, "--backend", backend]
+    stands_for = forced.of(machine_id)
+    words = ["python", "-m", "benchmarks", "run", "--gpu", forced.itself(machine_id), "--backend", backend]
+    words += stands_for.options if stands_for else []
     if contenders:
         words += ["--contenders", ",".join(contenders)]
     return shlex.join([*words, *["--quick"] * quick, "--seed", str(seed), "--cases"])

@@ -16,7 +16,8 @@ from typing import Any
 from harness import schema
 
 NAME = re.compile(
-    r"(?P<machine>[a-z0-9][a-z0-9-]*?)-(?P<day>\d{8})-(?P<commit>[0-9a-f]{7,40})-(?P<what>.+?)(-forced-sm(?P<forced>\d+))?",
+    r"(?P<machine>[a-z0-9][a-z0-9-]*?)-(?P<day>\d{8})-(?P<commit>[0-9a-f]{7,40})-(?P<what>.+?)"
+    r"(-forced-sm(?P<forced>\d+)(-(?P<memory_gb>\d+)gb)?)?",
     re.ASCII,
 )
 """What a summary's name says, without .json: where and when it ran, of which commit, and what."""
@@ -86,6 +87,12 @@ def read_all(results: Path) -> dict[str, LawSummary]:
         except (OSError, ValueError):
             continue
     return found
+
+
+def own(summaries: Mapping[str, LawSummary]) -> dict[str, LawSummary]:
+    """Those of GPUs that ran their own kernels."""
+    names = {name: NAME.fullmatch(Path(name).stem) for name in summaries}
+    return {name: one for name, one in summaries.items() if not ((found := names[name]) and found["forced"])}
 
 
 def newest(summaries: Mapping[str, LawSummary]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,7 +24,7 @@ class MemoryTrend:
     before_mib: float | None
     """What it is judged against; None where there is nothing before."""
     since: CaseVisit
-    """The run with which the present level began."""
+    """The run from which on every peak has this verdict; with `SAME` or `FIRST` that of the present level."""
     earlier: CaseVisit | None
     """The run before that one."""
 
@@ -53,18 +54,24 @@ def _trend(name: str, points: Sequence[CaseVisit], accepted_mib: float | None) -
         if peak_memory.judge(_mib(points[starts[-1]]), _mib(point), source) is not MemoryVerdict.SAME:
             starts.append(number)
     now_mib, since = _mib(points[-1]), starts[-1]
-    earlier = points[since - 1] if since else None
     levels_mib = [_mib(points[start]) for start in starts[:-1]]
     before_mib = accepted_mib if accepted_mib is not None else min(levels_mib, default=None)
     if before_mib is None:
         verdict = MemoryVerdict.FIRST if len(points) == 1 else MemoryVerdict.SAME
-        return MemoryTrend(name, verdict, now_mib, None, points[since], earlier)
+        return MemoryTrend(name, verdict, now_mib, None, points[since], _before(points, since))
     verdict = peak_memory.judge(before_mib, now_mib, source)
     if verdict is MemoryVerdict.SAME and levels_mib and accepted_mib is None:
         last = peak_memory.judge(levels_mib[-1], now_mib, source)
         if last is MemoryVerdict.SHRANK:  # back at the lowest level
-            return MemoryTrend(name, last, now_mib, levels_mib[-1], points[since], earlier)
-    return MemoryTrend(name, verdict, now_mib, before_mib, points[since], earlier)
+            return MemoryTrend(name, last, now_mib, levels_mib[-1], points[since], _before(points, since))
+    if verdict is not MemoryVerdict.SAME:  # a level that is higher than before may have begun by shrinking from a third
+        alike = (peak_memory.judge(before_mib, _mib(points[start]), source) is verdict for start in reversed(starts))
+        since = starts[-len(list(itertools.takewhile(bool, alike)))]
+    return MemoryTrend(name, verdict, now_mib, before_mib, points[since], _before(points, since))
+
+
+def _before(points: Sequence[CaseVisit], number: int) -> CaseVisit | None:
+    return points[number - 1] if number else None
 
 
 def _mib(visit: CaseVisit) -> float:

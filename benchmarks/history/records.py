@@ -13,6 +13,7 @@ from benchmarks.cases.outcome import CaseOutcome, Correctness
 from benchmarks.history.samples import SampleSummary
 from benchmarks.peak_memory import OutOfMemory
 from benchmarks.timing.clocks import ClockSummary
+from harness import forced
 from harness.fingerprint import Fingerprint
 from harness.peak import MIB
 
@@ -21,6 +22,8 @@ NUMBERS = (
     "other_load",
 )  # fmt: skip
 """What was measured: None unless PASSED."""
+TIMES = ("latency_ms", "interval_ms", "end_to_end_ms", "samples", "tokens_per_s", "compile_s")
+"""What tells how fast it was."""
 _ABOVE_ZERO = ("latency_ms", "end_to_end_ms", "tokens_per_s", "flops", "bytes_moved")
 _NOT_NEGATIVE = ("peak_mem_mib", "compile_s", "other_load")  # a call can need nothing beside its inputs
 
@@ -52,6 +55,15 @@ def check_figures(of: Any) -> None:
         low_ms, high_ms = of.interval_ms if len(of.interval_ms) == 2 else (math.inf, -math.inf)
         if of.latency_ms is None or not low_ms <= of.latency_ms <= high_ms:
             raise ValueError(f"interval_ms must be two bounds around latency_ms; got {of.interval_ms}")
+
+
+def check_untimed(of: Any, fingerprint: Fingerprint) -> None:
+    """Raises ValueError where a GPU that was forced to be another one has a time."""
+    if forced.of(fingerprint.machine) is None:
+        return
+    for name in TIMES:
+        if getattr(of, name) is not None:
+            raise ValueError(f"{name} must be None on {fingerprint.machine}: it was forced, and nothing is timed there")
 
 
 @dataclass(frozen=True)
@@ -128,6 +140,7 @@ class Record:
     def __post_init__(self) -> None:
         try:
             check_figures(self)
+            check_untimed(self, self.fingerprint)
         except ValueError as error:
             raise ValueError(f"{self.key.name}: {error}") from None
 

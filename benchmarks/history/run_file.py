@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.cases.key import Key
 from benchmarks.history import record_line, samples
 from benchmarks.history.record_line import RecordLine
-from benchmarks.history.records import Record
+from benchmarks.history.records import Record, check_untimed
 from benchmarks.history.samples import RawSamples
 from harness import jsonl, schema
 from harness.fingerprint import Fingerprint
@@ -187,6 +187,7 @@ def parsed(lines: Iterable[tuple[int, bytes]], path: Path) -> Iterator[StoredRec
                 yield StoredRecord(number, old.key, old.fingerprint, old, None)
             else:
                 key, found = record_line.decode(line)
+                check_untimed(found, run.fingerprint)
                 yield StoredRecord(number, key, run.fingerprint, found, run)
         except (ValueError, TypeError, RecursionError) as error:  # JSON and Unicode errors are ValueErrors
             yield DamagedLine(path, number, f"{type(error).__name__}: {error}")

@@ -15,6 +15,7 @@ from benchmarks.report.ledger import IncidentReplay
 from benchmarks.report.links import Link, Repository
 from benchmarks.report.mutants import Commit
 from benchmarks.report.table import BAD, GOOD, PLAIN
+from harness import forced
 
 _COMMIT = re.compile(r"-\d{8}-(?P<commit>[0-9a-f]{7,40})-", re.ASCII)
 
@@ -40,7 +41,7 @@ def laws(results: Path, repository: Repository) -> HeadlineNumber:
 
     A file's name says of which commit it is.
     """
-    found = law_summaries.read_all(results)
+    found = law_summaries.own(law_summaries.read_all(results))
     name = law_summaries.newest(found)
     if name is None:
         return HeadlineNumber("Laws and tests", "none recorded", PLAIN)
@@ -58,7 +59,7 @@ def laws(results: Path, repository: Repository) -> HeadlineNumber:
 
 def incidents(entries: Sequence[IncidentReplay], repository: Repository, page: str) -> HeadlineNumber:
     """The newest run of the regression suite; one of a few incidents only is not green."""
-    runs = ledger.newest(entries)
+    runs = ledger.newest(entry for entry in entries if forced.of(entry.fingerprint.machine) is None)
     if not runs:
         return HeadlineNumber("Incidents", "none replayed", PLAIN, href=page)
     run = [entry for entry in runs[0] if entry.verdict != ledger.SKIPPED]

@@ -44,6 +44,7 @@ from benchmarks.report.machine import MachineSection
 from benchmarks.report.style import in_short
 from benchmarks.report.table import percent
 from benchmarks.report.verdicts import Answers, last_run
+from harness import forced
 
 INDEX = "index.html"
 FURTHER_PAGES = {"What ran where": "proof.html", "Calibration": "calibration.html", "Incidents": "ledger.html"}
@@ -170,8 +171,8 @@ class _MachinePages:
 
 
 def _machines(results: Path, settings: ReportSettings) -> list[_MachinePages]:
-    """Every machine that has runs, the one with the newest first."""
-    names = sorted(folder.name for folder in (results / "runs").glob("*/"))
+    """Every machine that has runs, the one with the newest first; a forced one has no times, and no page."""
+    names = sorted(one.name for one in (results / "runs").glob("*/") if forced.of(one.name) is None)
     workers = min(len(names), os.cpu_count() or 1)
     if workers < 2 or sum(1 for _ in (results / "runs").glob("*/*.jsonl")) < _MANY_RUNS:
         machine_pages = [_pages_of(results, settings, name) for name in names]

@@ -1,24 +1,26 @@
 """What is proven on which machine: for every GPU family what was compiled, what ran forced, and what ran truly.
 
 From records alone. Compiling needs no GPU: a summary of tests under results/laws counts by architecture what the
-compiler accepted (`conversion.summarize_junit`). A record whose name ends in -forced-sm86 ran on another GPU by the
-tables and kernels of that architecture, which proves correctness and fit, and no speed. What ran truly is of the family
-that the record's machine is.
+compiler accepted (`conversion.summarize_junit`). A record whose name, or whose machine's, ends in -forced-sm86 or
+-forced-sm86-24gb ran on another GPU by the tables and kernels of that architecture (`harness.forced`), which proves
+correctness and fit, and no speed. What ran truly is of the family that the record's machine is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.history import accepted
 from benchmarks.history import laws as law_summaries
 from benchmarks.history.laws import LawSummary, OutcomeCounts
+from benchmarks.history.store import CaseVisit, Store
 from benchmarks.report.ledger import SKIPPED, IncidentReplay
 from benchmarks.report.links import Link, Repository
 from benchmarks.report.table import BAD, GOOD, Cell, ReportTable
-from harness import machines
+from harness import forced, machines
+from harness.forced import Forced
 
 HEAD = (
     "GPU family",
@@ -41,8 +43,8 @@ class LawRecord:
     file: str
     machine: str
     commit: str
-    forced: str | None
-    """The architecture whose kernels ran on this machine's GPU: "86"; None for its own."""
+    forced: Forced | None
+    """What this machine's GPU was forced to; None where it was itself."""
     summary: LawSummary
 
 
@@ -51,7 +53,9 @@ def law_records(results: Path) -> list[LawRecord]:
     found = []
     for file, summary in law_summaries.read_all(results).items():
         if (name := law_summaries.NAME.fullmatch(Path(file).stem)) is not None:
-            found.append(LawRecord(file, name["machine"], name["commit"], name["forced"], summary))
+            memory_gb = None if name["memory_gb"] is None else int(name["memory_gb"])
+            made = Forced(f"sm{name['forced']}", memory_gb) if name["forced"] else None
+            found.append(LawRecord(file, name["machine"], name["commit"], made, summary))
     return sorted(found, key=lambda one: one.summary.utc)
 
 
@@ -74,7 +78,7 @@ def table(
         measured = sum(count for machine, count in cases.items() if _is_of(machine, name))
         own = [
             _compiled(laws, architecture, repository),
-            _forced(laws, architecture, repository),
+            _forced(results, architecture, laws, incidents, repository),
             _laws([one for one in laws if _is_of(one.machine, name) and one.forced is None], repository),
             _incidents([entry for entry in incidents if _is_of(entry.fingerprint.machine, name)]),
             Cell(f"{measured} cases", GOOD) if measured else Cell(NOTHING),
@@ -91,6 +95,8 @@ def table(
 
 def _is_of(machine: str, family: str) -> bool:
     """Whether a machine is of this family, as one of its boards or as a slice of one; or a GPU that is not listed."""
+    if forced.of(machine) is not None:
+        return False
     if family == machines.UNKNOWN_GPU:
         return machine == family or machine.startswith(f"{family}-")
     return machines.same_family(machines.whole_board(machine), family)
@@ -105,12 +111,59 @@ def _compiled(laws: Sequence[LawRecord], architecture: str, repository: Reposito
     return Cell(NOTHING)
 
 
-def _forced(laws: Sequence[LawRecord], architecture: str, repository: Repository) -> Cell:
-    newest = _newest([one for one in laws if architecture and one.forced == architecture])
-    if newest is None:
+def _forced(
+    results: Path,
+    architecture: str,
+    laws: Sequence[LawRecord],
+    incidents: Sequence[IncidentReplay],
+    repository: Repository,
+) -> Cell:
+    """What other GPUs showed of an architecture, in words: laws, incidents, cases of the bench that were right."""
+    if not architecture:
         return Cell(NOTHING)
-    cell = _counted(newest.summary.counts, repository.commit(newest.commit))
-    return Cell(f"{cell.text}, on {newest.machine}", cell.kind, cell.href)
+    cells = []
+    newest = _newest([one for one in laws if one.forced and one.forced.architecture == f"sm{architecture}"])
+    if newest is not None and newest.forced is not None:
+        counted = _counted(newest.summary.counts, repository.commit(newest.commit))
+        where = _where(newest.machine, newest.forced)
+        cells.append(Cell(f"laws {counted.text}{where}", counted.kind, counted.href))
+    by_machine: dict[str, list[IncidentReplay]] = {}
+    for entry in incidents:
+        by_machine.setdefault(entry.fingerprint.machine, []).append(entry)
+    for machine, made in _forced_to(architecture, by_machine):
+        found = _incidents(by_machine[machine])
+        if found.text != NOTHING:
+            cells.append(Cell(f"incidents {found.text}{_where(forced.itself(machine), made)}", found.kind))
+    for machine, made in _forced_to(architecture, [one.name for one in sorted((results / "runs").glob("*/"))]):
+        visits = [found[-1] for found in Store(results, machine).visits(machine).values()]
+        if visits:
+            cells.append(_fitted(visits, _where(forced.itself(machine), made)))
+    if not cells:
+        return Cell(NOTHING)
+    kind = BAD if any(cell.kind == BAD for cell in cells) else GOOD
+    return Cell("; ".join(cell.text for cell in cells), kind, next((cell.href for cell in cells if cell.href), None))
+
+
+def _forced_to(architecture: str, names: Iterable[str]) -> Iterator[tuple[str, Forced]]:
+    """Of these machines those that were forced to it, and to how much memory."""
+    for name in names:
+        if (made := forced.of(name)) is not None and made.architecture == f"sm{architecture}":
+            yield name, made
+
+
+def _where(machine: str, made: Forced) -> str:
+    return f", on {machine}" + (f" with {made.memory_gb} GB" if made.memory_gb else "")
+
+
+def _fitted(newest: Sequence[CaseVisit], where: str) -> Cell:
+    """The newest visit of each case: right and with a peak, too large, or neither, which is red."""
+    right = sum(visit.peak_mem_mib is not None for visit in newest)
+    too_large = sum(visit.out_of_memory is not None for visit in newest)
+    other = len(newest) - right - too_large
+    text = f"bench {right} of {len(newest)} right"
+    text += f", {too_large} too large" if too_large else ""
+    text += f", {other} with neither" if other else ""
+    return Cell(f"{text}{where}", BAD if other else GOOD)
 
 
 def _laws(found: Sequence[LawRecord], repository: Repository) -> Cell:

@@ -18,6 +18,7 @@ from harness import fingerprint, jsonl, machines
 from harness.fingerprint import Fingerprint
 from nsa.io import atomic_write
 from nsa.triton_backend import tuning
+from nsa.triton_backend.architecture import of
 from nsa.triton_backend.tuning import LaunchConfig
 
 DTYPE = torch.bfloat16
@@ -83,7 +84,7 @@ def _architecture(arguments: argparse.Namespace) -> int:
         return int(arguments.architecture)
     if not torch.cuda.is_available():
         raise ValueError("tune needs an NVIDIA GPU; --dry-run --architecture 89 lists the candidates without one")
-    here = tuning.architecture(torch.device("cuda", torch.cuda.current_device()))
+    here = of(torch.device("cuda", torch.cuda.current_device()))
     if arguments.architecture not in (None, here):
         raise ValueError(f"--architecture: this GPU is {here}; got {arguments.architecture}")
     return here

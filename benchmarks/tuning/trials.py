@@ -20,6 +20,7 @@ from benchmarks.tuning import candidates
 from benchmarks.tuning.candidates import Trial
 from nsa.triton_backend import ahead_of_time, dispatch, tuning
 from nsa.triton_backend.ahead_of_time import Heads
+from nsa.triton_backend.architecture import shared_kib
 from nsa.triton_backend.tuning import LaunchConfig, Table
 
 PARTS = {
@@ -73,7 +74,7 @@ def fits(kernel: str, tuned: LaunchConfig, table: Table, workload: Workload) -> 
         length = dispatch.KV_MAJOR_MIN_QUERIES - 1  # below, a small group goes by query
     with using(kernel, tuned, table, workload), ahead_of_time.recorded(workload.architecture) as launches:
         ahead_of_time.call(heads, length, length, backward="backward" in kernel)
-    shared_kib = tuning.SHARED_MEMORY_KIB.get(workload.architecture, tuning.LEAST_SHARED_KIB)
+    limit_kib = shared_kib(workload.architecture)
     asked = [launch for launch in launches if launch.name == name]
     try:
         needs = [launch.needs() for launch in asked]
@@ -82,7 +83,7 @@ def fits(kernel: str, tuned: LaunchConfig, table: Table, workload: Workload) -> 
             return False
         raise
     launched = bool(asked) or not kernel.startswith(HOPPER)
-    return launched and all(need.shared_bytes <= shared_kib * 1024 for need in needs)
+    return launched and all(need.shared_bytes <= limit_kib * 1024 for need in needs)
 
 
 @dataclass(frozen=True)

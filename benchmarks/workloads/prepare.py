@@ -14,6 +14,7 @@ from benchmarks.cases.key import NSA, Key
 from benchmarks.cases.work import Work
 from benchmarks.workloads import attention, parts, train_step
 from benchmarks.workloads.train_step import MODELS
+from harness import forced
 
 GIB = 2**30
 _SEQUENCES_COMPARED = 4
@@ -67,7 +68,7 @@ def _of_step(key: Key) -> float:
 
 def require_room(key: Key, device: str) -> None:
     """Raises MemoryError where the case cannot fit in the memory of the device."""
-    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if device == "cuda" else None
+    total = forced.memory_bytes()[1] if device == "cuda" else None
     available_gib = (psutil.virtual_memory().total if total is None else total) / GIB
     needed_gib = estimate_gib(key)
     if needed_gib > available_gib:

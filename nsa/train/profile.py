@@ -232,7 +232,8 @@ RETIRED_VARIABLES = {
 
 _TOLD = ("NSA_COMMIT", "NSA_IMAGE")
 _OTHERS = (
-    "NSA_BASE_IMAGE", "NSA_DIRTY", "NSA_ENGINE", "NSA_EXPECT", "NSA_FAMILY", "NSA_RESULTS", "NSA_WHEELS",
+    "NSA_BASE_IMAGE", "NSA_DIRTY", "NSA_ENGINE", "NSA_EXPECT", "NSA_FAMILY", "NSA_FORCE_ARCH", "NSA_MEMORY_GB",
+    "NSA_RESULTS", "NSA_WHEELS",
 )  # fmt: skip
 """What the suites and the images are told; training has no use for it."""
 

@@ -24,6 +24,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import nsa
+from nsa.triton_backend import architecture as served
 from nsa.triton_backend import dispatch, tuning
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -100,7 +101,7 @@ def recorded(architecture: int) -> Iterator[list[Launch]]:
         mock.patch.object(triton.runtime.driver, "_active", _Driver(architecture)),
         mock.patch.object(JITFunction, "_do_compile", do_compile),
         mock.patch.object(dispatch, "_why_not_here", return_value=None),
-        mock.patch.object(tuning, "architecture", return_value=architecture),
+        mock.patch.object(served, "of_gpu", return_value=architecture),
     ):
         yield launches
 

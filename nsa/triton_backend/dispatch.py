@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from nsa.triton_backend import hopper, tuning
+from nsa.triton_backend import architecture, hopper, tuning
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -141,7 +141,7 @@ def hopper_serves(computation: str, group: int, *read: Tensor) -> bool:
     That takes a version of Triton that was tried, a launch in the architecture's table ("hopper.scores", ..., measured
     with 16 heads per group), and 16-bit heads of 128 that TMA can read where they lie.
     """
-    table, name = tuning.table(tuning.architecture(read[0].device)), f"hopper.{computation}"
+    table, name = tuning.table(architecture.of(read[0].device)), f"hopper.{computation}"
     if not hopper.AVAILABLE or interpreted() or name not in table.narrow:
         return False
     rows = table.of(name, "narrow", group).rows

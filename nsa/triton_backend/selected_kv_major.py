@@ -200,9 +200,10 @@ def backward(
     in_one_go = at_a_time == length
     # each key stands in a block, so that each row is written
     sums = [x.new_empty(x.shape, dtype=x.dtype if in_one_go else torch.float32) for x in (k, v)]
+    # once for all chunks: while a second one is made, the first would still be held
+    dq_part = None if dq is None else q.new_empty(batch * num_kv_heads * at_a_time * n, group, dk)
     for first in range(0, length, at_a_time):
         count = min(at_a_time, length - first)
-        dq_part = None if dq is None else q.new_empty(batch * num_kv_heads * count * n, group, dk)
         _backward_chunk(q, k, v, do, lse, delta, block_indices, first, count, layout, scale, sums, dq_part)
         if dq is not None:
             with on_device(q):

@@ -16,14 +16,13 @@ import torch
 import triton
 from torch import Tensor
 
+from nsa.triton_backend import architecture
+
 MIN_DOT = 16  # tensor cores take no smaller side
 # The optimiser of ptxas 12.8, which Triton 3.6 brings, breaks a kernel on Hopper whose values have fewer channels than
 # its keys, and fewer than 64: wrong sums, then "Out-of-range shared or local address" (compute-sanitizer). The same PTX
 # is right without its optimiser, and from the ptxas of CUDA 13. So values are padded as far as keys are, up to 64.
 ENOUGH_VALUES = 64
-SHARED_MEMORY_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-"""By compute capability: what one program may have (CUDA programming guide, "technical specifications")."""
-LEAST_SHARED_KIB = 99  # of any architecture
 NARROW = 512  # bytes of q and o, or of k and v, per row that the table is made for: bfloat16, head sizes of 128
 
 
@@ -73,9 +72,9 @@ ANYWHERE = 86  # which has the least shared memory
 
 
 @functools.cache
-def table(architecture: int) -> Table:
+def table(capability: int) -> Table:
     """The table of a compute capability (80, 86, ...), or one that fits every GPU where it has none of its own."""
-    path = TABLES / f"sm{architecture}.json"
+    path = TABLES / f"sm{capability}.json"
     found = json.loads((path if path.exists() else TABLES / f"sm{ANYWHERE}.json").read_text(encoding="utf-8"))
     widths = {width: {k: LaunchConfig(**launch) for k, launch in found.get(width, {}).items()} for width in WIDTHS}
     return Table(found["how"], **widths)
@@ -131,14 +130,6 @@ def width(dk: int, dv: int, dtype: torch.dtype) -> tuple[str, int]:
     return "wide", row_bytes // (2 * NARROW)
 
 
-def architecture(device: torch.device) -> int:
-    """A GPU's compute capability, as in 86; 0 in the interpreter."""
-    if device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
 @functools.cache
 def num_sms(device: torch.device) -> int:
     """A GPU's streaming multiprocessors; in the interpreter those of an H200."""
@@ -147,7 +138,7 @@ def num_sms(device: torch.device) -> int:
 
 def shape(kernel: str, q: Tensor, v: Tensor) -> Shape:
     """The tiles of a kernel for these queries [B, S, Hq, Dk] and values [B, T, Hkv, Dv]."""
-    return fit(kernel, architecture(q.device), q.shape[2] // v.shape[2], q.shape[3], v.shape[3], q.dtype)
+    return fit(kernel, architecture.of(q.device), q.shape[2] // v.shape[2], q.shape[3], v.shape[3], q.dtype)
 
 
 def fit(kernel: str, capability: int, group: int, dk: int, dv: int, dtype: torch.dtype) -> Shape:
@@ -166,5 +157,5 @@ def fit(kernel: str, capability: int, group: int, dk: int, dv: int, dtype: torch
     value_stages = tuned.value_stages or launch[1]
     # where products do not take them from shared memory, q and do stand there for masked and for other loops apart
     twice_kib = 2 * tokens * padded_group * (padded_k + padded_v) * dtype.itemsize / 1024
-    stretches = 1 if twice_kib > 2 / 3 * SHARED_MEMORY_KIB.get(capability, LEAST_SHARED_KIB) else 3
+    stretches = 1 if twice_kib > 2 / 3 * architecture.shared_kib(capability) else 3
     return Shape(tokens, padded_group, keys, padded_k, padded_v, *launch, value_stages, stretches)

@@ -121,6 +121,27 @@ def test_levels(
     assert (found.verdict, found.before_mib) == (verdict, before_mib)
 
 
+@pytest.mark.parametrize(
+    ("peaks_mib", "accepted_mib", "day"),
+    [
+        ((100.0, 160.0, 130.0), None, 2),
+        ((100.0, 100.0, 160.0, 100.0, 130.0, 120.0), None, 5),
+        ((160.0, 120.0, 100.0), 160.0, 2),
+        ((100.0, 160.0, 200.0), 160.0, 3),
+        ((200.0, 220.0), 160.0, 1),
+        ((100.0, 160.0, 100.0), None, 3),
+    ],
+    ids=["shrank again", "after it was back", "less than accepted", "above accepted", "always", "back"],
+)
+def test_it_is_said_since_when_that_is_so(peaks_mib: Sequence[float], accepted_mib: float | None, day: int) -> None:
+    """Not the newest level's begin: the commit with which 160 MiB became 130 made nothing grow."""
+    points = visits(*peaks_mib)
+    found = trend(points, accepted_mib)
+    assert found.verdict in (GREW, SHRANK)
+    assert found.since is points[day - 1]
+    assert found.earlier is (points[day - 2] if day > 1 else None)
+
+
 def test_another_path_is_another_series() -> None:
     found = trend([*visits(100.0), *visits(300.0, path="torch")])
     assert found.verdict is FIRST
@@ -143,6 +164,13 @@ TORCH_CUDA = (
     "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 23.69 GiB of"
     " which 5.31 GiB is free. Including non-PyTorch memory, this process has 18.25 GiB memory in use. Of the"
 )
+CAPPED = (
+    "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.81 GiB of"
+    " which 117.00 GiB is free. Process 7 has 22.81 GiB memory in use. Including non-PyTorch memory, this process has"
+    " 18.25 GiB memory in use. 22.35 GiB allowed; Of the allocated memory 17.00 GiB is allocated by PyTorch, with 1.00"
+    " GiB allocated in private pools (e.g., CUDA Graphs), and 512.00 MiB is reserved by PyTorch but unallocated."
+)
+"""What PyTorch says under `set_per_process_memory_fraction`."""
 TORCH_CPU = "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 1048576 bytes."
 NOT_TRIED = "MemoryError: not tried: it takes about 30.0 GiB, and the device has 24.0 GiB"
 
@@ -151,13 +179,17 @@ NOT_TRIED = "MemoryError: not tried: it takes about 30.0 GiB, and the device has
     ("reason", "wanted"),
     [
         (TORCH_CUDA, OutOfMemory(20480.0, 5437.44, 18688.0)),
+        (CAPPED, OutOfMemory(20480.0, (22.35 - 17.5) * 1024, 18688.0)),
+        (CAPPED.replace("117.00", "2.00"), OutOfMemory(20480.0, 2048.0, 18688.0)),
         (TORCH_CPU, OutOfMemory(1.0, None, None)),
         (NOT_TRIED, OutOfMemory(30720.0, 24576.0, None)),
         ("the child was killed (SIGKILL)", OutOfMemory(None, None, None)),
     ],
 )
 def test_what_an_allocator_lacked(reason: str, wanted: OutOfMemory) -> None:
-    assert peak_memory.out_of_memory(reason) == wanted
+    found = peak_memory.out_of_memory(reason)
+    assert found == dataclasses.replace(wanted, free_mib=found.free_mib)
+    assert found.free_mib == pytest.approx(wanted.free_mib)
 
 
 def test_running_out_is_an_outcome_with_its_bytes_and_the_next_case_runs(tmp_path: Path) -> None:

@@ -112,8 +112,10 @@ BOARDS: Mapping[str, Board] = {
         },
     ),
     "gpu-geforce-rtx-5090": Board("NVIDIA GeForce RTX 5090", (12, 0), 170, _GEFORCE),
+    "h200": Board("NVIDIA H200", (9, 0), 132),
     "vgpu": Board("NVIDIA A100", _A100, 108, {"nvmlDeviceGetVirtualizationMode": 2}),
 }
 """By the id that the benches are to give them. Strangers' machines: an A100 under a power cap, one whose user may not
 lock its clocks, a slice that tells of no process how busy it is, an RTX 3090 that draws a screen, begins hot and is
-used by another process at first, one that nobody has listed; and a vGPU behind the name of a whole board."""
+used by another process at first, one that nobody has listed; an H200, which can stand in for most of them; and a vGPU
+behind the name of a whole board."""

@@ -51,7 +51,7 @@ def test_a_command_ends_with_code_2(tmp_path: Path) -> None:
 
 
 def test_what_is_near_to_no_name_is_told_all_of_them() -> None:
-    with pytest.raises(ValueError, match=r"NSA_QQQQQQQQQ; known: NSA_RESULTS, .*NSA_DIRTY, NSA_TB_DISABLE"):
+    with pytest.raises(ValueError, match=r"NSA_QQQQQQQQQ; known: NSA_RESULTS, .*NSA_MEMORY_GB, NSA_TB_DISABLE"):
         environment.check({"NSA_QQQQQQQQQ": "1"})
 
 

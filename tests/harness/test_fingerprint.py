@@ -74,8 +74,8 @@ def test_the_hash_holds_names_and_contents(tmp_path: Path) -> None:
 NOT_MEASURING = {
     "benchmarks/cases/key.py", "benchmarks/cases/outcome.py", "benchmarks/history/records.py",
     "benchmarks/history/samples.py", "benchmarks/peak_memory.py", "benchmarks/timing/peak.py", "harness/environment.py",
-    "harness/fingerprint.py", "harness/guard.py", "harness/isolate.py", "harness/machines.py", "harness/peak.py",
-    "harness/repository.py", "harness/schema.py",
+    "harness/fingerprint.py", "harness/forced.py", "harness/guard.py", "harness/isolate.py", "harness/machines.py",
+    "harness/peak.py", "harness/repository.py", "harness/schema.py",
 }  # fmt: skip
 """What the runner imports to say and keep figures, or to end what hangs, not to come by them."""
 

@@ -14,6 +14,7 @@ from typing import IO
 import pytest
 import torch
 
+from harness import forced
 from nsa import NSAConfig
 from tests.laws import (
     test_aux,
@@ -101,7 +102,7 @@ def test_long_documents_are_independent(in_pieces: Parts, branch: str) -> None:
     test_independence.test_documents_are_independent.check(in_pieces, DOCUMENTS, branch)
 
 
-_GPU_GIB = torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else math.inf
+_GPU_GIB = forced.memory_bytes()[1] / 2**30 if torch.cuda.is_available() else math.inf
 _ORACLE_GIB = 60  # of dense scores in float64 and their gradients, with 4096 tokens and 64 heads
 _FEWER = 1 if _GPU_GIB > _ORACLE_GIB else 2
 """A GPU that cannot hold the oracle takes half the tokens, which is a quarter of the memory."""

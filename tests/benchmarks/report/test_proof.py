@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.ab import calibration
 from benchmarks.history import conversion
-from benchmarks.report import ledger, proof
+from benchmarks.report import evidence, ledger, proof
 from benchmarks.report.links import Repository
 from benchmarks.report.pages import build
 from benchmarks.report.table import BAD, GOOD, Cell
@@ -54,8 +54,32 @@ def test_a_compiled_architecture_is_that_of_every_family_that_has_it(tmp_path: P
 def test_what_ran_forced_is_not_what_ran_truly(tmp_path: Path) -> None:
     law(tmp_path, "h200-20260101-aaaaaaaaaa-laws-forced-sm86", "2026-01-01", 700)
     found = rows(tmp_path)
-    assert found["NVIDIA GeForce RTX 3090"]["ran forced"].text == "700 of 700 at aaaaaaa, on h200"
+    assert found["NVIDIA GeForce RTX 3090"]["ran forced"].text == "laws 700 of 700 at aaaaaaa, on h200"
     assert {row["laws"].text for row in found.values()} == {"–"}
+
+
+def test_laws_and_incidents_that_ran_forced_are_told_apart_by_memory(tmp_path: Path) -> None:
+    law(tmp_path, "h200-20260101-aaaaaaaaaa-laws-forced-sm80-40gb", "2026-01-01", 700, 1)
+    write_incidents(tmp_path, 6)
+    folder = tmp_path / "regression"
+    (own,) = folder.glob("h200/*.jsonl")
+    forced = folder / "h200-forced-sm80-40gb" / own.name
+    forced.parent.mkdir()
+    forced.write_text(own.read_text().replace('"machine": "h200"', '"machine": "h200-forced-sm80-40gb"'))
+    own.unlink()
+    found = rows(tmp_path)
+    cell = found["NVIDIA A100"]["ran forced"]
+    assert cell.text == "laws 700 of 701 at aaaaaaa, on h200 with 40 GB; incidents 4 green, on h200 with 40 GB"
+    assert cell.kind == BAD
+    assert {row["incidents"].text for row in found.values()} == {row["laws"].text for row in found.values()} == {"–"}
+    entries = ledger.read(tmp_path)[0]
+    assert evidence.laws(tmp_path, Repository()).text == "none recorded"
+    assert evidence.incidents(entries, Repository(), "ledger.html").text == "none replayed"
+
+
+def test_an_unlisted_gpu_that_ran_forced_is_no_gpu_that_is_not_listed(tmp_path: Path) -> None:
+    law(tmp_path, "gpu-geforce-rtx-5090-20260101-aaaaaaaaaa-laws-forced-sm86", "2026-01-01", 700)
+    assert "GPUs that are not listed" not in rows(tmp_path, **{"gpu-geforce-rtx-5090-forced-sm86": 3})
 
 
 def test_a_board_s_records_are_its_family_s(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 from nsa.triton_backend import hopper
-from nsa.triton_backend.tuning import SHARED_MEMORY_KIB
+from nsa.triton_backend.architecture import SHARED_MEMORY_KIB
 from tests.nsa.triton_backend.processes import answer
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import dispatch, hopper, tuning
+from nsa.triton_backend import architecture, dispatch, hopper, tuning
 from nsa.triton_backend.dispatch import TABLE, Call, Variant, hopper_serves, variant
 
 
@@ -40,7 +40,7 @@ def test_many_queries_in_small_groups_take_the_kv_stationary_kernel(
 
 @pytest.fixture
 def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "architecture", lambda _: 90)
+    monkeypatch.setattr(architecture, "of_gpu", lambda _: 90)
     monkeypatch.setattr(hopper, "AVAILABLE", True)
     monkeypatch.setattr(dispatch, "interpreted", lambda: False)
 
@@ -72,7 +72,7 @@ class TestWhatIsServed:
         assert hopper_serves("compressed_window_forward", 64, self.keys)
         assert not hopper_serves("compressed_window_forward", 65, self.keys)
         assert not hopper_serves("selected_forward", 17, self.keys)
-        monkeypatch.setattr(tuning, "architecture", lambda _: 80)
+        monkeypatch.setattr(architecture, "of_gpu", lambda _: 80)
         assert not hopper_serves("compressed_window_forward", 16, self.keys)
 
     def test_the_interpreter_runs_none_of_them(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -79,6 +80,23 @@ def test_scratch_bounds_a_chunk(monkeypatch: pytest.MonkeyPatch, device: torch.d
     )  # seven queries of 4 heads, 4 blocks, 24 channels
     inputs = draw(device, 70, 70, 4, 2, 24)
     agree(run("triton", inputs), run("reference", inputs))
+
+
+def test_chunks_of_the_backward_pass_share_one_scratch(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """It may hold a GiB at real sizes: two of them at a time were the peak of long texts in small groups."""
+    chunk, seen = selected_kv_major._backward_chunk, list[tuple[int, int]]()
+
+    def noted(*arguments: Any) -> None:
+        dq_part = arguments[-1]
+        seen.append((dq_part.data_ptr(), dq_part.numel()))
+        chunk(*arguments)
+
+    monkeypatch.setattr(selected_kv_major, "_backward_chunk", noted)
+    inputs = draw(device, 70, 70, 4, 2, 24)
+    agree(run("triton", inputs), run("reference", inputs))
+    assert len(seen) == 3
+    assert len(set(seen)) == 1
+    assert seen[0][1] == selected_kv_major.BACKWARD_SCRATCH
 
 
 def test_no_sequences_give_nothing(device: torch.device) -> None:

@@ -9,7 +9,7 @@ import nsa
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import tuning
+from nsa.triton_backend import architecture, tuning
 from nsa.triton_backend.tuning import LaunchConfig, Table
 
 CONFIG = nsa.NSAConfig(l=8, d=4, l_sel=32, n_sel=3, w=21)
@@ -38,8 +38,7 @@ def test_rows_that_are_too_wide_for_three_loops_take_one(monkeypatch: pytest.Mon
         1,
         3,
     )
-    monkeypatch.setattr(tuning, "LEAST_SHARED_KIB", 0)
-    monkeypatch.setattr(tuning, "SHARED_MEMORY_KIB", {})
+    monkeypatch.setattr(architecture, "shared_kib", lambda _: 0)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 50, heads, 16, generator=generator).to(device).requires_grad_() for heads in (4, 2, 2))
     one, other = (
