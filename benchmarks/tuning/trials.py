@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
@@ -46,6 +47,8 @@ JIT_NAMES = {
     "selected_kv_major": "selected_kv_major._forward",
     "selected_backward_kv": "selected_kv_major._backward",
 }
+BY_BLOCK = {"selected_kv_major": True, "selected_forward": False, "selected_backward_q": False}
+"""Kernels of the selected branch that serve some calls only: whether they loop over blocks of keys."""
 PLAN = latency.SamplingPlan(min_samples=20, min_time_s=0.2, wall_limit_s=5.0, end_to_end=False)
 SAME_BLOCKS = 0.999
 """Of the chosen blocks: a sum in another order may turn a tie in the last bit."""
@@ -53,13 +56,16 @@ SAME_BLOCKS = 0.999
 
 @contextmanager
 def using(kernel: str, tuned: LaunchConfig, table: Table, workload: Workload) -> Iterator[None]:
-    """Launch one kernel in another way; one that another of `hopper/` stands in for is launched itself."""
+    """Launch one kernel in another way; one that another kernel would stand in for is launched itself."""
     launches = {table.name(kernel, workload.width, workload.group): tuned}
     other = candidates.changed(table, workload.width, launches, table.how)
     if not kernel.startswith(HOPPER):
         everywhere = {name: launch for name, launch in other.narrow.items() if not name.startswith(HOPPER)}
         other = dataclasses.replace(other, narrow=everywhere)
-    with mock.patch.object(tuning, "table", return_value=other):
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(tuning, "table", return_value=other))
+        if (by_block := BY_BLOCK.get(kernel.removeprefix(HOPPER))) is not None:
+            patches.enter_context(mock.patch.object(dispatch, "sooner_by_block", return_value=by_block))
         yield
 
 
@@ -70,8 +76,6 @@ def fits(kernel: str, tuned: LaunchConfig, table: Table, workload: Workload) -> 
     """
     name = JIT_NAMES.get(kernel, re.sub("_(?=forward|backward)", "._", kernel, count=1))
     heads, length = Heads(workload.group, workload.dk, workload.dv, 1), dispatch.KV_MAJOR_MIN_QUERIES
-    if kernel.removeprefix(HOPPER) == "selected_forward":
-        length = dispatch.KV_MAJOR_MIN_QUERIES - 1  # below, a small group goes by query
     with using(kernel, tuned, table, workload), ahead_of_time.recorded(workload.architecture) as launches:
         ahead_of_time.call(heads, length, length, backward="backward" in kernel)
     limit_kib = shared_kib(workload.architecture)

@@ -16,14 +16,13 @@ import torch
 import triton
 from torch import Tensor
 
-from nsa.triton_backend import architecture, hopper, tuning
+from nsa.triton_backend import architecture, hopper, traffic, tuning
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_CAPABILITY = (8, 0)
 
 KV_MAJOR_MIN_QUERIES = 2048  # below, the sort costs more than it saves
-KV_MAJOR_MAX_GROUP = 8  # from 16 heads on, partial outputs weigh as much as the keys and values that need not travel
 KV_MAJOR_MAX_BLOCK_BYTES = 48 * 2**10  # of keys and values, which stay in shared memory
 HOPPER_CHANNELS = 128
 TMA_ALIGNMENT = 16  # bytes, of addresses and steps (CUDA driver API, cuTensorMapEncodeTiled)
@@ -50,6 +49,8 @@ class Call:
     """[B, T, Hkv, Dv]"""
     block_size: int
     """Tokens of a selection block, l'; 0 where none matters."""
+    forced_share: float = 0.0
+    """Of a query's selection blocks, those that are forced."""
 
     @property
     def group(self) -> int:
@@ -82,7 +83,7 @@ def _hopper_selected(call: Call) -> bool:
 
 
 def _kv_major_forward(call: Call) -> bool:
-    if call.q.shape[1] < KV_MAJOR_MIN_QUERIES or call.group > KV_MAJOR_MAX_GROUP:
+    if call.q.shape[1] < KV_MAJOR_MIN_QUERIES or not sooner_by_block(call, backward=False):
         return False
     shape = tuning.shape("selected_kv_major", call.q, call.v)
     block_bytes = tuning.padded(call.block_size) * (shape.dk + shape.dv) * call.q.element_size()
@@ -91,7 +92,17 @@ def _kv_major_forward(call: Call) -> bool:
 
 def _kv_major_dq(call: Call) -> bool:
     one_tile = call.block_size <= tuning.shape("selected_backward_kv", call.q, call.v).keys
-    return one_tile and call.group <= KV_MAJOR_MAX_GROUP
+    return one_tile and sooner_by_block(call, backward=True)
+
+
+def sooner_by_block(call: Call, *, backward: bool) -> bool:
+    """Whether the selected branch waits less for bytes with the loop over blocks of keys (`traffic.py`)."""
+    (_, queries, _, dk), (_, keys, _, dv) = call.q.shape, call.v.shape
+    seen = traffic.SelectedCall(
+        call.group, dk, dv, call.q.element_size(), call.block_size, queries, keys, call.forced_share
+    )
+    memory = traffic.memory_system(call.q.device, tuning.architecture(call.q.device))
+    return traffic.sooner_by_block(seen, memory, backward=backward)
 
 
 _ON_HOPPER = "TMA brings the next tiles while warpgroups multiply these"
@@ -112,12 +123,12 @@ TABLE = {
         Rule(Variant.PLAIN, _any, "a tile of queries takes the blocks that any of them sees"),
     ),
     "selected_forward": (
-        Rule(Variant.KV_MAJOR, _kv_major_forward, "many queries in small groups: each block is read once"),
+        Rule(Variant.KV_MAJOR, _kv_major_forward, "each block is read once: small groups, or an L2 that holds no head"),
         Rule(Variant.HOPPER, _hopper_selected, _ON_HOPPER),
         Rule(Variant.PLAIN, _any, "the heads of a group share each key; nothing is sorted"),
     ),
     "selected_backward_q": (
-        Rule(Variant.KV_MAJOR, _kv_major_dq, "small groups: dk and dv read the blocks anyway, and dq comes along"),
+        Rule(Variant.KV_MAJOR, _kv_major_dq, "the same; dk and dv read the blocks anyway, and dq comes along"),
         Rule(Variant.HOPPER, _hopper_selected, _ON_HOPPER),
         Rule(Variant.PLAIN, _any, "the heads of a group share each key; no partial dq goes through memory"),
     ),
@@ -128,9 +139,12 @@ TABLE = {
 """By computation, its kernels in order of preference."""
 
 
-def variant(computation: str, q: Tensor, k: Tensor, v: Tensor, block_size: int = 0) -> Variant:
-    """The kernel for q [B, S, Hq, Dk], k [B, T, Hkv, Dk] and v [B, T, Hkv, Dv], and selection blocks of that size."""
-    call = Call(computation, q, k, v, block_size)
+def variant(
+    computation: str, q: Tensor, k: Tensor, v: Tensor, block_size: int = 0, forced_share: float = 0.0
+) -> Variant:
+    """The kernel for q [B, S, Hq, Dk], k [B, T, Hkv, Dk] and v [B, T, Hkv, Dv], and selection blocks of that size, of
+    which this share is forced."""
+    call = Call(computation, q, k, v, block_size, forced_share)
     return next(rule.variant for rule in TABLE[computation] if rule.serves(call))
 
 

@@ -142,7 +142,7 @@ def forward(
     read = q.new_empty(batch, length, num_kv_heads, dtype=torch.int32)
     if o.numel() == 0:
         return o, lse, read
-    kernel = variant("selected_forward", q, k, v, layout.config.l_sel)
+    kernel = variant("selected_forward", q, k, v, *_blocks(layout, block_indices))
     if kernel is Variant.KV_MAJOR:
         selected_kv_major.forward(q, k, v, block_indices, layout, scale, finite, o, lse, read, whole)
         return o, lse, read
@@ -175,7 +175,7 @@ def gradients(
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if dq.numel() == 0:
         return dq, k.new_zeros(k.shape), v.new_zeros(v.shape)
-    kernel = variant("selected_backward_q", q, k, v, layout.config.l_sel)
+    kernel = variant("selected_backward_q", q, k, v, *_blocks(layout, block_indices))
     if kernel is Variant.HOPPER:
         with on_device(q):
             hopper.selected.backward_q(q, k, v, do, block_indices, layout, scale, lse, delta, dq)
@@ -201,6 +201,12 @@ def backward(
     """(dq, dk, dv), from what `forward` was given and gave; None is a gradient of 0."""
     do = torch.zeros_like(o) if do is None else do.contiguous()
     return gradients(q, k, v, do, *backward_rows(do, o, lse, dlse), block_indices, layout, scale)
+
+
+def _blocks(layout: Layout, block_indices: Tensor) -> tuple[int, float]:
+    """(tokens of a block, share of a query's blocks that are forced)."""
+    config = layout.config
+    return config.l_sel, min((config.init_blocks + config.local_blocks) / max(block_indices.shape[-1], 1), 1.0)
 
 
 def _per_token(

@@ -74,6 +74,18 @@ def test_blocks_as_wide_as_a_tile_and_others_agree_with_the_oracle(device: torch
         torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-5)
 
 
+def test_groups_of_16_may_go_by_block(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """As they do where L2 holds no head: the oracle's numbers, and the same bits each time."""
+    monkeypatch.setattr(dispatch, "sooner_by_block", lambda *_, **__: True)
+    inputs = draw(device, 18, 26, 16, 1, 16)
+    calls = [dispatch.variant(f"selected_{name}", *inputs[:3], 8) for name in ("forward", "backward_q")]
+    assert calls == [dispatch.Variant.KV_MAJOR] * 2
+    found = run("triton", inputs)
+    agree(found, run("reference", inputs))
+    for one, other in zip(found, run("triton", inputs), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_scratch_bounds_a_chunk(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     monkeypatch.setattr(
         selected_kv_major, "FORWARD_SCRATCH", 7 * 4 * 4 * 24
@@ -177,7 +189,7 @@ def test_one_block_of_all_queries_is_shared_by_tiles(device: torch.device) -> No
     agree(run("triton", inputs), run("reference", inputs))
 
 
-@pytest.mark.parametrize(("heads", "longest", "taken"), [(8, 128, True), (16, 128, False), (8, 512, False)])
+@pytest.mark.parametrize(("heads", "longest", "taken"), [(8, 128, True), (32, 128, False), (8, 512, False)])
 def test_it_serves_small_groups_and_blocks(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, heads: int, longest: int, taken: bool
 ) -> None:

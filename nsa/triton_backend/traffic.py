@@ -1,0 +1,153 @@
+"""How long the two selected kernels wait for bytes, by GPU: which of them serves a call (`dispatch.py`).
+
+By query (`selected.py`), a program reads the blocks of its query: l' · (Dk + Dv) elements per choice, whatever the group.
+They come from L2 as long as it holds the keys and values of one head; beyond that some come from device memory. By block
+(`selected_kv_major.py`), queries and partial outputs travel through device memory: G · (Dk + 2 · Dv) elements per choice,
+and G · 2 · Dk where dq comes along with dk and dv, which need the queries anyway. Both do the same products, which are
+left out, and both times are proportional to the number of choices, which is left out too.
+
+Choices are taken to be random but for the forced ones, which neighbours share: the worst case of reading by query.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+
+from nsa.triton_backend import tuning
+
+DRAM_SHARE = 0.89
+"""Of the data sheet's bandwidth: what a copy reaches (H200: 4.27 of 4.8 TB/s, `ceilings` of results/runs/h200)."""
+KV_MAJOR_GB_PER_S_PER_SM = 35.0
+"""What a multiprocessor makes of queries and partial outputs beside waiting for device memory, which nothing hides.
+
+From the selected forward of 32/8 heads of 128 at 32k on an H200: 12.9 GB in 5.8 ms, of which device memory takes 3.0.
+"""
+
+
+WORTH = 0.9
+"""By block must take at most this share of the time by query: it needs an index and scratch memory."""
+
+
+@dataclass(frozen=True)
+class MemorySystem:
+    """What one GPU reads through."""
+
+    num_sms: int
+    l2_bytes: int
+    l2_gb_per_s_per_sm: float
+    """GB/s that each multiprocessor gets from L2 when all of them read."""
+    dram_tb_per_s: float
+    """Data sheet."""
+
+
+REFERENCES = {
+    80: MemorySystem(108, 40 * 2**20, 53.0, 2.039),
+    86: MemorySystem(82, 6 * 2**20, 27.0, 0.936),
+    89: MemorySystem(128, 72 * 2**20, 40.0, 1.008),
+    90: MemorySystem(132, 60 * 2**20, 80.0, 4.8),
+    100: MemorySystem(148, 126 * 2**20, 80.0, 8.0),
+    120: MemorySystem(170, 96 * 2**20, 38.0, 1.792),
+}
+"""By compute capability: A100 SXM 80 GB, RTX 3090, RTX 4090, H200, B200 and RTX 5090, where the device does not tell.
+
+Multiprocessors, L2 and device memory are of NVIDIA's data sheets and whitepapers (A100 Tensor Core GPU, GA102, Ada, RTX
+Blackwell; of the H200 the L2 that it reports; of the B200 the tuning guide's L2). L2's rate: of the H200 what the
+selected forward by query takes (docs/kernels.md: 10.6 TB/s, 79 % of the peak); of the A100 79 % of its whitepaper's
+5120 bytes per clock at 1.41 GHz; of the B200 the H200's. No document gives the GeForce cards' rate: 16 bytes per clock
+and multiprocessor are assumed.
+"""
+
+
+INTERPRETED_AS = 90
+
+
+@functools.cache
+def memory_system(device: torch.device, capability: int) -> MemorySystem:
+    """What kernels of this compute capability read through on the device.
+
+    Where the device is of that capability, its own properties; else the reference's (the H200's in the interpreter).
+    """
+    reference = REFERENCES.get(capability or INTERPRETED_AS, REFERENCES[tuning.ANYWHERE])
+    if device.type != "cuda":
+        return reference
+    seen = torch.cuda.get_device_properties(device)
+    if 10 * seen.major + seen.minor != capability:
+        return reference
+    return replace(
+        reference,
+        num_sms=seen.multi_processor_count,
+        l2_bytes=seen.L2_cache_size or reference.l2_bytes,
+        dram_tb_per_s=_dram_tb_per_s(seen) or reference.dram_tb_per_s,
+    )
+
+
+def _dram_tb_per_s(properties: object) -> float:
+    """Of a device's properties: two transfers per clock over its bus; 0 where PyTorch or the driver does not tell."""
+    clock_khz, bus_bits = (getattr(properties, name, 0) or 0 for name in ("memory_clock_rate", "memory_bus_width"))
+    return 2 * clock_khz * 1e3 * bus_bits / 8 / 1e12
+
+
+@dataclass(frozen=True)
+class SelectedCall:
+    """What a call of the selected branch looks like to the memory."""
+
+    group: int
+    """Query heads per kv head."""
+    dk: int
+    dv: int
+    element_bytes: int
+    block_size: int
+    """Tokens of a block, l'."""
+    num_queries: int
+    """S of one sequence, the last of the keys."""
+    num_keys: int
+    """T of one sequence."""
+    forced_share: float
+    """Of the n blocks of a choice, those that neighbours share because they are forced."""
+
+    @property
+    def rows(self) -> int:
+        """Heads of a group, padded as tiles are."""
+        return int(triton.next_power_of_2(self.group))
+
+
+def missed_share(call: SelectedCall, l2_bytes: int) -> float:
+    """Of the blocks that are read by query, what L2 does not hold, on average over the queries.
+
+    A query at position t chooses among t tokens, of which L2 holds the `held` read last: 1 - held / t are missed.
+    """
+    held = l2_bytes / ((call.dk + call.dv) * call.element_bytes)
+    first = call.num_keys - call.num_queries
+    start = max(first, held)
+    if start >= call.num_keys:
+        return 0.0
+    missed = (call.num_keys - start) - held * math.log(call.num_keys / start)
+    return missed / call.num_queries * (1 - call.forced_share)
+
+
+def by_query_ns(call: SelectedCall, memory: MemorySystem) -> float:
+    """Per choice of a block, over all the GPU: the longer of L2's time and device memory's. Forward and dq alike."""
+    read = call.block_size * (call.dk + call.dv) * call.element_bytes
+    from_l2 = read / (memory.num_sms * memory.l2_gb_per_s_per_sm)
+    return max(from_l2, read * missed_share(call, memory.l2_bytes) / _dram_gb_per_s(memory))
+
+
+def by_block_ns(call: SelectedCall, memory: MemorySystem, *, backward: bool) -> float:
+    """Per choice of a block, over all the GPU: device memory's time and then the multiprocessors'."""
+    channels = 2 * call.dk if backward else call.dk + 2 * call.dv
+    moved = call.rows * channels * call.element_bytes
+    return moved / _dram_gb_per_s(memory) + moved / (memory.num_sms * KV_MAJOR_GB_PER_S_PER_SM)
+
+
+def sooner_by_block(call: SelectedCall, memory: MemorySystem, *, backward: bool) -> bool:
+    """Whether the loop over blocks of keys is worth its index and scratch memory: forward, or dq backward."""
+    return by_block_ns(call, memory, backward=backward) < WORTH * by_query_ns(call, memory)
+
+
+def _dram_gb_per_s(memory: MemorySystem) -> float:
+    return memory.dram_tb_per_s * 1e3 * DRAM_SHARE
