@@ -11,8 +11,10 @@ import pytest
 
 pytest.importorskip("triton")
 
+import torch
 import triton
 
+from nsa.train import run
 from nsa.triton_backend import compile_log, precompile
 from nsa.triton_backend.compile_log import Compilation
 
@@ -79,6 +81,16 @@ def test_only_what_is_compiled_is_said_and_how_to_have_it_ahead() -> None:
     assert first.startswith("compiled nsa.triton_backend.topk._topk in 1.5 s; 1 kernels in 1.5 s so far")
     assert "python -m nsa.warm" in first
     assert second == "compiled nsa.triton_backend.topk._topk in 1.5 s; 2 kernels in 3.0 s so far"
+
+
+def test_training_on_a_gpu_says_what_its_first_step_compiles(knobs: Any) -> None:
+    said: list[str] = []
+    with run._compilations_said(torch.device("cuda", 0), said.append):
+        knobs.listener(**event("_topk", cache_hit=False))
+    assert len(said) == 1
+    assert "topk._topk" in said[0]
+    with run._compilations_said(torch.device("cpu"), said.append):
+        assert knobs.listener is None
 
 
 def test_who_listened_before_still_hears(knobs: Any) -> None:
