@@ -16,14 +16,16 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from nsa.config import NSAConfig
+from nsa.workload import KINDS, Workload
 
 try:
     from nsa.triton_backend import dispatch, precompile
-    from nsa.warm.workloads import DTYPES, KINDS, Workload, launches, of_profile
+    from nsa.warm.workloads import DTYPES, launches, of_profile
 except ModuleNotFoundError as error:
     if error.name != "triton":
         raise
@@ -107,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    repeated = {"action": "append", "default": []}
+    repeated: dict[str, Any] = {"action": "append", "default": []}
     parser.add_argument("--profile", metavar="NAME|FILE", help="of nsa.train: its training", **repeated)
     parser.add_argument("--heads", metavar="HQ,HKV,DK,DV", help="of the shapes that follow, with the paper's blocks")
     parser.add_argument("--train", metavar="BxT", help="forward and backward of B sequences of T tokens", **repeated)
