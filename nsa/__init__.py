@@ -16,6 +16,8 @@ from nsa.config import NSAConfig
 from nsa.layer import NativeSparseAttention
 from nsa.paged.allocator import OutOfPagesError
 from nsa.paged.cache import PagedCache
+from nsa.tuner import tune
+from nsa.workload import Workload
 
 __version__ = "0.1.0"
 
@@ -26,6 +28,7 @@ __all__ = [
     "NativeSparseAttention",
     "OutOfPagesError",
     "PagedCache",
+    "Workload",
     "combine",
     "compress",
     "compressed_attention",
@@ -33,5 +36,6 @@ __all__ = [
     "reference",
     "select_blocks",
     "selected_attention",
+    "tune",
     "window_attention",
 ]

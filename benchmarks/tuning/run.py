@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from benchmarks.timing import gpu_watch
-from benchmarks.tuning import candidates
-from benchmarks.tuning.candidates import Trial
-from benchmarks.tuning.trials import Workload, fits
+from benchmarks.timing import gpu_watch, latency
 from harness import fingerprint, jsonl, machines
 from harness.fingerprint import Fingerprint
 from nsa.io import atomic_write
-from nsa.triton_backend import tuning
+from nsa.triton_backend import candidates, tuning
 from nsa.triton_backend.architecture import of
+from nsa.triton_backend.candidates import Trial
+from nsa.triton_backend.trials import Timed, Timer, Workload, fits
 from nsa.triton_backend.tuning import LaunchConfig
 
 DTYPE = torch.bfloat16
+PLAN = latency.SamplingPlan(min_samples=20, min_time_s=0.2, wall_limit_s=5.0, end_to_end=False)
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,19 @@ def _tried(
     where = fingerprint.take(f"sm{workload.architecture}", workload.device)
     shape = (workload.group, workload.dk, workload.dv, workload.kv_heads, workload.tokens)
     for tuned in tqdm(candidates, kernel, unit="candidate", leave=False, dynamic_ncols=True, disable=None):
-        trial = workload.trial(kernel, tuned, table)
+        trial = workload.trial(kernel, tuned, table, timer(workload.device))
         jsonl.append(file, TrialRecord(trial, *shape, where))
         yield trial
+
+
+def timer(device: str) -> Timer:
+    """The benches' own clock; cold on a GPU."""
+
+    def timed(call: Callable[[], object]) -> Timed:
+        taken = latency.measure(call, device, "cold" if device == "cuda" else "warm", PLAN)
+        return Timed(taken.latency_ms, taken.interval_ms)
+
+    return timed
 
 
 def _write(architecture: int, text: str) -> Path:

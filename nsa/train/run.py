@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,7 @@ def run(settings: Settings, environment: Environment, options: Options, variable
         stack.callback(watchdog.dump_on_signal(stacks))
         guard = stack.enter_context(_watchdog(settings, stacks, files, own))
         stop_request = stack.enter_context(StopRequest())
+        stack.enter_context(_compilations_said(device, say))
         metrics = MetricsLogger(start.trainer, batches.source, files, say)
         checkpoints, toy = folder / CHECKPOINTS, options.allow_toy
         return Loop(start.trainer, batches, held_out, metrics, guard, stop_request, checkpoints, allow_toy=toy).run()
@@ -139,6 +140,17 @@ def _watchdog(settings: Settings, stacks: Path, files: RunWriter, own: Ranks) ->
         first_s=settings.telemetry.first_step_deadline_s,
         on_stall=stalled,
     )
+
+
+def _compilations_said(device: torch.device, say: Say) -> AbstractContextManager[None]:
+    """Says which kernels Triton compiles, and that they can be compiled ahead: a first step may take a minute."""
+    if device.type != "cuda":
+        return nullcontext()
+    try:
+        from nsa.triton_backend import compile_log
+    except ImportError:  # there is no Triton, and nothing is compiled
+        return nullcontext()
+    return compile_log.reported(say)
 
 
 def _speaker(own: Ranks) -> Say:

@@ -25,9 +25,12 @@ from triton.runtime.jit import JITFunction
 
 import nsa
 from nsa.triton_backend import architecture as served
-from nsa.triton_backend import dispatch, tuning
+from nsa.triton_backend import decode, dispatch, tuning
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+SMS = {80: 108, 86: 82, 89: 128, 90: 132, 100: 148, 120: 170}
+"""By compute capability: multiprocessors of its largest usual board (A100, RTX 3090, RTX 4090, H100 and H200, B200,
+RTX 5090). Into how many programs a decode step is split depends on them, and some of that is compiled in."""
 _devices = itertools.count(start=-1, step=-1)  # no GPU has such a number: what is recorded never meets what runs
 
 
@@ -53,10 +56,14 @@ class Launch:
     source: ASTSource
     options: dict[str, Any]
 
+    def compiled(self) -> Any:
+        """Triton's kernel: taken from its cache if it is there, else compiled, and kept there."""
+        target = GPUTarget("cuda", self.architecture, 32)
+        return triton.compile(self.source, target=target, options=self.options)
+
     def needs(self) -> Needs:
         """Compile it."""
-        target = GPUTarget("cuda", self.architecture, 32)
-        compiled = triton.compile(self.source, target=target, options=self.options)
+        compiled = self.compiled()
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(compiled.asm["cubin"])
             file.flush()
@@ -84,8 +91,11 @@ class _Driver:
 
 
 @contextmanager
-def recorded(architecture: int) -> Iterator[list[Launch]]:
-    """The kernels that calls of the Triton backend on CPU tensors would compile for compute capability 86, 90, ..."""
+def recorded(architecture: int, sms: int | None = None) -> Iterator[list[Launch]]:
+    """The kernels that calls of the Triton backend on CPU tensors would compile for compute capability 86, 90, ...
+
+    `sms`: multiprocessors of that GPU, by `SMS` unless given.
+    """
     launches: list[Launch] = []
 
     def do_compile(
@@ -102,6 +112,7 @@ def recorded(architecture: int) -> Iterator[list[Launch]]:
         mock.patch.object(JITFunction, "_do_compile", do_compile),
         mock.patch.object(dispatch, "_why_not_here", return_value=None),
         mock.patch.object(served, "of_gpu", return_value=architecture),
+        mock.patch.object(decode, "num_sms", return_value=sms or SMS.get(architecture, SMS[90])),
     ):
         yield launches
 

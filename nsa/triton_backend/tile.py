@@ -8,8 +8,11 @@ six times what its products do: keys are checked once (`launch.finite_keys`), an
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import triton
 import triton.language as tl
+from triton.runtime.jit import JITFunction
 
 LN2 = tl.constexpr(0.6931471805599453)
 LENGTHS = (
@@ -25,7 +28,29 @@ def kernel(function):
     Triton compiles a kernel anew where a number becomes 1, or turns from a multiple of 16 into none. Of strides and
     pointers it must know that, or no load is as wide as it could be; a length tells it nothing that it could use.
     """
-    return triton.jit(function, do_not_specialize=LENGTHS)
+    return with_settled_key(triton.jit(function, do_not_specialize=LENGTHS))
+
+
+def with_settled_key(jitted):
+    """The function, with the cache keys of all that it calls computed, the innermost first.
+
+    Triton 3.6 and 3.7 merge the constants that a callee uses into the caller's key before they know the callee's own.
+    Whether they are part of it would then depend on which kernel a process launches first, and a kernel that one
+    process has compiled would not be found by another.
+    """
+    if isinstance(jitted, JITFunction) and isinstance(load_rows, JITFunction):  # the interpreter has no keys
+        for callee in _callees(jitted):
+            _ = with_settled_key(callee).cache_key
+    return jitted
+
+
+def _callees(jitted):
+    """What a function of Triton's calls, as far as it is one too: by name, or as an attribute of a module."""
+    scope, names = jitted.fn.__globals__, jitted.fn.__code__.co_names
+    direct = [scope.get(name) for name in names]
+    modules = [found for found in direct if isinstance(found, ModuleType) and found is not tl]
+    inside = [getattr(module, name, None) for module in modules for name in names]
+    return [found for found in (*direct, *inside) if isinstance(found, JITFunction) and found is not jitted]
 
 
 @triton.jit

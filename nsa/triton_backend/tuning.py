@@ -1,4 +1,4 @@
-"""Block shapes, chosen from the shapes of a call alone: no autotuning in anybody's first step.
+"""Block shapes, chosen from the shapes of a call alone: nothing is tuned unless `nsa.tune` is called.
 
 One table per architecture stands in `tables/`, and says how it was found; `python -m benchmarks tune` writes one.
 What else was tried: docs/kernels.md.
@@ -57,7 +57,7 @@ class Table:
 
     def name(self, kernel: str, width: str, group: int) -> str:
         """Where a launch stands: under "kernel/8" for groups padded to 8 heads, if they have one of their own."""
-        own = f"{kernel}/{triton.next_power_of_2(group)}"
+        own = own_name(kernel, group)
         return own if own in getattr(self, width) else kernel
 
     def of(self, kernel: str, width: str, group: int) -> LaunchConfig:
@@ -66,14 +66,28 @@ class Table:
         return launches.get(self.name(kernel, width, group), self.narrow[kernel])
 
 
+def own_name(kernel: str, group: int) -> str:
+    """What the launch of a kernel is called that is for groups padded to so many heads alone."""
+    return f"{kernel}/{triton.next_power_of_2(group)}"
+
+
 WIDTHS = ("slim", "narrow", "wide")
 TABLES = Path(__file__).parent / "tables"
 ANYWHERE = 86  # which has the least shared memory
 
 
-@functools.cache
+tuned: dict[int, Table] = {}
+"""By compute capability: what `nsa.tune` has put in force in this process."""
+
+
 def table(capability: int) -> Table:
-    """The table of a compute capability (80, 86, ...), or one that fits every GPU where it has none of its own."""
+    """The table that is in force on a compute capability (80, 86, ...)."""
+    return tuned.get(capability) or shipped_table(capability)
+
+
+@functools.cache
+def shipped_table(capability: int) -> Table:
+    """The table of a compute capability in `tables/`, or one that fits every GPU where it has none of its own."""
     path = TABLES / f"sm{capability}.json"
     found = json.loads((path if path.exists() else TABLES / f"sm{ANYWHERE}.json").read_text(encoding="utf-8"))
     widths = {width: {k: LaunchConfig(**launch) for k, launch in found.get(width, {}).items()} for width in WIDTHS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import subprocess
@@ -82,3 +83,53 @@ def test_every_variable_that_a_container_or_a_workflow_has_is_known() -> None:
     variables = dict.fromkeys(named - {"NSA_GPUS"}, "1")  # GitHub's own variable
     environment.check(variables)
     profile.read_environment(variables)
+
+
+def test_kernels_compiled_with_the_image_go_where_they_are_wanting(tmp_path: Path) -> None:
+    compiled, cache = tmp_path / "compiled", tmp_path / "cache"
+    for key in ("A", "B"):
+        (compiled / key).mkdir(parents=True)
+        (compiled / key / "_topk.cubin").write_text(f"of the image, {key}")
+    (cache / "A").mkdir(parents=True)
+    (cache / "A" / "_topk.cubin").write_text("older")
+    share = runpy.run_path(str(ENTRY))["share_kernels"]
+    assert share(compiled, cache) == 1
+    assert (cache / "A" / "_topk.cubin").read_text() == "older"
+    assert (cache / "B" / "_topk.cubin").read_text() == "of the image, B"
+    assert sorted(path.name for path in cache.iterdir()) == ["A", "B"]  # nothing half done is left
+    assert share(compiled, cache) == share(tmp_path / "none", cache) == 0
+
+
+def test_a_kernel_that_another_container_was_faster_with_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled, cache = tmp_path / "compiled", tmp_path / "cache"
+    (compiled / "A").mkdir(parents=True)
+    (compiled / "A" / "_topk.cubin").write_text("of the image")
+    entry = runpy.run_path(str(ENTRY))
+    rename = os.rename
+
+    def late(source: Path, target: Path) -> None:
+        target.mkdir()
+        (target / "_topk.cubin").write_text("of the other")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", late)
+    entry["share_kernels"](compiled, cache)
+    assert (cache / "A" / "_topk.cubin").read_text() == "of the other"
+
+
+def test_a_cache_that_cannot_be_written_stops_no_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "compiled" / "A").mkdir(parents=True)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.delenv("NSA_FAMILY", raising=False)
+    started: list[str] = []
+    monkeypatch.setattr(os, "execvp", lambda program, _: started.append(program))
+    entry = runpy.run_path(str(ENTRY))
+    entry["main"].__globals__["COMPILED"] = tmp_path / "compiled"
+    entry["main"](["true"])
+    assert started == ["true"]
+    assert "kernels will be compiled anew" in capsys.readouterr().err

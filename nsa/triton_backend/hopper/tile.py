@@ -13,14 +13,14 @@ from triton.experimental.gluon._runtime import jit
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nsa.triton_backend.tile import LENGTHS, LN2
+from nsa.triton_backend.tile import LENGTHS, LN2, with_settled_key
 
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def kernel(function):
     """`gluon.jit`, compiled once for all lengths; see `nsa.triton_backend.tile.kernel`."""
-    return jit(function, do_not_specialize=LENGTHS)
+    return with_settled_key(jit(function, do_not_specialize=LENGTHS))
 
 
 def descriptor(x: Tensor, tokens: int) -> TensorDescriptor:

@@ -9,9 +9,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks.tuning import candidates, trials
-from benchmarks.tuning.candidates import Trial
-from nsa.triton_backend import tuning
+from nsa.triton_backend import candidates, trials, tuning
+from nsa.triton_backend.candidates import Trial
 from nsa.triton_backend.tuning import LaunchConfig
 
 OWN = LaunchConfig(64, 32, 4, 2)

@@ -14,10 +14,10 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks.timing import latency
-from benchmarks.tuning import run, trials
-from benchmarks.tuning.trials import Workload, difference
+from benchmarks.tuning import run
 from harness import jsonl
 from nsa.triton_backend import hopper, tuning
+from nsa.triton_backend.trials import Workload, difference
 from nsa.triton_backend.tuning import LaunchConfig
 
 SMALL = LaunchConfig(16, 16, 1, 1)
@@ -26,13 +26,13 @@ SMALL = LaunchConfig(16, 16, 1, 1)
 @pytest.fixture
 def workload(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Workload:
     once = latency.SamplingPlan(min_samples=1, min_time_s=0.0, wall_limit_s=0.0, warmup_calls=0, end_to_end=False)
-    monkeypatch.setattr(trials, "PLAN", once)
+    monkeypatch.setattr(run, "PLAN", once)
     return Workload(86, "narrow", 2, 16, 16, 1, 40, torch.float32, device.type)
 
 
 @pytest.mark.parametrize("kernel", ["scores", "compressed_window_backward_q"])
 def test_a_candidate_that_is_right_is_timed(workload: Workload, kernel: str) -> None:
-    trial = workload.trial(kernel, SMALL, tuning.table(86))
+    trial = workload.trial(kernel, SMALL, tuning.table(86), run.timer(workload.device))
     assert trial.outcome == "measured", trial.detail
     assert trial.latency_ms is not None
     assert trial.latency_ms > 0
@@ -47,7 +47,7 @@ def test_a_candidate_is_launched_and_a_wrong_one_is_found(workload: Workload, mo
         return real(kernel, *sizes)  # type: ignore[arg-type]
 
     monkeypatch.setattr(tuning, "fit", faulty)
-    trial = workload.trial("compressed_window_forward", SMALL, tuning.table(86))
+    trial = workload.trial("compressed_window_forward", SMALL, tuning.table(86), run.timer(workload.device))
     assert trial.outcome == "wrong"
     assert trial.latency_ms is None
 
@@ -59,7 +59,7 @@ def test_a_candidate_that_the_device_refuses_is_kept_as_failed(
         raise RuntimeError("out of resource: shared memory")
 
     monkeypatch.setattr(latency, "measure", refused)
-    trial = workload.trial("scores", SMALL, tuning.table(86))
+    trial = workload.trial("scores", SMALL, tuning.table(86), run.timer(workload.device))
     assert (trial.outcome, trial.detail) == ("failed", "RuntimeError: out of resource: shared memory")
 
 
@@ -87,7 +87,7 @@ def test_rounding_is_no_difference_and_more_is() -> None:
 
 def test_what_does_not_fit_an_architecture_is_dropped() -> None:
     program = (
-        "from benchmarks.tuning.trials import *\n"
+        "from nsa.triton_backend.trials import *\n"
         "table = tuning.table(90)\n"
         "for architecture in (90, 86):\n"
         "    workload = Workload(architecture, 'narrow', 16, 128, 128, 1, 0)\n"
@@ -102,7 +102,7 @@ def test_what_does_not_fit_an_architecture_is_dropped() -> None:
 def test_what_hopper_does_not_serve_or_take_is_dropped() -> None:
     """Other heads; one stage, with which the scores would wait for ever; 32 rows, which are no warpgroup."""
     program = (
-        "from benchmarks.tuning.trials import *\n"
+        "from nsa.triton_backend.trials import *\n"
         "table, launch = tuning.table(90), LaunchConfig(64, 64, 4, 2)\n"
         "narrow = Workload(90, 'narrow', 16, 128, 128, 1, 0)\n"
         "print(fits('hopper.scores', launch, table, narrow))\n"

@@ -1,6 +1,6 @@
 """Which tiles are the fastest: candidates around those of the table, what was found of each, and the next table.
 
-The pure core of `python -m benchmarks tune`: nothing here runs a kernel.
+The pure core of `nsa.tune` and of `python -m benchmarks tune`: nothing here runs a kernel.
 """
 
 from __future__ import annotations
@@ -49,6 +49,16 @@ def candidates(current: LaunchConfig) -> list[LaunchConfig]:
             if candidate not in found:
                 found.append(candidate)
     return found
+
+
+def neighbours(current: LaunchConfig) -> list[LaunchConfig]:
+    """Those of `candidates` that differ from the present launch in one size."""
+    own = dataclasses.astuple(current)
+    return [
+        one
+        for one in candidates(current)
+        if sum(a != b for a, b in zip(own, dataclasses.astuple(one), strict=True)) == 1
+    ]
 
 
 def _around(size: int, least: int, most: int) -> list[int]:

@@ -7,7 +7,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from unittest import mock
 
@@ -16,12 +16,10 @@ import triton
 from torch import Tensor
 
 import nsa
-from benchmarks.timing import latency
-from benchmarks.tuning import candidates
-from benchmarks.tuning.candidates import Trial
-from nsa.triton_backend import ahead_of_time, dispatch, tuning
+from nsa.triton_backend import ahead_of_time, candidates, dispatch, tuning
 from nsa.triton_backend.ahead_of_time import Heads
 from nsa.triton_backend.architecture import shared_kib
+from nsa.triton_backend.candidates import Trial
 from nsa.triton_backend.tuning import LaunchConfig, Table
 
 PARTS = {
@@ -49,9 +47,21 @@ JIT_NAMES = {
 }
 BY_BLOCK = {"selected_kv_major": True, "selected_forward": False, "selected_backward_q": False}
 """Kernels of the selected branch that serve some calls only: whether they loop over blocks of keys."""
-PLAN = latency.SamplingPlan(min_samples=20, min_time_s=0.2, wall_limit_s=5.0, end_to_end=False)
 SAME_BLOCKS = 0.999
 """Of the chosen blocks: a sum in another order may turn a tie in the last bit."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """How long a call takes."""
+
+    latency_ms: float
+    """The median."""
+    interval_ms: tuple[float, float] | None
+    """Where the median lies; None for too few samples."""
+
+
+Timer = Callable[[Callable[[], object]], Timed]
 
 
 @contextmanager
@@ -103,8 +113,10 @@ class Workload:
     tokens: int
     dtype: torch.dtype = torch.bfloat16
     device: str = "cuda"
+    batch: int = 1
+    config: nsa.NSAConfig = field(default_factory=nsa.NSAConfig)
 
-    def trial(self, kernel: str, tuned: LaunchConfig, table: Table) -> Trial:
+    def trial(self, kernel: str, tuned: LaunchConfig, table: Table, timer: Timer) -> Trial:
         """Run it with the candidate, hold it to the table's own launch, and time it."""
         work = self._work(kernel)
         wanted = work()
@@ -112,7 +124,7 @@ class Workload:
             with using(kernel, tuned, table, self):
                 if (wrong := difference(work(), wanted)) is not None:
                     return Trial(kernel, tuned, "wrong", detail=wrong)
-                taken = latency.measure(work, self.device, "cold" if self.device == "cuda" else "warm", PLAN)
+                taken = timer(work)
         except (RuntimeError, ValueError) as error:  # what ptxas or the driver refuses
             return Trial(kernel, tuned, "failed", detail=f"{type(error).__name__}: {error}")
         return Trial(kernel, tuned, "measured", taken.latency_ms, taken.interval_ms)
@@ -123,7 +135,9 @@ class Workload:
         heads = (self.group * self.kv_heads, self.dk), (self.kv_heads, self.dk), (self.kv_heads, self.dv)
         generator = torch.Generator(self.device).manual_seed(0)
         q, k, v = (
-            torch.randn(1, self.tokens, *size, generator=generator, device=self.device).to(self.dtype).requires_grad_()
+            torch.randn(self.batch, self.tokens, *size, generator=generator, device=self.device)
+            .to(self.dtype)
+            .requires_grad_()
             for size in heads
         )
         return q, k, v
@@ -143,7 +157,7 @@ class Workload:
         ]
 
     def _part(self, part: str) -> Callable[[], tuple[Tensor, ...]]:
-        config, (q, k, v) = nsa.NSAConfig(), self.inputs
+        config, (q, k, v) = self.config, self.inputs
         if part == "window":
             return lambda: nsa.window_attention(q, k, v, config, backend="triton")
         k_cmp, v_cmp = nsa.compress(k, config), nsa.compress(v, config)

@@ -1,0 +1,1 @@
+"""`python -m nsa.warm`: kernels compiled before anybody needs them, into Triton's cache."""
