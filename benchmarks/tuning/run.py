@@ -34,6 +34,8 @@ class TrialRecord:
     kv_heads: int
     tokens: int
     fingerprint: Fingerprint
+    inputs: str = "random"
+    """How they were drawn; in earlier lines all are random."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -44,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     width, times = tuning.width(dk, dv, DTYPE)
     if times > 1:
         raise ValueError(f"--heads: rows of {dk} and {dv} channels are wider than any table; got {arguments.heads!r}")
-    workload = Workload(architecture, width, group, dk, dv, arguments.kv_heads, arguments.tokens)
+    workload = Workload(architecture, width, group, dk, dv, arguments.kv_heads, arguments.tokens, kind=arguments.inputs)
     chosen: dict[str, LaunchConfig] = {}
     kernels = _kernels(arguments.kernels, table)
     for kernel in kernels if arguments.kernels is not None else ():  # before hours are spent on others
@@ -69,10 +71,11 @@ def run(arguments: argparse.Namespace) -> int:
         table = candidates.changed(table, width, chosen, table.how)
     if chosen:
         identity = fingerprint.take(f"sm{architecture}", "cuda")
+        asked = f"--heads {arguments.heads} --tokens {arguments.tokens} --inputs {arguments.inputs}"
         how = (
-            f"Measured by `python -m benchmarks tune --heads {arguments.heads} --tokens {arguments.tokens}` on a"
-            f" {identity.device} (torch {identity.torch}, Triton {identity.triton}, commit {identity.commit}):"
-            f" {', '.join(chosen)} ({width}). Before: {tuning.table(architecture).how}"
+            f"Measured by `python -m benchmarks tune {asked}` on a {identity.device} (torch {identity.torch}, Triton"
+            f" {identity.triton}, commit {identity.commit}): {', '.join(chosen)} ({width}). Before:"
+            f" {tuning.table(architecture).how}"
         )
         print(_write(architecture, candidates.text(candidates.changed(table, width, chosen, how))))
     return 0
@@ -116,7 +119,7 @@ def _tried(
     shape = (workload.group, workload.dk, workload.dv, workload.kv_heads, workload.tokens)
     for tuned in tqdm(candidates, kernel, unit="candidate", leave=False, dynamic_ncols=True, disable=None):
         trial = workload.trial(kernel, tuned, table)
-        jsonl.append(file, TrialRecord(trial, *shape, where))
+        jsonl.append(file, TrialRecord(trial, *shape, where, workload.kind))
         yield trial
 
 

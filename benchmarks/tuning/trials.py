@@ -15,6 +15,8 @@ import triton
 from torch import Tensor
 
 import nsa
+from benchmarks.cases import inputs
+from benchmarks.cases.key import NSA, Key
 from benchmarks.timing import latency
 from benchmarks.tuning import candidates
 from benchmarks.tuning.candidates import Trial
@@ -98,6 +100,8 @@ class Workload:
     tokens: int
     dtype: torch.dtype = torch.bfloat16
     device: str = "cuda"
+    kind: str = "random"
+    """Of inputs: one of `benchmarks.cases.inputs.KINDS`."""
 
     def trial(self, kernel: str, tuned: LaunchConfig, table: Table) -> Trial:
         """Run it with the candidate, hold it to the table's own launch, and time it."""
@@ -115,13 +119,11 @@ class Workload:
     @cached_property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v."""
-        heads = (self.group * self.kv_heads, self.dk), (self.kv_heads, self.dk), (self.kv_heads, self.dv)
-        generator = torch.Generator(self.device).manual_seed(0)
-        q, k, v = (
-            torch.randn(1, self.tokens, *size, generator=generator, device=self.device).to(self.dtype).requires_grad_()
-            for size in heads
-        )
-        return q, k, v
+        tokens, dtype = (self.tokens, self.tokens), str(self.dtype).removeprefix("torch.")
+        sizes = (1, *tokens, self.group * self.kv_heads, self.kv_heads, self.dk, self.dv)
+        key = Key("prefill-forward-backward", NSA, "triton", dtype, *sizes, config=None, inputs=self.kind)
+        problem = inputs.draw(key, self.device)
+        return problem.q.requires_grad_(), problem.k.requires_grad_(), problem.v.requires_grad_()
 
     def _work(self, kernel: str) -> Callable[[], list[Tensor]]:
         """The parts that the kernel belongs to, forward or backward."""
