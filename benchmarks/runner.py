@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks import memory_worker
+from benchmarks.cases import inputs
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome, Correctness
 from benchmarks.cases.work import Work
@@ -152,6 +153,7 @@ def measure(
         clocks=timed.clocks.summary if timed.clocks else None,
         flops=work.flops,
         bytes_moved=work.bytes_moved,
+        inputs_follow=inputs.followed(key),
     )
     return Measurement(record, RawSamples(key.name, timed.samples_ms, timed.clocks))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,17 +10,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmarks.cases import recorded
 from benchmarks.cases.key import Key
+from benchmarks.cases.recorded import DECODE_STEPS, Sizes
 from nsa import NSAConfig
 from nsa.geometry import num_compressed_blocks
 
-KINDS = ("random", "local")
+KINDS = ("random", *recorded.KINDS)
 """How q and k are drawn; a key names it."""
-
-_LOCAL_TOKENS = 256
-"""Over how many tokens a local walk forgets where it was: four selection blocks."""
-_LOCAL_NOISE = 0.05
-"""Share of a local tensor's variance that is each token's own."""
+_SEEDS_APART = 2**33
+"""Between the seeds of a case's tensors, of its steps and of its topics: more than any crc32 and seed of a run."""
 
 
 @dataclass(frozen=True)
@@ -46,43 +44,56 @@ class Problem:
         return dataclasses.replace(self, **{name: change(x) for name, x in self.tensors.items()})
 
 
-def draw(key: Key, device: str, seed: int = 0) -> Problem:
+def draw(key: Key, device: str, seed: int = 0, step: int = 0) -> Problem:
     """Inputs of the key's kind, every value of mean 0 and variance 1, and uniform gates.
 
-    "random": q, k and v standard normal. "local": q and k each walk smoothly over the tokens, so that neighbours look
-    for the same blocks, as in trained models. The seed follows from the shape and `seed`: they are the same for all.
-    Raises ValueError for another kind.
+    "random": q, k and v standard normal. "recorded" and its quantiles: what NSA selects from q and k follows recorded
+    curves (`recorded`); v is normal. The seed follows from the shape and `seed`: they are the same for all. `step` is
+    that of decode steps which follow one another: other queries and gates over the same keys. Raises ValueError for
+    another kind.
     """
     if key.inputs not in KINDS:
         raise ValueError(f"key.inputs must be one of {', '.join(KINDS)}; got {key.inputs!r}")
     shape = (key.batch, key.num_queries, key.num_keys, key.heads, key.num_kv_heads, key.head_dim_k, key.head_dim_v)
-    generator = torch.Generator(device).manual_seed(zlib.crc32(repr(shape).encode()) + seed)
+    seed += zlib.crc32(repr(shape).encode())
+    generator = torch.Generator(device).manual_seed(seed)
+    q, k, v = _queries(key, generator), *_keys_and_values(key, generator)
+    problem = Problem(q, k, v, _gates(key, generator))
+    if step:
+        of_step = torch.Generator(device).manual_seed(seed + _SEEDS_APART * step)
+        problem = dataclasses.replace(problem, q=_queries(key, of_step), gates=_gates(key, of_step))
+    if key.inputs != "random":
+        sizes = Sizes(key.batch, key.num_queries, key.num_keys, key.num_kv_heads, key.head_dim_k)
+        of_topics = torch.Generator(device).manual_seed(seed + _SEEDS_APART * DECODE_STEPS)
+        recorded.put_topics(problem.q, problem.k, key.inputs, sizes, of_topics, step)
+    return problem
+
+
+def _queries(key: Key, generator: torch.Generator) -> Tensor:
+    return _normal(key, generator, key.num_queries, key.heads, key.head_dim_k)
+
+
+def _keys_and_values(key: Key, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    k = _normal(key, generator, key.num_keys, key.num_kv_heads, key.head_dim_k)
+    return k, _normal(key, generator, key.num_keys, key.num_kv_heads, key.head_dim_v)
+
+
+def _gates(key: Key, generator: torch.Generator) -> Tensor:
+    size, dtype = (key.batch, key.num_queries, key.heads, 3), getattr(torch, key.dtype)
+    return torch.rand(*size, generator=generator, device=generator.device, dtype=dtype)
+
+
+def _normal(key: Key, generator: torch.Generator, *size: int) -> Tensor:
     dtype = getattr(torch, key.dtype)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator, device=device, dtype=dtype)
-
-    vary = normal if key.inputs == "random" else lambda *size: _walk(normal, *size)
-    q = vary(key.batch, key.num_queries, key.heads, key.head_dim_k)
-    k = vary(key.batch, key.num_keys, key.num_kv_heads, key.head_dim_k)
-    v = normal(key.batch, key.num_keys, key.num_kv_heads, key.head_dim_v)
-    gates = torch.rand(key.batch, key.num_queries, key.heads, 3, generator=generator, device=device, dtype=dtype)
-    return Problem(q, k, v, gates)
+    return torch.randn(key.batch, *size, generator=generator, device=generator.device, dtype=dtype)
 
 
-def _walk(normal: Callable[..., Tensor], batch: int, tokens: int, heads: int, channels: int) -> Tensor:
-    """[batch, tokens, heads, channels]: every `_LOCAL_TOKENS` a new normal point, on arcs between them, and noise.
-
-    On an arc a·cos + b·sin from one independent point to the next the variance stays 1.
-    """
-    points = normal(batch, -(-tokens // _LOCAL_TOKENS) + 1, heads, channels)
-    noise = normal(batch, tokens, heads, channels)
-    position = torch.arange(tokens, device=points.device)
-    before = position // _LOCAL_TOKENS
-    angle = (position % _LOCAL_TOKENS)[:, None, None] * (math.pi / 2 / _LOCAL_TOKENS)
-    walk = points[:, before] * angle.cos().to(points.dtype)
-    walk += points[:, before + 1] * angle.sin().to(points.dtype)
-    return walk.mul_(math.sqrt(1 - _LOCAL_NOISE)).add_(noise, alpha=math.sqrt(_LOCAL_NOISE))
+def followed(key: Key) -> str | None:
+    """Which recorded curves the inputs of a key follow, and at which length; None where they are random."""
+    if key.inputs not in recorded.KINDS:
+        return None
+    law = recorded.law(key.inputs, key.num_keys)
+    return f"at {law.num_keys} tokens: {law.target}"
 
 
 def with_compressed(problem: Problem, config: NSAConfig) -> Problem:

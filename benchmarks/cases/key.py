@@ -44,7 +44,9 @@ class Key:
     model: str | None = None
     """The decoder LM of a train step; None elsewhere."""
     inputs: str = "random"
-    """How the inputs are drawn: "random" is standard normal, gates uniform; "local": neighbours choose alike."""
+    """How the inputs are drawn: "random" is standard normal, gates uniform; "recorded": what is selected follows curves
+    recorded of a trained model, "recorded-p10" and "recorded-p90" its least and most alike heads; "local" in earlier
+    records: an invented walk, whose neighbours choose alike."""
     cache: str = "warm"
     """"cold": the GPU's L2 is flushed before each sample and the inputs rotate; "warm": neither."""
     launch: str = "eager"
@@ -75,7 +77,7 @@ class Key:
     @cached_property
     def case(self) -> str:
         """What all implementations share: decode/8x2x64/b4/s16384/float32, then a word for each thing that is not
-        usual: "q16" where a prefill continues or a decode takes 16 tokens, the kind of inputs ("local"), "cold",
+        usual: "q16" where a prefill continues or a decode takes 16 tokens, the kind of inputs ("recorded"), "cold",
         "graph"."""
         usual = (("inputs", "random"), ("cache", "warm"), ("launch", "eager"))
         words = [f"/{getattr(self, name)}" for name, value in usual if getattr(self, name) != value]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -39,5 +39,8 @@ class Work:
     """Overwrites the inputs with those of a seed, `row_sampling.TIMED_SEED` being that of the timed ones."""
     copy: Callable[[], Work] | None = None
     """Makes the same work on a copy of its inputs, for cold calls to alternate with; None where there is no point."""
+    following: Callable[[], Sequence[Work]] | None = None
+    """Makes the same work of the decode steps that follow, on the same keys, for warm calls to go through in turn: no
+    step then finds just what it reads itself in the caches. None where every call is of the same step."""
     replays: bool = False
     """Whether `call` replays a CUDA graph of its own, and is timed as it is."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 
+from benchmarks.cases import inputs
 from benchmarks.commands import options
 
 SUMMARY = "find faster tiles of the kernels on this GPU"
@@ -21,6 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--kv-heads", type=int, default=4, help="(%(default)s)")
     parser.add_argument("--tokens", type=int, default=32768, help="length to time (%(default)s)")
+    parser.add_argument(
+        "--inputs",
+        choices=inputs.KINDS,
+        default="random",
+        help="random ones share the fewest blocks; recorded ones as many as a trained model's (%(default)s)",
+    )
     parser.add_argument("--kernels", metavar="A,B", help="names in the table (default: all)")
     parser.add_argument("--dry-run", action="store_true", help="list the candidates that fit; needs no GPU")
     parser.add_argument("--architecture", type=int, help="compute capability, such as 89 (default: this GPU's)")

@@ -135,6 +135,7 @@ class RecordLine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
     out_of_memory: OutOfMemory | None = None
     case_s: float | None = None
     anchor: _Anchor | None = None
+    inputs_follow: str | None = None
 
     def __post_init__(self) -> None:
         if self.gate is not None:
@@ -146,7 +147,7 @@ class RecordLine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
 
 _SAME = (
     "outcome", "reason", "peak_mem_source", "clock", "queued_ahead", "warmup_calls", "stop_reason", "unmet",
-    "gpu_conditions",
+    "gpu_conditions", "inputs_follow",
 )  # fmt: skip
 """Fields that stand in a line as they are."""
 _FIGURES = (

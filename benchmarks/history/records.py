@@ -135,6 +135,9 @@ class Record:
     """What was measured in place of the NSA that the fingerprint names; None where it is that one. Such a record is no
     point of its case's series."""
 
+    inputs_follow: str | None = None
+    """Of recorded inputs: which recorded curves, of which quantile and length, the selection follows; else None."""
+
     OLD_NAMES: ClassVar[Mapping[str, str]] = {"gate": "correctness"}
 
     def __post_init__(self) -> None:

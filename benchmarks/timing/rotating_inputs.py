@@ -1,4 +1,5 @@
-"""Work timed on its inputs and on a copy of them alternately, so that a cold call finds nothing of the last one."""
+"""Work timed on its inputs and on a copy of them alternately, so that a cold call finds nothing of the last one; warm
+decode steps of recorded choices in the order in which they follow one another."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class RotatingInputs:
 
     def __init__(self, work: Work, key: Key, device: str) -> None:
         copies = [work.copy()] if work.copy is not None and key.cache == "cold" and _has_room(work) else []
-        self._works = [work, *copies]
+        following = work.following() if work.following is not None and key.cache == "warm" else ()
+        self._works = [work, *copies, *following]
         captured = key.launch == "graph"
         self._calls = [
             cuda_graphs.capture(one.call) if captured and not one.replays else one.call for one in self._works

@@ -25,6 +25,9 @@ _K_COMPRESSED = ("batch", "num_blocks", "num_kv_heads", "head_dim_k")
 _V_COMPRESSED = ("batch", "num_blocks", "num_kv_heads", "head_dim_v")
 _INPUTS = {
     "random": "every value normal",
+    "recorded": "what NSA selects from q and k follows curves recorded of a trained model; v normal",
+    "recorded-p10": "the same, of the heads whose neighbouring queries choose least alike",
+    "recorded-p90": "the same, of the heads whose neighbouring queries choose most alike",
     "local": "q and k each walk over the tokens, so that neighbours choose alike; v normal",
 }
 _NSA = """\

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
+from benchmarks.cases import inputs
+from benchmarks.cases.key import NSA, Key
 from benchmarks.timing import gpu_watch, latency
 from harness import fingerprint, jsonl, machines
 from harness.fingerprint import Fingerprint
@@ -35,6 +39,8 @@ class TrialRecord:
     kv_heads: int
     tokens: int
     fingerprint: Fingerprint
+    inputs: str = "random"
+    """How they were drawn; in earlier lines all are random."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -53,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--kernels: {kernel} does not serve --heads {arguments.heads} here")
     if not arguments.dry_run:
         gpu_watch.begin(machines.machine(None, machines.visible_gpu()))
+        workload = dataclasses.replace(workload, given=drawn(workload, arguments.inputs))
     for kernel in kernels:
         current = table.of(kernel, width, group)
         found = candidates.candidates(current)
@@ -63,17 +70,18 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.dry_run:
             print("\n".join(f"  {tuned}" for tuned in fitting))
             continue
-        trials = list(_tried(kernel, fitting, table, workload, arguments.out))
+        trials = list(_tried(kernel, fitting, table, workload, arguments.inputs, arguments.out))
         best = candidates.best(trials)
         print(f"  {_ms(trials[0])} -> {_ms(best)} ms: {best.tuned}", flush=True)
         chosen[table.name(kernel, width, group)] = best.tuned
         table = candidates.changed(table, width, chosen, table.how)
     if chosen:
         identity = fingerprint.take(f"sm{architecture}", "cuda")
+        asked = f"--heads {arguments.heads} --tokens {arguments.tokens} --inputs {arguments.inputs}"
         how = (
-            f"Measured by `python -m benchmarks tune --heads {arguments.heads} --tokens {arguments.tokens}` on a"
-            f" {identity.device} (torch {identity.torch}, Triton {identity.triton}, commit {identity.commit}):"
-            f" {', '.join(chosen)} ({width}). Before: {tuning.table(architecture).how}"
+            f"Measured by `python -m benchmarks tune {asked}` on a {identity.device} (torch {identity.torch}, Triton"
+            f" {identity.triton}, commit {identity.commit}): {', '.join(chosen)} ({width}). Before:"
+            f" {tuning.table(architecture).how}"
         )
         print(_write(architecture, candidates.text(candidates.changed(table, width, chosen, how))))
     return 0
@@ -109,7 +117,7 @@ def _ms(trial: Trial) -> str:
 
 
 def _tried(
-    kernel: str, candidates: Sequence[LaunchConfig], table: tuning.Table, workload: Workload, results: Path
+    kernel: str, candidates: Sequence[LaunchConfig], table: tuning.Table, workload: Workload, kind: str, results: Path
 ) -> Iterator[Trial]:
     """Each candidate's trial, which is on the disk before the next one begins."""
     file = results / "tuning" / f"sm{workload.architecture}.jsonl"
@@ -117,8 +125,17 @@ def _tried(
     shape = (workload.group, workload.dk, workload.dv, workload.kv_heads, workload.tokens)
     for tuned in tqdm(candidates, kernel, unit="candidate", leave=False, dynamic_ncols=True, disable=None):
         trial = workload.trial(kernel, tuned, table, timer(workload.device))
-        jsonl.append(file, TrialRecord(trial, *shape, where))
+        jsonl.append(file, TrialRecord(trial, *shape, where, kind))
         yield trial
+
+
+def drawn(workload: Workload, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of this kind, one of `benchmarks.cases.inputs.KINDS`."""
+    tokens, dtype = (workload.tokens, workload.tokens), str(workload.dtype).removeprefix("torch.")
+    sizes = (1, *tokens, workload.group * workload.kv_heads, workload.kv_heads, workload.dk, workload.dv)
+    key = Key("prefill-forward-backward", NSA, "triton", dtype, *sizes, config=None, inputs=kind)
+    problem = inputs.draw(key, workload.device)
+    return problem.q, problem.k, problem.v
 
 
 def timer(device: str) -> Timer:

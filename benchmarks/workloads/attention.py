@@ -15,6 +15,7 @@ from benchmarks.cases import inputs
 from benchmarks.cases.inputs import Problem
 from benchmarks.cases.key import NSA, Key
 from benchmarks.cases.outcome import Correctness, OracleCheck
+from benchmarks.cases.recorded import DECODE_STEPS
 from benchmarks.cases.work import Call, Work
 from benchmarks.correctness import all_rows, anti_cheat, laws, oracle, verify
 from benchmarks.correctness.all_rows import RowComparison
@@ -52,7 +53,21 @@ class Implementation:
 
 def prepare(key: Key, device: str) -> Work:
     """The work of a key whose mode is prefill-*, decode, or memory (which is a prefill forward + backward)."""
-    return _work(key, _implementation(key, device), _problem(key, device))
+    implementation, problem = _implementation(key, device), _problem(key, device)
+    work = _work(key, implementation, problem)
+    if key.mode != "decode" or key.inputs == "random":
+        return work
+    return dataclasses.replace(work, following=lambda: _following(key, implementation, problem))
+
+
+def _following(key: Key, implementation: Implementation, problem: Problem) -> list[Work]:
+    """The decode steps after the first, on its keys: what a warm measurement goes through, over and over."""
+    works = []
+    for step in range(1, DECODE_STEPS):
+        other = inputs.draw(key, problem.q.device.type, step=step)
+        of_step = dataclasses.replace(problem, q=other.q, gates=other.gates)
+        works.append(_work(key, implementation, of_step, step))
+    return works
 
 
 def _implementation(key: Key, device: str) -> Implementation:
@@ -76,8 +91,8 @@ def _after_laws(implementation: Implementation, contender: Baseline, key: Key, d
     return dataclasses.replace(implementation, check=check)
 
 
-def _problem(key: Key, device: str, seed: int = 0) -> Problem:
-    problem = inputs.draw(key, device, seed)
+def _problem(key: Key, device: str, seed: int = 0, step: int = 0) -> Problem:
+    problem = inputs.draw(key, device, seed, step)
     if key.config is not None and key.mode == "decode":  # the cache holds the compressed keys and values already
         return inputs.with_compressed(problem, _config(key))
     return problem
@@ -166,13 +181,13 @@ def _dense(baseline: Baseline) -> Implementation:
     )
 
 
-def _work(key: Key, implementation: Implementation, problem: Problem) -> Work:
+def _work(key: Key, implementation: Implementation, problem: Problem, step: int = 0) -> Work:
     backward = key.mode in ("prefill-forward-backward", "memory")
     names = implementation.differentiated if backward else ()
     d_o = _output_gradient(problem) if backward else None
 
     def redraw(seed: int) -> None:
-        _overwrite(problem.tensors, _problem(key, problem.q.device.type, seed).tensors)
+        _overwrite(problem.tensors, _problem(key, problem.q.device.type, seed, step).tensors)
 
     def recheck(call: Call, seed: int) -> Correctness:
         picked = oracle.random_rows(problem, FRESH_ROWS, seed)
@@ -205,7 +220,7 @@ def _work(key: Key, implementation: Implementation, problem: Problem) -> Work:
         inputs=problem.tensors,
         recheck=recheck,
         redraw=redraw,
-        copy=lambda: _work(key, implementation, problem.map(torch.clone)),
+        copy=lambda: _work(key, implementation, problem.map(torch.clone), step),
     )
 
 

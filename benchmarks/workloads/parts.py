@@ -105,6 +105,8 @@ PARTS = {
     "part-window": Part(_window, 2),
     "part-gated-sum": Part(_gated_sum, None),
 }
+SELECTING = ("part-scores", "part-selected")
+"""What takes other times for other choices; the others read the same whatever is chosen."""
 
 
 def prepare(key: Key, device: str) -> Work:

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.baselines import BASELINES
 from benchmarks.cases.key import NSA, Key
-from benchmarks.workloads.parts import PARTS
+from benchmarks.workloads.parts import PARTS, SELECTING
 from benchmarks.workloads.train_step import MODELS
 from harness import schema
 from nsa import NSAConfig
@@ -22,6 +22,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+RANDOM = "random"
 PREFILLS = ("prefill-forward", "prefill-forward-backward")
 MODES = (*PREFILLS, "decode", *PARTS, "train-step", "memory")
 DEFAULT_MODES = MODES[:-1]
@@ -40,7 +41,8 @@ class AttentionShape:
     """Tokens."""
     quick: tuple[int, ...]
     """Those of `--quick`."""
-    inputs: str = "random"
+    inputs: tuple[str, ...] = (RANDOM,)
+    """Of parts other inputs than random are for those that select (`parts.SELECTING`)."""
     cache: str | None = None
     """None is cold on a GPU, warm on the CPU."""
     baselines: tuple[str, ...] | None = None
@@ -56,6 +58,8 @@ class DecodeShape:
     steps: tuple[tuple[int, ...], ...]
     quick: tuple[tuple[int, ...], ...]
     launches: tuple[str, ...] = ("eager",)
+    """Other inputs than random are measured with the last of them alone."""
+    inputs: tuple[str, ...] = (RANDOM,)
     cache: str | None = None
     baselines: tuple[str, ...] | None = None
 
@@ -77,6 +81,8 @@ class Suite:
 
     dtype: str
     baselines: tuple[str, ...]
+    recorded_baselines: tuple[str, ...]
+    """Those on other inputs than random, which dense attention takes the same time for."""
     prefill: tuple[AttentionShape, ...]
     decode: tuple[DecodeShape, ...]
     parts: tuple[AttentionShape, ...]
@@ -109,7 +115,8 @@ def planned(table: Mapping[str, Any], *, quick: bool, backend: str, on_gpu: bool
     suite = schema.build(Suite, dict(table), "suite")
     cases: dict[str, dict[str, Key]] = {}
     for key, baselines in _cases(suite, quick, "cold" if on_gpu else "warm"):
-        for name in suite.baselines if baselines is None else baselines:
+        own = suite.baselines if key.inputs == RANDOM else suite.recorded_baselines
+        for name in own if baselines is None else baselines:
             if name not in BASELINES:
                 raise ValueError(f"baselines must be of {', '.join(BASELINES)}; got {name!r}")
             cases.setdefault(key.case, {})[name] = _of_baseline(key, name)
@@ -145,7 +152,8 @@ def _cases(suite: Suite, quick: bool, cache: str) -> Iterator[tuple[Key, tuple[s
         yield from _of_lengths(mode, suite, suite.prefill, quick, cache)
     yield from _of_decode(suite, quick, cache)
     for mode in PARTS:
-        yield from ((key, ()) for key, _ in _of_lengths(mode, suite, suite.parts, quick, cache))
+        found = _of_lengths(mode, suite, suite.parts, quick, cache)
+        yield from ((key, ()) for key, _ in found if key.inputs == RANDOM or mode in SELECTING)
     yield from _of_training(suite, quick)
     yield from _of_lengths("memory", suite, suite.memory, quick, cache)
 
@@ -156,15 +164,18 @@ def _of_lengths(
     for shape in shapes:
         for tokens in shape.quick if quick else shape.lengths:
             key = _key(mode, suite, shape, 1, tokens, tokens)
-            yield dataclasses.replace(key, inputs=shape.inputs, cache=shape.cache or cache), shape.baselines
+            for kind in shape.inputs:
+                yield dataclasses.replace(key, inputs=kind, cache=shape.cache or cache), shape.baselines
 
 
 def _of_decode(suite: Suite, quick: bool, cache: str) -> Iterator[tuple[Key, tuple[str, ...] | None]]:
     for shape in suite.decode:
         for batch, tokens in shape.quick if quick else shape.steps:
             key = _key("decode", suite, shape, batch, 1, tokens)
-            for launch in shape.launches:
-                yield dataclasses.replace(key, cache=shape.cache or cache, launch=launch), shape.baselines
+            for kind in shape.inputs:
+                for launch in shape.launches if kind == RANDOM else shape.launches[-1:]:
+                    named = dataclasses.replace(key, inputs=kind, cache=shape.cache or cache, launch=launch)
+                    yield named, shape.baselines
 
 
 def _of_training(suite: Suite, quick: bool) -> Iterator[tuple[Key, tuple[str, ...] | None]]:

@@ -115,6 +115,8 @@ class Workload:
     device: str = "cuda"
     batch: int = 1
     config: nsa.NSAConfig = field(default_factory=nsa.NSAConfig)
+    given: tuple[Tensor, Tensor, Tensor] | None = field(default=None, compare=False)
+    """q, k and v to time it on; random ones if None."""
 
     def trial(self, kernel: str, tuned: LaunchConfig, table: Table, timer: Timer) -> Trial:
         """Run it with the candidate, hold it to the table's own launch, and time it."""
@@ -134,13 +136,11 @@ class Workload:
         """q, k and v."""
         heads = (self.group * self.kv_heads, self.dk), (self.kv_heads, self.dk), (self.kv_heads, self.dv)
         generator = torch.Generator(self.device).manual_seed(0)
-        q, k, v = (
-            torch.randn(self.batch, self.tokens, *size, generator=generator, device=self.device)
-            .to(self.dtype)
-            .requires_grad_()
+        q, k, v = self.given or (
+            torch.randn(self.batch, self.tokens, *size, generator=generator, device=self.device).to(self.dtype)
             for size in heads
         )
-        return q, k, v
+        return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
     def _work(self, kernel: str) -> Callable[[], list[Tensor]]:
         """The parts that the kernel belongs to, forward or backward."""

@@ -9,6 +9,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.cases import recorded
+from benchmarks.cases.recorded import Sizes
 from nsa import NSAConfig
 
 SMALL = NSAConfig(l=4, d=2, l_sel=8, n_sel=3, w=8)
@@ -55,6 +57,8 @@ class Case:
     """Tokens of each packed document; then batch is 1 and queries = keys = their sum."""
     dtype: torch.dtype = torch.float32
     seed: int = 0
+    recorded: bool = False
+    """Neighbouring queries choose alike, as recorded of a trained model; of one document."""
 
     @property
     def cut(self) -> int:
@@ -73,16 +77,19 @@ class Case:
         return [sum(lengths[:i]) for i in range(len(lengths) + 1)]
 
     def inputs(self, device: torch.device) -> Inputs:
-        """Standard normal tensors; drawn on the CPU in float32, so that each device and dtype gets the same."""
+        """Normal tensors; drawn on the CPU in float32, so that each device and dtype gets the same."""
         numbers = torch.Generator().manual_seed(self.seed)
 
         def draw(tokens: int, heads: int, channels: int) -> Tensor:
-            x = torch.randn(self.batch, tokens, heads, channels, generator=numbers)
-            return x.to(device, self.dtype)
+            return torch.randn(self.batch, tokens, heads, channels, generator=numbers)
 
         heads = self.num_kv_heads * self.group
         q, gates = draw(self.queries, heads, self.dk), draw(self.queries, heads, 3)
         k, v = draw(self.keys, self.num_kv_heads, self.dk), draw(self.keys, self.num_kv_heads, self.dv)
+        if self.recorded:
+            sizes = Sizes(self.batch, self.queries, self.keys, self.num_kv_heads, self.dk)
+            recorded.put_topics(q, k, "recorded", sizes, numbers)
+        q, gates, k, v = (x.to(device, self.dtype) for x in (q, gates, k, v))
         cu_seqlens = None
         if self.documents is not None:
             cu_seqlens = torch.tensor(self.bounds, dtype=torch.int32, device=device)

@@ -43,6 +43,7 @@ LONG = Case(
 """More tokens than the torch backend takes in one piece; token 411 is where the laws cut."""
 DOCUMENTS = replace(LONG, documents=(130, 0, 1, 309, 260))
 CHUNK = replace(LONG, queries=301)
+RECORDED = replace(LONG, recorded=True)
 
 _CAUSALITY: list[Callable[..., None]] = [
     test_causality.test_past_ignores_a_changed_future.check,
@@ -82,7 +83,7 @@ def test_long_text(in_pieces: Parts, check: Callable[..., None], branch: str, ca
     check(in_pieces, case, branch)
 
 
-@pytest.mark.parametrize("case", [LONG, DOCUMENTS, CHUNK], ids=["plain", "packed", "chunk"])
+@pytest.mark.parametrize("case", [LONG, DOCUMENTS, CHUNK, RECORDED], ids=["plain", "packed", "chunk", "recorded"])
 @pytest.mark.parametrize("check", _WHOLE, ids=_name)
 def test_long_text_as_a_whole(in_pieces: Parts, check: Callable[..., None], case: Case) -> None:
     """Selection, empty rows and what was read."""
@@ -140,6 +141,9 @@ REAL = {
     f"64 heads of 192/128 in 4 groups, {4096 // _FEWER} tokens": _real(4, 64, 192, 128, 4096),
     f"32 heads of 128 in 8 groups, {4096 // _FEWER} tokens": _real(8, 32, 128, 128, 4096),
     f"16 heads of 128 in 1 group, {8192 // _FEWER} tokens": _real(1, 16, 128, 128, 8192),
+    f"32 heads of 128 in 2 groups, {4096 // _FEWER} tokens, recorded": replace(
+        _real(2, 32, 128, 128, 4096), recorded=True
+    ),
 }
 
 

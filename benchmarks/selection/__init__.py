@@ -1,0 +1,1 @@
+"""How alike the choices of neighbouring queries are: measured, recorded, and fitted for the inputs `recorded`."""
