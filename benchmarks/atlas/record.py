@@ -228,14 +228,19 @@ def read_as(path: Path, kind: type[T]) -> T:
 
 def read_all(results: Path) -> tuple[list[Atlas], list[str]]:
     """Every atlas below a folder of results, oldest first, and what is wrong with the files that are none."""
-    found: list[Atlas] = []
+    return read_folder(results / FOLDER, Atlas, lambda one: one.fingerprint.utc)
+
+
+def read_folder(folder: Path, kind: type[T], utc: Callable[[T], str]) -> tuple[list[T], list[str]]:
+    """The dataclass of every .json file in a folder, by `utc`, and what is wrong with the files that are none."""
+    found: list[T] = []
     damaged: list[str] = []
-    for path in sorted((results / FOLDER).glob("*.json")):
+    for path in sorted(folder.glob("*.json")):
         try:
-            found.append(read(path))
+            found.append(read_as(path, kind))
         except (ValueError, OSError) as error:
             damaged.append(str(error))
-    return sorted(found, key=lambda one: one.fingerprint.utc), damaged
+    return sorted(found, key=utc), damaged
 
 
 def write(results: Path, atlas: Atlas) -> Path:
