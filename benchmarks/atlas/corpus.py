@@ -36,7 +36,7 @@ class Corpus:
     """Of the texts in their order, 16 digits: which text it was."""
 
     @property
-    def said(self) -> str:
+    def described(self) -> str:
         """For a record."""
         return (
             f"Python sources of the standard library and installed packages: {self.files:,} files,"

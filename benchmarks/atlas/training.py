@@ -36,7 +36,6 @@ from nsa.train.run_folder import read_run
 from nsa.train.settings import Settings
 
 RUN, PHASES = "run", "phases.jsonl"
-PROFILE = "h200_125m"
 STEPS = 1_000_000
 """More than any call reaches: time ends it."""
 SAVE_EVERY = 500
@@ -61,7 +60,7 @@ class State:
     """Of the newest call."""
 
 
-def settings_of(folder: Path, options: Mapping[str, Any], seq_len: int, profile_name: str = PROFILE) -> Settings:
+def settings_of(folder: Path, options: Mapping[str, Any], seq_len: int, profile_name: str) -> Settings:
     """The settings of a call: the profile, at this length with as many tokens per step, on the folder's corpus.
 
     `options` are further settings by dotted name, which win. Raises ValueError naming one that is wrong.
@@ -86,7 +85,7 @@ def settings_of(folder: Path, options: Mapping[str, Any], seq_len: int, profile_
     return profile.load(profile_name, overrides={**overrides, **options})
 
 
-def train(folder: Path, seq_len: int, minutes: float, options: Mapping[str, Any], profile_name: str = PROFILE) -> State:
+def train(folder: Path, seq_len: int, minutes: float, options: Mapping[str, Any], profile_name: str) -> State:
     """Train for so many minutes, from the newest checkpoint if there is one.
 
     Raises ValueError where the settings are wrong, nothing was saved, or the training failed (its own words stand
@@ -101,7 +100,7 @@ def train(folder: Path, seq_len: int, minutes: float, options: Mapping[str, Any]
     if (folder / RUN).is_dir():
         command.append("--resume")
     stood = before.step if before else 0
-    print(f"{text.said}\n{seq_len} tokens a sequence, {minutes:g} minutes, from step {stood}", flush=True)
+    print(f"{text.described}\n{seq_len} tokens a sequence, {minutes:g} minutes, from step {stood}", flush=True)
     phase = {"seq_len": seq_len, "profile": profile_name, "options": dict(options), "after_step": stood}
     append_line(folder / PHASES, json.dumps(phase))
     code = _run_for(command, 60 * minutes)
