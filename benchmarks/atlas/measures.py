@@ -19,7 +19,7 @@ def jaccard(a: Tensor, b: Tensor) -> Tensor:
     """a, b [..., n] of distinct indices -> float64 [...]: blocks in both over blocks in either; 1 if both are empty."""
     both = ((a[..., :, None] == b[..., None, :]) & (a[..., :, None] >= 0)).sum((-1, -2))
     either = (a >= 0).sum(-1) + (b >= 0).sum(-1) - both
-    return torch.where(either > 0, both / either.clamp(min=1), 1.0).double()
+    return torch.where(either > 0, both.double() / either.clamp(min=1), 1.0)
 
 
 def at_lag(indices: Tensor, lag: int) -> Tensor:

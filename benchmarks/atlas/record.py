@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import os
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -256,13 +257,13 @@ def stem(fingerprint: Fingerprint) -> str:
 def write_new(folder: Path, name: str, value: Any) -> Path:
     """The dataclass in <name>.json, or <name>-2.json, ... where that exists: no file is ever replaced.
 
-    The file appears whole or not at all, also beside another writer.
+    The file appears whole or not at all, also beside another writer; a kill may leave .<name>-*.new behind.
     """
     content = json.dumps(dataclasses.asdict(value), allow_nan=False, separators=(",", ":")).encode() + b"\n"
     if len(content) > MAX_BYTES:
         raise ValueError(f"the record must have at most {MAX_BYTES} bytes; got {len(content)}: measure fewer lengths")
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f".{name}-{os.getpid()}.new"
+    unfinished = folder / f".{name}-{secrets.token_hex(8)}.new"
     try:
         with unfinished.open("wb") as file:
             file.write(content)

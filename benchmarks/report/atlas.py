@@ -18,15 +18,15 @@ from benchmarks.report.table import BAD, GOOD, NBSP, PLAIN, Cell, ReportTable, n
 FIGURES: tuple[tuple[str, Callable[[HeadCurves], float]], ...] = (
     ("Jaccard at lag 1", lambda head: head.jaccard["1"]),
     ("Jaccard at lag 64", lambda head: head.jaccard["64"]),
-    ("at lag 1, without forced", lambda head: head.jaccard_free["1"]),
-    ("decode step to step", lambda head: head.step_jaccard),
-    ("union of 4 queries", lambda head: head.union["4"]),
-    ("union of 64 queries", lambda head: head.union["64"]),
-    ("popularity", lambda head: head.popularity),
-    ("scores held", lambda head: head.mass),
-    ("first block's scores", lambda head: head.sink_share),
+    ("Jaccard at lag 1, without forced blocks", lambda head: head.jaccard_free["1"]),
+    ("Jaccard of a decode step and the next", lambda head: head.step_jaccard),
+    ("distinct blocks of 4 neighbours", lambda head: head.union["4"]),
+    ("distinct blocks of 64 neighbours", lambda head: head.union["64"]),
+    ("popularity of blocks, maximum over mean", lambda head: head.popularity),
+    ("share of the scores that the choice holds", lambda head: head.mass),
+    ("share of the scores at the first block", lambda head: head.sink_share),
 )  # fmt: skip
-"""Columns of the table: median over layers x kv heads, and from p10 to p90."""
+"""Rows of the table: median over layers x kv heads, and from p10 to p90."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,9 @@ def show(folder: ReportFolder, atlases: Sequence[Atlas]) -> AtlasSection | None:
 
 
 def _figures(lengths: Sequence[LengthCurves]) -> ReportTable:
-    rows = [
-        [Cell(in_k(length.seq_len)), *(number(_spread(length, figure)) for _, figure in FIGURES)] for length in lengths
-    ]
-    return ReportTable(("tokens", *(name for name, _ in FIGURES)), rows)
+    """A row per figure, a column per length."""
+    rows = [[Cell(name), *(number(_spread(length, figure)) for length in lengths)] for name, figure in FIGURES]
+    return ReportTable(("figure", *(f"{in_k(length.seq_len)} tokens" for length in lengths)), rows)
 
 
 def _spread(length: LengthCurves, figure: Callable[[HeadCurves], float]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 
 from matplotlib.axes import Axes
@@ -31,8 +32,8 @@ def draw(folder: ReportFolder, atlas: Atlas) -> list[Picture]:
         ("atlas-distance", "How far back the blocks stand that the scores choose; a point counts the blocks from the"
          " point before it on", lambda figure: _distances(figure, lengths)),
         ("atlas-popularity", "Load of kernels that walk blocks: how often the most chosen block is chosen, over the"
-         " mean", lambda figure: _by_length(figure, lengths, lambda head: head.popularity, "maximum over mean")),
-        ("atlas-mass", "Share of the scores that the chosen blocks hold", _mass(lengths)),
+         " mean", lambda figure: _popularity(figure, lengths)),
+        ("atlas-mass", "Share of the scores that the chosen blocks hold", lambda figure: _mass(figure, lengths)),
         ("atlas-gates", f"Mean gate of each branch by layer, at {in_k(longest.seq_len)} tokens",
          lambda figure: _gates(figure, longest)),
         ("atlas-layers", f"How alike choices are at {in_k(longest.seq_len)} tokens: a layer's with those of the layer"
@@ -120,30 +121,34 @@ def _distances(figure: Figure, lengths: Sequence[LengthCurves]) -> None:
     style.legend_below(figure, [axis])
 
 
-def _mass(lengths: Sequence[LengthCurves]) -> Callable[[Figure], None]:
-    return lambda figure: _by_length(figure, lengths, lambda head: head.mass, "share of the scores", most=1.0)
+def _popularity(figure: Figure, lengths: Sequence[LengthCurves]) -> None:
+    axis = _by_length(figure, lengths, lambda head: head.popularity, "Popularity of blocks")
+    axis.set_ylim(bottom=0)
+    axis.set_ylabel("maximum over mean")
 
 
-def _by_length(
-    figure: Figure, lengths: Sequence[LengthCurves], of: Callable[[HeadCurves], float], unit: str,
-    most: float | None = None,
-) -> None:  # fmt: skip
+def _mass(figure: Figure, lengths: Sequence[LengthCurves]) -> None:
+    axis = _by_length(figure, lengths, lambda head: head.mass, "Scores that the choice holds")
+    axis.set_ylim(0, 1)
+    axis.set_ylabel("share of the scores")
+
+
+def _by_length(figure: Figure, lengths: Sequence[LengthCurves], of: Callable[[HeadCurves], float], title: str) -> Axes:
     label = "median of layers and heads, p10 to p90"
-    axis = _axes(figure, [label], unit.capitalize())
+    axis = _axes(figure, [label], title)
     tokens = [one.seq_len for one in lengths]
     bands = [band(one, of) for one in lengths]
     reach = [[one.median - one.p10 for one in bands], [one.p90 - one.median for one in bands]]
     axis.errorbar(tokens, [one.median for one in bands], reach, label=label, capsize=4, **style.nth(0))
     _log2(axis, tokens, "length in tokens")
-    axis.set_ylim(0, most)
-    axis.set_ylabel(unit)
     style.legend_below(figure, [axis])
+    return axis
 
 
 def _gates(figure: Figure, one: LengthCurves) -> None:
     axis = _axes(figure, BRANCHES, "Gates by layer")
     for number, branch in enumerate(BRANCHES):
-        means = [_mean(head.gates[number] for head in heads) for heads in _by_layer(one)]
+        means = [statistics.fmean(head.gates[number] for head in heads) for heads in _by_layer(one)]
         axis.plot(range(len(means)), means, label=branch, **style.nth(number))
     axis.set(ylim=(0, 1), xlabel="layer", ylabel="mean gate", xticks=range(len(_by_layer(one))))
     style.legend_below(figure, [axis])
@@ -154,7 +159,7 @@ def _layers(figure: Figure, one: LengthCurves) -> None:
     axis = _axes(figure, names, "Layer to layer, step to step")
     layers = _by_layer(one)
     axis.plot(range(1, len(layers)), one.layers_jaccard, label=names[0], **style.nth(0))
-    steps = [_mean(head.step_jaccard for head in heads) for heads in layers]
+    steps = [statistics.fmean(head.step_jaccard for head in heads) for heads in layers]
     axis.plot(range(len(layers)), steps, label=names[1], **style.nth(1))
     axis.set(ylim=(0, 1), xlabel="layer", ylabel="Jaccard index", xticks=range(len(layers)))
     style.legend_below(figure, [axis])
@@ -163,8 +168,3 @@ def _layers(figure: Figure, one: LengthCurves) -> None:
 def _by_layer(one: LengthCurves) -> list[list[HeadCurves]]:
     layers = range(1 + max(head.layer for head in one.heads))
     return [[head for head in one.heads if head.layer == layer] for layer in layers]
-
-
-def _mean(values: object) -> float:
-    found = list(values)  # type: ignore[call-overload]
-    return float(sum(found) / len(found))

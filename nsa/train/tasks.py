@@ -171,17 +171,12 @@ def train_and_ask(
     task: Task, config: ModelConfig, plan: Plan, device: torch.device, *, texts: int, say: Callable[[str], None]
 ) -> list[Answers]:
     """Train one model by the plan, ask it at each of its lengths; the same texts for every model with this plan."""
-    precision = "bf16" if device.type == "cuda" else "fp32"
-    train = Train(
-        steps=plan.steps, seq_len=max(plan.lengths), batch_size=1, lr=plan.lr, warmup_steps=min(100, plan.steps // 10),
-        weight_decay=0.0, seed=plan.seed,
-    )  # fmt: skip
-    runtime = Runtime(device=device.type, precision=precision)
-    trainer = Trainer(Settings(task.name, config, runtime, train, Data(packing=False)), device, Ranks())
-    begin_with_parts(trainer.lm, task)
+    trainer = trainer_of(task, config, plan, device)
     generator = torch.Generator().manual_seed(plan.seed)
     found, tokens = [], 0
-    for length, steps in plan.stages(max(config.nsa.n_sel * config.nsa.l_sel, 2 * task.least_length(config.nsa.w))):
+    for length, steps in plan.stages(
+        max(config.nsa.n_sel * config.nsa.l_sel, task.least_length(config.nsa.w) + task.variables)
+    ):
         recent: list[Tensor] = []
         for _ in range(steps):
             batch = draw(task, max(1, plan.tokens_per_step // length), length, generator, gap=config.nsa.w)
@@ -194,6 +189,19 @@ def train_and_ask(
             found.append(Answers(length, trainer.done, tokens, texts, right, loss))
             say(f"{task.name}, {config.attention}: {length} tokens, {right} of {texts} right")
     return found
+
+
+def trainer_of(task: Task, config: ModelConfig, plan: Plan, device: torch.device) -> Trainer:
+    """The model before its first step; in bf16 on a GPU."""
+    precision = "bf16" if device.type == "cuda" else "fp32"
+    train = Train(
+        steps=plan.steps, seq_len=max(plan.lengths), batch_size=1, lr=plan.lr, warmup_steps=min(100, plan.steps // 10),
+        weight_decay=0.0, seed=plan.seed,
+    )  # fmt: skip
+    runtime = Runtime(device=device.type, precision=precision)
+    trainer = Trainer(Settings(task.name, config, runtime, train, Data(packing=False)), device, Ranks())
+    _begin_with_parts(trainer.lm, task)
+    return trainer
 
 
 @torch.no_grad()
@@ -214,7 +222,7 @@ def correct(trainer: Trainer, task: Task, length: int, texts: int, *, seed: int)
     return right
 
 
-def begin_with_parts(lm: DecoderLM, task: Task) -> None:
+def _begin_with_parts(lm: DecoderLM, task: Task) -> None:
     """A statement's embedding begins as the sum of its target's and its source's, so that these need not be found out.
 
     The question for a variable begins as that variable; as a source it has another embedding than as a target.
