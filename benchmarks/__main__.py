@@ -19,6 +19,7 @@
                                         --first instead of --case: of all cases that have none yet
     python -m benchmarks export FOLDER  cases and records as flashinfer-bench reads them
     python -m benchmarks import FOLDER  bring records back from what `export` wrote
+    python -m benchmarks atlas          what a trained model selects; whether it answers as well as its dense twin
     python -m benchmarks tune           find faster tiles of the kernels on this GPU; writes its table
 
 Exit code: 0 where all is well; 1 where NSA is wrong on a case (run, compare) or slower (compare), a line was refused
@@ -41,6 +42,7 @@ with broken_sources.named():
     from benchmarks.commands import (
         accept,
         alerts,
+        atlas,
         backtest,
         bisect,
         bundle,
@@ -74,6 +76,7 @@ COMMANDS = {
     "backtest": backtest,
     "accept": accept,
     "alerts": alerts,
+    "atlas": atlas,
     "merge": merge,
     "first-contact": first_contact,
     "bundle": bundle,

@@ -25,6 +25,7 @@ from benchmarks.history import mutants as recorded
 from benchmarks.history.store import Store
 from benchmarks.report import (
     alerts,
+    atlas,
     backtest,
     calibration,
     comparisons,
@@ -47,7 +48,10 @@ from benchmarks.report.verdicts import Answers, last_run
 from harness import forced
 
 INDEX = "index.html"
-FURTHER_PAGES = {"What ran where": "proof.html", "Calibration": "calibration.html", "Incidents": "ledger.html"}
+FURTHER_PAGES = {
+    "What ran where": "proof.html", "Atlas": "atlas.html", "Calibration": "calibration.html",
+    "Incidents": "ledger.html",
+}  # fmt: skip
 TITLE = "Native Sparse Attention: is it slower?"
 _MANY_RUNS = 300
 """From here on the machines' pages are made side by side: a process of its own takes some 3 s to start."""
@@ -102,6 +106,7 @@ def build(results: Path, settings: ReportSettings | None = None) -> Report:
     incidents, no_incidents = ledger.read(results)
     tried, no_mutants = mutants.read(results)
     stored_alerts, no_alerts = kept.read(results)
+    atlases, asked, no_atlases = atlas.read(results)
     compared = comparisons.comparisons(compare_results)
     nav = [("Verdicts", INDEX), *((f"{m.device} ({m.id})", m.page) for m in machines), *FURTHER_PAGES.items()]
     now = settings.now or datetime.now(timezone.utc)
@@ -121,6 +126,10 @@ def build(results: Path, settings: ReportSettings | None = None) -> Report:
         incidents_page, "The ledger of commits and incidents", "ledger.html",
         ledger=ledger.rows(incidents, comparisons.speed(compared)), red=ledger.red(incidents),
         mutants=mutants.rows(tried), unseen=mutants.unseen(tried), wanted=f"{recorded.WANTED:.0%}",
+    )  # fmt: skip
+    write(
+        "atlas.html", "What a trained model selects", "atlas.html", shown=atlas.show(folder, atlases),
+        every=atlas.all_of(atlases), tasks=atlas.tasks(asked), chance=asked[-1].chance if asked else None,
     )  # fmt: skip
     write(
         "proof.html", "What is proven on which machine", "proof.html",
@@ -143,6 +152,7 @@ def build(results: Path, settings: ReportSettings | None = None) -> Report:
         accepted=comparisons.accepted(moved),
         damaged=[
             *damaged, *no_results, *not_moved, *no_calibrations, *no_backtests, *no_incidents, *no_mutants, *no_alerts,
+            *no_atlases,
         ],
     )  # fmt: skip
     if settings.script:

@@ -138,7 +138,7 @@ class Trainer:
     def leak(self, batch: Batch) -> float:
         """`health.future_leak` on a batch; waits for the device."""
         on_device = batch.to(self.device)
-        with self._computing():
+        with self.computing():
             return float(health.future_leak(self.lm, on_device.tokens, on_device.cu_seqlens))
 
     def gradient_norms(self) -> dict[str, float | None]:
@@ -188,12 +188,12 @@ class Trainer:
         return loss.detach(), end
 
     def _loss(self, batch: Batch) -> Tensor:
-        with self._computing():
+        with self.computing():
             loss: Tensor = self.model(batch.tokens, batch.targets, batch.cu_seqlens)
         return loss
 
     @contextmanager
-    def _computing(self) -> Iterator[None]:
+    def computing(self) -> Iterator[None]:
         """In the run's precision, with the kernels that it allows."""
         compute, runtime = COMPUTE[self.settings.runtime.precision], self.settings.runtime
         casts = compute != torch.float32 and runtime.fp32_master_weights

@@ -1,0 +1,1 @@
+"""The atlas: what a trained model selects."""
