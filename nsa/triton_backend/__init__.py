@@ -9,16 +9,20 @@ from nsa.config import NSAConfig
 from nsa.geometry import Layout
 from nsa.kv import DecodeOutput, KVView
 from nsa.torch_backend import compress
-from nsa.triton_backend import autograd, decode, ops, scores
+from nsa.triton_backend import autograd, compressed_window, decode, ops, scores, selected
+from nsa.triton_backend.launch import finite_keys
 
 __all__ = [
     "combine",
     "compress",
     "compressed_attention",
+    "compressed_attention_backward",
     "decode_attention",
     "select_blocks",
     "selected_attention",
+    "selected_attention_backward",
     "window_attention",
+    "window_attention_backward",
 ]
 
 # A compressed block is seen by all later queries, which several programs share in the backward pass. Each of these has
@@ -50,6 +54,32 @@ def compressed_attention(
     return _compressed_window_attention(q, k_cmp, v_cmp, layout.compressed_interval, 0, MAX_SPLITS, scale)
 
 
+def _turned(dq: Tensor, scale: float) -> Tensor:
+    """The gradient of q from that of `_positive`'s."""
+    if abs(scale) < torch.finfo(torch.float32).tiny:
+        return torch.zeros_like(dq)
+    return dq if scale > 0 else -dq
+
+
+def _compressed_window_backward(
+    do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    bounds: tuple[Tensor, Tensor], first_key: int, max_splits: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    (turned, positive), finite = _positive(q, scale), finite_keys(k, v, first_key)
+    given = do, dlse, turned, k, v, finite, o, lse, *bounds
+    dq, dk, dv = compressed_window.backward(*given, max_splits, positive)
+    return _turned(dq, scale), dk, dv
+
+
+def compressed_attention_backward(
+    do: Tensor, dlse: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, o: Tensor, lse: Tensor, layout: Layout,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of `compressed_attention`, from what it was given and gave."""
+    given = do, dlse, q, k_cmp, v_cmp, o, lse, layout.compressed_interval
+    return _compressed_window_backward(*given, 0, MAX_SPLITS, scale)
+
+
 def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: Tensor | None = None) -> Tensor:
     """The choice of blocks; see `nsa.select_blocks`."""
     q, scale = _positive(q, scale)
@@ -66,11 +96,29 @@ def selected_attention(
     return attend(q, k, v, block_indices, layout, scale)
 
 
+def selected_attention_backward(
+    do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, block_indices: Tensor,
+    layout: Layout, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of `selected_attention`, from what it was given and gave."""
+    turned, positive = _positive(q, scale)
+    dq, dk, dv = selected.backward(do, dlse, turned, k, v, o, lse, block_indices, layout, positive)
+    return _turned(dq, scale), dk, dv
+
+
 def window_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """The window branch; see `nsa.window_attention`."""
     q, scale = _positive(q, scale)
     first_key, _ = layout.window_span(0, layout.num_queries)
     return _compressed_window_attention(q, k, v, layout.window_interval, first_key, 1, scale)
+
+
+def window_attention_backward(
+    do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, layout: Layout, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `window_attention`, from what it was given and gave."""
+    first_key, _ = layout.window_span(0, layout.num_queries)
+    return _compressed_window_backward(do, dlse, q, k, v, o, lse, layout.window_interval, first_key, 1, scale)
 
 
 def combine(outputs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
