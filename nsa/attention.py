@@ -32,6 +32,8 @@ class Aux:
     """Keys that each branch read, counted where they were read: int64 totals over batch, tokens and kv heads."""
     backend: str
     """The backend that ran."""
+    positions: Tensor | None = None
+    """int64 [S]: where the queries stand in their documents, if they are one rank's share of a sequence."""
 
     def bytes_read(self, k: Tensor, v: Tensor) -> Mapping[str, Tensor]:
         """Bytes of the keys and values read by each branch, int64; k and v are any with their head sizes and dtype.

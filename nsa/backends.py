@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -41,6 +41,28 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def combine(self, outputs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor: ...
+
+
+class ParallelBackend(Backend, Protocol):
+    """A backend whose gradients can be asked for apart from autograd, as ranks need it that gather keys anew.
+
+    Each takes what the part was given and gave, and returns (dq, dk, dv); dk and dv may be in a wider type.
+    """
+
+    def compressed_attention_backward(
+        self, do: Tensor, dlse: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, o: Tensor, lse: Tensor,
+        layout: Layout, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+
+    def selected_attention_backward(
+        self, do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+        block_indices: Tensor, layout: Layout, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+
+    def window_attention_backward(
+        self, do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, layout: Layout,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 
 
 class Decoder(Protocol):
@@ -122,6 +144,14 @@ def choose(asked: str, q: Tensor, v: Tensor) -> tuple[str, Backend]:
     elif asked == "triton" and (reason := why_not_triton(q, v)):
         raise ValueError(f"backend 'triton' cannot serve this call: {reason}")
     return asked, load(asked)
+
+
+def choose_parallel(asked: str, q: Tensor, v: Tensor) -> tuple[str, ParallelBackend]:
+    """`choose` among those that serve context parallelism: all but the reference."""
+    if asked == "reference":
+        raise ValueError("backend must be auto, torch or triton under context parallelism; got 'reference'")
+    name, run = choose(asked, q, v)
+    return name, cast(ParallelBackend, run)
 
 
 def decoder(backend: str, q: Tensor, *others: Tensor) -> Decoder | None:

@@ -39,6 +39,15 @@ class Cache(Protocol):
         """Make the stored tokens part of the cache."""
 
 
+class Context(Protocol):
+    """What the layer asks where several ranks share a sequence (`nsa.parallel`)."""
+
+    def forward(
+        self, layer: NativeSparseAttention, x: Tensor, cu_seqlens: Tensor | None, return_aux: bool
+    ) -> tuple[Tensor, Tensor, Aux | None]:
+        """x [B, S, dim], the rank's own tokens -> (o [B, S, Hq, Dv], gates [B, S, Hq, 3], what attention did)."""
+
+
 class Gates(nn.Module):
     """The gates of Eq. 5: x [B, S, dim] -> [B, S, Hq, 3] in the order compressed, selected, window.
 
@@ -113,6 +122,8 @@ class NativeSparseAttention(nn.Module):
         self.backend, self.rope_base = backend, rope_base
         self.observer: Observer | None = None
         """Called in each forward pass while it is set: how training reads gates and selection."""
+        self.context: Context | None = None
+        """The ranks that share the sequence; set by `nsa.parallel.context_parallel`."""
 
         num_kv_heads = self.num_kv_sets * num_kv_heads
         self.q = nn.Linear(dim, num_heads * head_dim_k, bias=False, device=device, dtype=dtype)
@@ -131,26 +142,11 @@ class NativeSparseAttention(nn.Module):
         """
         self._check(x, cache, cu_seqlens)
         if cache is None:
-            q, k, v = self._project(x, checks.layout(x, None, self.config, cu_seqlens).positions)
-            gates = self.gates(x)
-            attend = functools.partial(
-                nsa_attention,
-                q,
-                (None, *k[1:]),
-                (None, *v[1:]),
-                gates,
-                self.config,
-                k_compressed=self.compress_k(k[0], cu_seqlens),
-                v_compressed=self.compress_v(v[0], cu_seqlens),
-                cu_seqlens=cu_seqlens,
-                backend=self.backend,
-            )
-            if self.observer is None:
-                return self._output(attend())
-            o, aux = attend(return_aux=True)
-            self.observer(gates.detach(), aux.detached(), cu_seqlens)
+            o, gates, aux = self._attend(x, cu_seqlens)
+            if self.observer is not None and aux is not None:
+                self.observer(gates.detach(), aux.detached(), cu_seqlens)
             return self._output(o)
-        o = cache.attend(*self._project(x, cache.positions(x.shape[1])), self.gates(x))
+        o = cache.attend(*self.project(x, cache.positions(x.shape[1])), self.gates(x))
         out = self._output(o)
         cache.commit(x.shape[1])
         return out
@@ -163,7 +159,30 @@ class NativeSparseAttention(nn.Module):
             return torch.get_autocast_dtype(device)
         return weight.dtype
 
-    def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, PerBranch, PerBranch]:
+    def _attend(self, x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Aux | None]:
+        """(o [B, S, Hq, Dv], gates [B, S, Hq, 3], what attention did if that is observed)."""
+        if self.context is not None:
+            return self.context.forward(self, x, cu_seqlens, self.observer is not None)
+        q, k, v = self.project(x, checks.layout(x, None, self.config, cu_seqlens).positions)
+        gates = self.gates(x)
+        attend = functools.partial(
+            nsa_attention,
+            q,
+            (None, *k[1:]),
+            (None, *v[1:]),
+            gates,
+            self.config,
+            k_compressed=self.compress_k(k[0], cu_seqlens),
+            v_compressed=self.compress_v(v[0], cu_seqlens),
+            cu_seqlens=cu_seqlens,
+            backend=self.backend,
+        )
+        if self.observer is None:
+            return attend(), gates, None
+        o, aux = attend(return_aux=True)
+        return o, gates, aux
+
+    def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, PerBranch, PerBranch]:
         """q [B, S, Hq, Dk], and keys [B, S, Hkv, Dk] and values [B, S, Hkv, Dv] for each branch; RoPE on q and k."""
         cos_sin = rotation(positions, self.head_dim_k, self.rope_base)
         q = rotate(self.q(x).unflatten(-1, (self.num_heads, self.head_dim_k)), cos_sin)
@@ -186,6 +205,8 @@ class NativeSparseAttention(nn.Module):
             raise TypeError(f"x must have the layer's dtype, {weight.dtype}; got {x.dtype}")
         if cache is None:
             return
+        if self.context is not None:
+            raise ValueError("cache must be None where several ranks share a sequence; decode on one")
         if not isinstance(cache, Cache):
             raise TypeError(f"cache must be a KVCache, rows of a PagedCache, or None; got {type(cache).__name__}")
         if cu_seqlens is not None:

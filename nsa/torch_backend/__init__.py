@@ -6,12 +6,26 @@ import torch
 from torch import Tensor
 
 from nsa.geometry import Layout
+from nsa.torch_backend import compressed_window, selected
 from nsa.torch_backend.compressed_window import CompressedWindowAttention
 from nsa.torch_backend.rows import compute_dtype
 from nsa.torch_backend.scores import select_blocks
 from nsa.torch_backend.selected import SelectedAttention
 
-__all__ = ["combine", "compress", "compressed_attention", "select_blocks", "selected_attention", "window_attention"]
+__all__ = [
+    "combine",
+    "compress",
+    "compressed_attention",
+    "compressed_attention_backward",
+    "select_blocks",
+    "selected_attention",
+    "selected_attention_backward",
+    "window_attention",
+    "window_attention_backward",
+]
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""(dq, dk, dv)."""
 
 COMPRESSED_CHUNK = 512
 WINDOW_CHUNK = 256
@@ -40,6 +54,16 @@ def compressed_attention(
     return CompressedWindowAttention.apply(q, k_cmp, v_cmp, lo, hi, layout.compressed_span, COMPRESSED_CHUNK, scale)
 
 
+def compressed_attention_backward(
+    do: Tensor, dlse: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, o: Tensor, lse: Tensor, layout: Layout,
+    scale: float,
+) -> Gradients:  # fmt: skip
+    """Gradients of `compressed_attention`, from what it was given and gave."""
+    chunk, span = COMPRESSED_CHUNK, layout.compressed_span
+    given = do, dlse, q, k_cmp, v_cmp, o, lse, *layout.compressed_interval
+    return compressed_window.backward(*given, span, chunk, scale)
+
+
 def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, layout: Layout, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,10 +71,26 @@ def selected_attention(
     return SelectedAttention.apply(q, k, v, block_indices, layout, scale)
 
 
+def selected_attention_backward(
+    do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, block_indices: Tensor,
+    layout: Layout, scale: float,
+) -> Gradients:  # fmt: skip
+    """Gradients of `selected_attention`, from what it was given and gave."""
+    return selected.backward(do, dlse, q, k, v, o, lse, block_indices, layout, scale)
+
+
 def window_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """The window branch; see `nsa.window_attention`."""
     lo, hi = layout.window_interval
     return CompressedWindowAttention.apply(q, k, v, lo, hi, layout.window_span, WINDOW_CHUNK, scale)
+
+
+def window_attention_backward(
+    do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, layout: Layout, scale: float
+) -> Gradients:
+    """Gradients of `window_attention`, from what it was given and gave."""
+    given = do, dlse, q, k, v, o, lse, *layout.window_interval
+    return compressed_window.backward(*given, layout.window_span, WINDOW_CHUNK, scale)
 
 
 def combine(outputs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:

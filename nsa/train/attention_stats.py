@@ -130,6 +130,8 @@ def _statistics(layer: NativeSparseAttention, gates: Tensor, aux: Aux, cu_seqlen
     chosen = (aux.block_indices >= 0).sum(-1)  # [B, S, Hkv]
     num_tokens = gates.shape[1]
     layout = Layout(num_tokens, num_tokens, layer.config, gates.device, cu_seqlens)
+    if aux.positions is not None:
+        layout = layout.knowing(positions=aux.positions)
     fits = num_selection_blocks(layout.positions + 1, layer.config) >= n
     values = (
         entropy.double(),

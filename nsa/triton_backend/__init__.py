@@ -10,7 +10,8 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.geometry import Layout
 from nsa.kv import DecodeOutput, KVView
-from nsa.triton_backend import attention, autograd, compression, decode, ops, scores
+from nsa.triton_backend import attention, autograd, compressed_window, compression, decode, ops, scores, selected
+from nsa.triton_backend.launch import finite_keys, unit_stride
 from nsa.triton_backend.places import located
 
 __all__ = [
@@ -18,10 +19,13 @@ __all__ = [
     "combine",
     "compress",
     "compressed_attention",
+    "compressed_attention_backward",
     "decode_attention",
     "select_blocks",
     "selected_attention",
+    "selected_attention_backward",
     "window_attention",
+    "window_attention_backward",
 ]
 
 
@@ -84,6 +88,34 @@ def _compressed_window_attention(q: Tensor, *more: Any) -> tuple[Tensor, Tensor,
     return o, lse, read
 
 
+def _turned(dq: Tensor, scale: float) -> Tensor:
+    """The gradient of q from that of `_positive`'s."""
+    if abs(scale) < torch.finfo(torch.float32).tiny:
+        return torch.zeros_like(dq)
+    return dq if scale > 0 else -dq
+
+
+def _compressed_window_backward(
+    do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    places: tuple[Tensor, ...], first_key: int, max_splits: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    (turned, positive), finite = _positive(q, scale), finite_keys(unit_stride(k), unit_stride(v), first_key)
+    given = do, dlse, turned, k, v, finite, o, lse, *places
+    dq, dk, dv = compressed_window.backward(*given, max_splits, positive)
+    return _turned(dq, scale), dk, dv
+
+
+def compressed_attention_backward(
+    do: Tensor, dlse: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, o: Tensor, lse: Tensor, layout: Layout,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of `compressed_attention`, from what it was given and gave."""
+    layout = _layout(layout)
+    places = *layout.compressed_interval, *layout.compressed_queries
+    given = do, dlse, q, k_cmp, v_cmp, o, lse, places
+    return _compressed_window_backward(*given, 0, attention.MAX_SPLITS, scale)
+
+
 def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: Tensor | None = None) -> Tensor:
     """The choice of blocks; see `nsa.select_blocks`."""
     q, scale = _positive(q, scale)
@@ -100,11 +132,31 @@ def selected_attention(
     return attend(q, k, v, block_indices, _layout(layout), scale)
 
 
+def selected_attention_backward(
+    do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, block_indices: Tensor,
+    layout: Layout, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of `selected_attention`, from what it was given and gave."""
+    turned, positive = _positive(q, scale)
+    dq, dk, dv = selected.backward(do, dlse, turned, k, v, o, lse, block_indices, _layout(layout), positive)
+    return _turned(dq, scale), dk, dv
+
+
 def window_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """The window branch; see `nsa.window_attention`."""
     layout = _layout(layout)
     first_key, _ = layout.window_span(0, layout.num_queries)
     return _compressed_window_attention(q, k, v, *layout.window_interval, *layout.window_queries, first_key, 1, scale)
+
+
+def window_attention_backward(
+    do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, layout: Layout, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `window_attention`, from what it was given and gave."""
+    layout = _layout(layout)
+    first_key, _ = layout.window_span(0, layout.num_queries)
+    places = *layout.window_interval, *layout.window_queries
+    return _compressed_window_backward(do, dlse, q, k, v, o, lse, places, first_key, 1, scale)
 
 
 def combine(outputs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:

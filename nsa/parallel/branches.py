@@ -1,0 +1,207 @@
+"""The three branches of one rank, with what travels beneath them: forward, and backward with the keys gathered again.
+
+The compressed keys come first, since everything waits for them. Keys and values of the selected branch, the bulk, are
+on their way beneath compressed attention and the choice of blocks. Between the passes a rank holds its own rows alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from nsa.backends import ParallelBackend
+from nsa.parallel.exchange import Halo, Pending, SumByHead
+from nsa.parallel.plan import Plan, Queries
+
+
+class HaloRows(torch.autograd.Function):
+    """x [B, own rows, H, D] -> [B, needed rows, H, D]; gradients go back to the ranks that own the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, halo: Halo) -> Tensor:
+        ctx.halo = halo
+        return halo.start(x).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.halo.start_sum(_wide(gradient)).wait().to(gradient.dtype), None
+
+
+class ParallelBranches(torch.autograd.Function):
+    """(o, lse) of the compressed, the selected and the window branch, then the blocks and the keys read by each.
+
+    q [B, S, Hq, Dk], k_cmp [B, own blocks, Hkv, Dk], k_sel and k_win [B, S, Hkv, Dk], values likewise; S is the rank's.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor,
+        plan: Plan, run: ParallelBackend, scale: float,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        compressed = [plan.slots_gather.start(x) for x in (k_cmp, v_cmp)]
+        selected = [plan.tokens_gather.start(x) for x in (k_sel, v_sel)]
+        window = [plan.window_halo.start(x) for x in (k_win, v_win)]
+        keys, vals = (x.wait() for x in compressed)
+        parts: list[list[Tensor]] = []
+        for piece in plan.queries:
+            rows, slots = padded(q[:, piece.rows], piece), slice(0, piece.slots)
+            o, lse, read = run.compressed_attention(rows, keys[:, slots], vals[:, slots], piece.layout, scale)
+            chosen = run.select_blocks(rows, keys[:, slots], piece.layout, scale, lse)
+            chosen = padded(unpadded(chosen, piece), piece, -1)  # padding chooses nothing, so that nothing is read
+            parts.append([o, lse, chosen, read])
+        del keys, vals
+        keys, vals = (x.wait() for x in selected)
+        for piece, part in zip(plan.queries, parts, strict=True):
+            rows, own = padded(q[:, piece.rows], piece), slice(0, piece.keys)
+            o, lse, read = run.selected_attention(rows, keys[:, own], vals[:, own], part[2], piece.layout, scale)
+            part += [o, lse, read]
+        del keys, vals
+        keys, vals = (x.wait() for x in window)
+        for piece, part in zip(plan.queries, parts, strict=True):
+            near = window_keys(keys, piece), window_keys(vals, piece)
+            part += run.window_attention(padded(q[:, piece.rows], piece), *near, piece.window, scale)
+        joined = [[unpadded(x, piece) for x in part] for piece, part in zip(plan.queries, parts, strict=True)]
+        if not joined:
+            joined = [_nothing(q, v_sel, plan)]
+        o_cmp, lse_cmp, chosen, read_cmp, o_sel, lse_sel, read_sel, o_win, lse_win, read_win = (
+            torch.cat(column, 1) for column in zip(*joined, strict=True)
+        )
+        ctx.save_for_backward(
+            q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win, chosen
+        )
+        ctx.plan, ctx.run, ctx.scale = plan, run, scale
+        ctx.mark_non_differentiable(chosen, read_cmp, read_sel, read_win)
+        return o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win, chosen, read_cmp, read_sel, read_win
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(upstream[0].device.type, enabled=False):
+            return *_gradients(ctx.saved_tensors, upstream, ctx.plan, ctx.run, ctx.scale), None, None, None
+
+
+def _gradients(
+    saved: tuple[Tensor, ...], upstream: tuple[Tensor, ...], plan: Plan, run: ParallelBackend, scale: float
+) -> list[Tensor]:
+    """Of q and of the six keys and values, each in its own type."""
+    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win, chosen = saved
+    do_cmp, dlse_cmp, do_sel, dlse_sel, do_win, dlse_win = upstream[:6]
+    window = [plan.window_halo.start(x) for x in (k_win, v_win)]
+    selected = [plan.tokens_gather.start(x) for x in (k_sel, v_sel)]
+    compressed = [plan.slots_gather.start(x) for x in (k_cmp, v_cmp)]
+
+    keys, vals = (x.wait() for x in window)
+    sums = [_zeros(x) for x in (keys, vals)]
+    dq_win = torch.zeros_like(q)
+    for piece in plan.queries:
+        given = _given(piece, do_win, dlse_win, q)
+        near = window_keys(keys, piece), window_keys(vals, piece)
+        dq, *gradients = run.window_attention_backward(
+            *given, *near, *_gave(piece, o_win, lse_win), piece.window, scale
+        )
+        dq_win[:, piece.rows] = unpadded(dq, piece)
+        begin = piece.window_before
+        for total, gradient in zip(sums, gradients, strict=True):
+            count = piece.window_rows.stop - piece.window_rows.start
+            total[:, piece.window_rows] += gradient[:, begin : begin + count]
+    of_window = [plan.window_halo.start_sum(x) for x in sums]
+
+    dq_sel, of_selected = _selected_gradients(
+        q, tuple(x.wait() for x in selected), (do_sel, dlse_sel, o_sel, lse_sel, chosen), plan, run, scale
+    )
+
+    keys, vals = (x.wait() for x in compressed)
+    sums = [_zeros(x) for x in (keys, vals)]
+    dq_cmp = torch.zeros_like(q)
+    for piece in plan.queries:
+        slots = slice(0, piece.slots)
+        given = _given(piece, do_cmp, dlse_cmp, q)
+        dq, *gradients = run.compressed_attention_backward(
+            *given, keys[:, slots], vals[:, slots], *_gave(piece, o_cmp, lse_cmp), piece.layout, scale
+        )
+        dq_cmp[:, piece.rows] = unpadded(dq, piece)
+        for total, gradient in zip(sums, gradients, strict=True):
+            total[:, slots] += gradient
+    of_compressed = [plan.slots_gather.start_sum(x) for x in sums]
+
+    dq = dq_win + dq_sel + dq_cmp  # in the order in which autograd adds those of one device
+    travelling: list[Pending | SumByHead] = [*of_compressed, *of_selected, *of_window]
+    return [dq, *(x.wait().to(q.dtype) for x in travelling)]
+
+
+def _selected_gradients(
+    q: Tensor, keys_values: tuple[Tensor, ...], given: tuple[Tensor, ...], plan: Plan, run: ParallelBackend,
+    scale: float,
+) -> tuple[Tensor, list[SumByHead]]:  # fmt: skip
+    """dq, and dk and dv on their way."""
+    num_kv_heads, dq_sel = keys_values[0].shape[2], torch.zeros_like(q)
+    group = q.shape[2] // num_kv_heads
+    of_selected = [SumByHead(plan.tokens_gather) for _ in keys_values]
+    for h in range(num_kv_heads):
+        heads, kv_head = slice(h * group, (h + 1) * group), slice(h, h + 1)
+        keys, vals = (x[:, :, kv_head] for x in keys_values)
+        do, dlse, o, lse = (x[:, :, heads] for x in given[:4])
+        sums = [_zeros(x) for x in (keys, vals)]
+        for piece in plan.queries:
+            own, chosen = slice(0, piece.keys), padded(given[4][:, piece.rows, kv_head], piece, -1)
+            asked = _given(piece, do, dlse, q[:, :, heads])
+            dq, *gradients = run.selected_attention_backward(
+                *asked, keys[:, own], vals[:, own], *_gave(piece, o, lse), chosen, piece.layout, scale
+            )
+            dq_sel[:, piece.rows, heads] = unpadded(dq, piece)
+            for total, gradient in zip(sums, gradients, strict=True):
+                total[:, own] += gradient
+        for of_all, total in zip(of_selected, sums, strict=True):
+            of_all.start(total)
+    return dq_sel, of_selected
+
+
+def _given(piece: Queries, do: Tensor, dlse: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A piece's upstream gradients and queries."""
+    own = piece.rows
+    return padded(do[:, own], piece), padded(dlse[:, own], piece), padded(q[:, own], piece)
+
+
+def _gave(piece: Queries, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """What the forward pass gave; an lse of infinity makes all probabilities of padding 0."""
+    return padded(o[:, piece.rows], piece), padded(lse[:, piece.rows], piece, torch.inf)
+
+
+def padded(x: Tensor, piece: Queries, value: float = 0.0) -> Tensor:
+    """x [B, queries of the piece, …] with the piece's padding."""
+    if not piece.before and not piece.behind:
+        return x
+    return pad(x, [0, 0] * (x.dim() - 2) + [piece.before, piece.behind], value=value)
+
+
+def unpadded(x: Tensor, piece: Queries) -> Tensor:
+    """The inverse of `padded`."""
+    return x[:, piece.before : x.shape[1] - piece.behind]
+
+
+def window_keys(halo_rows: Tensor, piece: Queries) -> Tensor:
+    """The keys of `piece.window`, 0 where no window reaches."""
+    needed = halo_rows[:, piece.window_rows]
+    return pad(needed, [0, 0, 0, 0, piece.window_before, piece.behind])
+
+
+def _zeros(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _nothing(q: Tensor, v: Tensor, plan: Plan) -> list[Tensor]:
+    """What a rank without tokens gives."""
+    o = q.new_zeros(*q.shape[:3], v.shape[3])
+    lse = q.new_zeros(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    read = q.new_zeros(q.shape[0], 0, v.shape[2], dtype=torch.int32)
+    chosen = read.new_zeros(q.shape[0], 0, v.shape[2], plan.config.n_sel)
+    return [o, lse, chosen, read, o, lse, read, o, lse, read]
