@@ -97,7 +97,7 @@ def _turned(dq: Tensor, scale: float) -> Tensor:
 
 def _compressed_window_backward(
     do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    places: tuple[Tensor, ...], first_key: int, max_splits: int, scale: float,
+    places: tuple[Tensor, Tensor, Tensor, Tensor], first_key: int, max_splits: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (turned, positive), finite = _positive(q, scale), finite_keys(unit_stride(k), unit_stride(v), first_key)
     given = do, dlse, turned, k, v, finite, o, lse, *places

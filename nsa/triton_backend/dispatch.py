@@ -101,7 +101,7 @@ def sooner_by_block(call: Call, *, backward: bool) -> bool:
     seen = traffic.SelectedCall(
         call.group, dk, dv, call.q.element_size(), call.block_size, queries, keys, call.forced_share
     )
-    memory = traffic.memory_system(call.q.device, tuning.architecture(call.q.device))
+    memory = traffic.memory_system(call.q.device, architecture.of(call.q.device))
     return traffic.sooner_by_block(seen, memory, backward=backward)
 
 

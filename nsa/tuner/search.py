@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from nsa.io import cannot_write
-from nsa.triton_backend import candidates, trials, tuned, tuning
+from nsa.triton_backend import architecture, candidates, trials, tuned, tuning
 from nsa.triton_backend.candidates import Trial
 from nsa.triton_backend.trials import Timed
 from nsa.triton_backend.tuned import Launches, Where
@@ -89,7 +89,7 @@ class Search:
 
 def on_gpu(device: torch.device, say: Callable[[str], object]) -> Search:
     """The search on the GPU that is here."""
-    where = Where(torch.cuda.get_device_name(device), tuning.architecture(device), tuned.sources_sha256())
+    where = Where(torch.cuda.get_device_name(device), architecture.of(device), tuned.sources_sha256())
     return Search(where, lambda timing, *launch: timing.trial(*launch, _timed), trials.fits, say)
 
 

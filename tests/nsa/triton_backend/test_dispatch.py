@@ -43,10 +43,10 @@ def test_wide_groups_take_it_where_l2_holds_no_head(monkeypatch: pytest.MonkeyPa
     q = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(1, 2**17, 64, 128)
     k = q[:, :, :4]
     for capability, wanted in ((86, Variant.KV_MAJOR), (89, Variant.PLAIN)):
-        monkeypatch.setattr(tuning, "architecture", lambda _, it=capability: it)
+        monkeypatch.setattr(architecture, "of_gpu", lambda _, it=capability: it)
         for computation in ("selected_forward", "selected_backward_q"):
             assert variant(computation, q, k, k, 64, forced_share=3 / 16) is wanted
-    monkeypatch.setattr(tuning, "architecture", lambda _: 86)
+    monkeypatch.setattr(architecture, "of_gpu", lambda _: 86)
     assert variant("selected_forward", q, k, k, 64, forced_share=1.0) is Variant.PLAIN  # which neighbours share
 
 

@@ -16,7 +16,8 @@ from unittest import mock
 import triton
 from triton.runtime.jit import JITFunction
 
-from nsa.triton_backend import ahead_of_time, decode, dispatch, tuning
+from nsa.triton_backend import ahead_of_time, decode, dispatch
+from nsa.triton_backend import architecture as served
 from nsa.triton_backend.compile_log import Compilation, listening
 from nsa.warm import __main__ as command
 
@@ -30,7 +31,7 @@ def main() -> None:
         mock.patch.object(triton.runtime.driver, "_active", ahead_of_time._Driver(architecture)),
         mock.patch.object(JITFunction, "run", partialmethod(_without_launch, run)),
         mock.patch.object(dispatch, "_why_not_here", return_value=None),
-        mock.patch.object(tuning, "architecture", return_value=architecture),
+        mock.patch.object(served, "of_gpu", return_value=architecture),
         mock.patch.object(decode, "num_sms", return_value=sms or ahead_of_time.SMS[architecture]),
         listening(seen.append),
     ):
