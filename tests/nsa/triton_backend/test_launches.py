@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -52,16 +53,20 @@ def printed(names: list[str]) -> str:
     return "\n".join(f"{count} {name}" for name, count in Counter(names).items())
 
 
+def names_of(*sizes: int, **more: Any) -> list[list[str]]:
+    return [found.names for found in of_call(*sizes, **more)]
+
+
 @needs_interpreter
 def test_of_a_small_model() -> None:
-    forward, backward = of_call(12, 2, 64, 2048)
+    forward, backward = names_of(12, 2, 64, 2048)
     assert Counter(forward) == FORWARD, printed(forward)
     assert Counter(backward) == BACKWARD, printed(backward)
 
 
 @needs_interpreter
 def test_of_wide_groups() -> None:
-    forward, backward = of_call(32, 2, 128, 2048)
+    forward, backward = names_of(32, 2, 128, 2048)
     merged = ("index._cells", "aten.sort", "index._tiles", "selected_kv_major._forward", "partial_sums.merge_blocks")
     wanted = {name: count for name, count in FORWARD.items() if name not in merged} | BY_QUERY
     assert Counter(forward) == wanted, printed(forward)
@@ -72,21 +77,21 @@ def test_of_wide_groups() -> None:
 @needs_interpreter
 @pytest.mark.parametrize("length", [2049, 4096])
 def test_a_longer_text_launches_as_many(length: int) -> None:
-    assert [Counter(names) for names in of_call(12, 2, 64, length)] == [FORWARD, BACKWARD]
+    assert [Counter(names) for names in names_of(12, 2, 64, length)] == [FORWARD, BACKWARD]
 
 
 @needs_interpreter
 def test_packed_documents_add_what_checks_their_bounds_and_no_more() -> None:
     """On a GPU the host may not read them, so that the device checks them; on a CPU it may."""
     documents = torch.tensor([0, 5, 1000, 2048], dtype=torch.int32)
-    assert [Counter(names) for names in of_call(12, 2, 64, 2048, cu_seqlens=documents)] == [FORWARD, BACKWARD]
+    assert [Counter(names) for names in names_of(12, 2, 64, 2048, cu_seqlens=documents)] == [FORWARD, BACKWARD]
 
 
 @needs_interpreter
 def test_what_is_launched_too_often_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layout that PyTorch computes, as it was before."""
     monkeypatch.setattr(triton_backend.attention, "located", lambda layout: layout)
-    forward, backward = of_call(12, 2, 64, 2048)
+    forward, backward = names_of(12, 2, 64, 2048)
     assert len(forward) > sum(FORWARD.values()) + 20
     assert len(backward) > sum(BACKWARD.values())
 
