@@ -43,7 +43,11 @@ def flat(pairs: Inputs) -> list[Tensor | None]:
 
 def paired(tensors: Sequence[Tensor | None]) -> Inputs:
     """The other way round."""
-    return Inputs(*(None if k is None else (k, v) for k, v in zip(tensors[::2], tensors[1::2], strict=True)))
+    k, v, *others = tensors
+    assert k is not None
+    assert v is not None
+    pairs = zip(others[::2], others[1::2], strict=True)
+    return Inputs((k, v), *(None if k is None or v is None else (k, v) for k, v in pairs))
 
 
 class Output(NamedTuple):
@@ -106,7 +110,7 @@ def forward(q: Tensor, given: Inputs, gates: Tensor, layout: Layout, scale: floa
 
 
 def backward(
-    gradients: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    gradients: Sequence[Tensor | None],
     q: Tensor, given: Inputs, gates: Tensor, output: Output, layout: Layout, scale: float,
 ) -> tuple[Tensor, Inputs, Tensor]:  # fmt: skip
     """(dq, those of `given`, of the gates) from those of o and of the three lse, where None is 0."""
@@ -137,19 +141,21 @@ def _of_inputs(
 ) -> Inputs:
     """What the branches give to keys and values, added where these are the same tensors."""
     selected, window = (of_selected[0], of_selected[1]), (of_window[0], of_window[1])
-    compressed = source = None
+    dtype = selected[0].dtype
     if given.compressed is not None:
-        compressed = tuple(part[0] if len(part) == 1 else part.sum(0).to(selected[0].dtype) for part in parts)
-    else:
-        all_are_one = given.window is None and given.source is None
-        source = compression.gradients(
-            (parts[0], parts[1]), (*selected, *window) if all_are_one else None, layout.num_keys,
-            compression.places(layout), layout.config.l, layout.config.d, selected[0].dtype,
-        )  # fmt: skip
-        if all_are_one:
-            return Inputs(source, None, None, None)
+        dk, dv = (part[0] if len(part) == 1 else part.sum(0).to(dtype) for part in parts)
+        if given.window is None:
+            selected = selected[0] + window[0], selected[1] + window[1]
+        return Inputs(selected, None if given.window is None else window, None, (dk, dv))
+    all_are_one = given.window is None and given.source is None
+    dk, dv = compression.gradients(
+        parts, (*selected, *window) if all_are_one else None, layout.num_keys, compression.places(layout),
+        layout.config.l, layout.config.d, dtype,
+    )  # fmt: skip
+    if all_are_one:
+        return Inputs((dk, dv), None, None, None)
     if given.window is None:
-        selected = selected[0] + window[0], selected[1] + window[1]
-    if given.compressed is None and given.source is None:
-        selected, source = (selected[0] + source[0], selected[1] + source[1]), None
-    return Inputs(selected, None if given.window is None else window, source, compressed)
+        return Inputs((selected[0] + window[0], selected[1] + window[1]), None, (dk, dv), None)
+    if given.source is None:
+        return Inputs((selected[0] + dk, selected[1] + dv), window, None, None)
+    return Inputs(selected, window, (dk, dv), None)

@@ -7,6 +7,8 @@ what the other branches gave to the same tensor, and is rounded once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,9 @@ from nsa.triton_backend.tuning import padded
 
 ROWS = 64  # tokens that a program loads at a time, or one stride of them
 TOKENS = 32  # per program of the gradient
+
+Places = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""`Layout.slot_tokens`, and of packed documents the first of `Layout.compressed_interval` and `Layout.positions`."""
 
 
 @triton.jit
@@ -167,34 +172,31 @@ def prepare(
 
 
 def gradients(
-    cmp: tuple[Tensor, Tensor | None],
-    others: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    compressed: Sequence[Tensor],
+    others: Sequence[Tensor] | None,
     num_keys: int,
-    places: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    places: Places,
     l: int,
     d: int,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor | None]:
-    """(dk, dv) [B, T, Hkv, D] from those of the compressed ones [splits, B, slots, Hkv, D], dv None where it is.
+) -> tuple[Tensor, ...]:
+    """dk, or (dk, dv), [B, T, Hkv, D] from those of the compressed ones [splits, B, slots, Hkv, D].
 
-    `others` are (dk, dv, dk, dv) of the branches that read the same keys and values, to be added;
-    `places` (tokens, used, lo, positions): `Layout.slot_tokens`, and of packed documents the first of
-    `Layout.compressed_interval` and `Layout.positions`.
+    `others` are (dk, dv, dk, dv) of the branches that read the same keys and values, contiguous, to be added.
     """
-    dk_cmp, dv_cmp = (None if x is None else x.contiguous() for x in cmp)
-    assert dk_cmp is not None
+    dk_cmp, dv_cmp = compressed[0].contiguous(), compressed[1].contiguous() if len(compressed) > 1 else None
     (splits, batch, slots, num_kv_heads, dk), (tokens, used, lo, positions) = dk_cmp.shape, places
     dv = dk if dv_cmp is None else dv_cmp.shape[4]
-    dk_sel, dv_sel, dk_win, dv_win = 4 * (None,) if others is None else others
-    dk_out = dk_cmp.new_empty(batch, num_keys, num_kv_heads, dk, dtype=dtype)
-    dv_out = None if dv_cmp is None else dv_cmp.new_empty(batch, num_keys, num_kv_heads, dv, dtype=dtype)
-    if dk_out.numel():
-        with on_device(dk_out):
+    dk_sel, dv_sel, dk_win, dv_win = others or 4 * (None,)
+    shapes = [(batch, num_keys, num_kv_heads, x.shape[4]) for x in compressed]
+    out = tuple(x.new_empty(shape, dtype=dtype) for x, shape in zip(compressed, shapes, strict=True))
+    if out[0].numel():
+        with on_device(dk_cmp):
             _gradient[triton.cdiv(num_keys, TOKENS), num_kv_heads, 2 * batch](
-                dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dk_out, dv_out, lo, positions, tokens, used,
+                dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, *(*out, None)[:2], lo, positions, tokens, used,
                 num_keys, num_kv_heads, slots, batch, splits, l, d, dk, dv, padded(dk), padded(dv), TOKENS,
             )  # fmt: skip
-    return dk_out, dv_out
+    return out
 
 
 def mean(
@@ -208,11 +210,11 @@ def mean_backward(
     do: Tensor, length: int, tokens: Tensor, used: Tensor, lo: Tensor | None, positions: Tensor | None, l: int, d: int
 ) -> Tensor:
     """The gradient of x [B, T, H, D]."""
-    return gradients((do[None], None), None, length, (tokens, used, lo, positions), l, d, do.dtype)[0]
+    return gradients((do[None],), None, length, (tokens, used, lo, positions), l, d, do.dtype)[0]
 
 
-def places(layout: Layout) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """What `gradients` needs of a layout."""
+def places(layout: Layout) -> Places:
+    """Those of a layout."""
     packed = layout.cu_seqlens is not None
     return (
         *layout.slot_tokens,

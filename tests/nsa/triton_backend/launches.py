@@ -3,7 +3,8 @@
 Triton's launches are recorded and not run, so that real sizes take no time on a CPU: no choice on the host depends on
 what a kernel wrote. A PyTorch operation counts once, although some (a sort, a running sum) are several kernels; views
 and allocations are none. `python -m tests.nsa.triton_backend.launches` prints the list of 12/2 heads of 64 at 2048
-tokens, forward and backward; TRITON_INTERPRET=1 lets it run on a CPU.
+tokens, forward and backward, with the size of the tensors that each is given or gives, once each; what a kernel reads
+several times, or of which it needs a part, is not in that. TRITON_INTERPRET=1 lets it run on a CPU.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
 import nsa
@@ -29,9 +32,11 @@ class Launches(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.bytes: Counter[str] = Counter()
+        """By name, of all its launches."""
 
-        def launch(kernel: Any, *_: Any, **__: Any) -> None:
-            self.names.append(f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}")
+        def launch(kernel: Any, *given: Any, **_: Any) -> None:
+            self._launched(f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}", given)
 
         self._kernels = mock.patch.object(InterpretedFunction, "run", launch)
 
@@ -45,15 +50,21 @@ class Launches(TorchDispatchMode):
         self._kernels.stop()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        name = func.overloadpacket.__name__
-        if not (func.is_view or name.startswith(_ALLOCATIONS) or name in _NO_KERNEL):
-            self.names.append(f"aten.{name}")
-        return func(*args, **(kwargs or {}))
+        name, made = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
+        tensors = isinstance(made, (Tensor, tuple, list))
+        if tensors and not (func.is_view or name.startswith(_ALLOCATIONS) or name in _NO_KERNEL):
+            self._launched(f"aten.{name}", (args, kwargs, made))
+        return made
+
+    def _launched(self, name: str, tensors: Any) -> None:
+        found = {(x.data_ptr(), x.nbytes): x.nbytes for x in tree_leaves(tensors) if isinstance(x, Tensor)}
+        self.names.append(name)
+        self.bytes[name] += sum(found.values())
 
 
 def of_call(
     heads: int, num_kv_heads: int, dim: int, length: int, *, dtype: torch.dtype = torch.bfloat16, **more: Any
-) -> tuple[list[str], list[str]]:
+) -> tuple[Launches, Launches]:
     """What the forward pass launches, and the backward pass, of one call of the triton backend on [1, length, ...]."""
     shapes = (heads, dim), (num_kv_heads, dim), (num_kv_heads, dim), (heads, 3)
     q, k, v, gates = (torch.zeros(1, length, *shape, dtype=dtype, requires_grad=True) for shape in shapes)
@@ -62,15 +73,15 @@ def of_call(
         o = nsa.nsa_attention(q, k, v, gates, nsa.NSAConfig(), backend="triton", **more)
     with Launches() as backward:
         torch.autograd.grad(o, (q, k, v, gates), upstream)
-    return forward.names, backward.names
+    return forward, backward
 
 
 def main() -> None:
     compute_in_bfloat16()
-    for title, names in zip(("forward", "backward"), of_call(12, 2, 64, 2048), strict=True):
-        print(f"{title}: {len(names)}")
-        for name, count in Counter(names).items():
-            print(f"  {count} {name}")
+    for title, found in zip(("forward", "backward"), of_call(12, 2, 64, 2048), strict=True):
+        print(f"{title}: {len(found.names)}, {sum(found.bytes.values()) / 2**20:.2f} MiB")
+        for name, count in Counter(found.names).items():
+            print(f"  {count} {name}, {found.bytes[name] / 2**20:.2f} MiB")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,140 @@
+"""A whole call against the parts of the same backend: one function, the same kernels, fewer launches."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import nsa
+from nsa import backends
+from nsa.geometry import Layout
+from regression.detectors import memory
+
+pytest.importorskip("triton")
+
+from nsa import triton_backend
+from nsa.triton_backend import dispatch
+
+CONFIG = nsa.NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=13)
+SHARING = {"all": (0, 0, 0), "none": (0, 1, 2), "selected and window": (0, 1, 1), "source and selected": (0, 0, 1)}
+"""Which of three pairs of keys and values the source, the selected branch and the window take."""
+
+
+def draw(
+    device: torch.device, queries: int, keys: int, heads: tuple[int, int, int, int], dtype: torch.dtype, sharing: str
+) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+    """q, gates, and (k, v) of source, selected branch and window; `heads` are (Hq, Hkv, Dk, Dv)."""
+    (heads_q, heads_kv, dk, dv), generator = heads, torch.Generator().manual_seed(queries)
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(1, *shape, generator=generator).to(device, dtype).requires_grad_()
+
+    q, gates = leaf(queries, heads_q, dk), leaf(queries, heads_q, 3)
+    pairs = [(leaf(keys, heads_kv, dk), leaf(keys, heads_kv, dv)) for _ in range(3)]
+    return q, gates, [pairs[i] for i in SHARING[sharing]]
+
+
+def outcome(call: Any, q: Tensor, gates: Tensor, pairs: Any, layout: Layout, pools: bool) -> tuple[Any, Any]:
+    """(all that the call gives, the gradients of its inputs); the upstream gradient reaches o and every lse."""
+    source, selected, window = pairs
+    o, blocks, lse, read = call(q, selected, window, source, pools, gates, layout, 0.3)
+    upstream = [torch.linspace(-1, 1, x.numel(), device=x.device).view(x.shape).to(x.dtype) for x in (o, *lse)]
+    leaves = list({id(x): x for x in (q, gates, *itertools.chain(*pairs))}.values())
+    return (o, blocks, *lse, *read), torch.autograd.grad([o, *lse], leaves, upstream)
+
+
+def agree(q: Tensor, gates: Tensor, pairs: Any, layout: Layout, *, pools: bool = True, tolerance: float = 2e-5) -> None:
+    (found, gradients), (wanted, true) = (
+        outcome(call, q, gates, pairs, Layout(*layout_arguments(layout)), pools)
+        for call in (triton_backend.attend, backends.by_parts(triton_backend))
+    )
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(gradients, true, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
+
+
+def layout_arguments(layout: Layout) -> tuple[Any, ...]:
+    """Of a new layout, of which nothing is computed yet."""
+    return layout.num_queries, layout.num_keys, layout.config, layout.device, layout.cu_seqlens
+
+
+@pytest.fixture(params=[1, 2**20], ids=["merged", "by query"])
+def forward_of_selected(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real sizes take the KV-stationary forward, which adds up the branches; small ones only when told to."""
+    monkeypatch.setattr(dispatch, "KV_MAJOR_MIN_QUERIES", request.param)
+
+
+@pytest.mark.usefixtures("forward_of_selected")
+@pytest.mark.parametrize("sharing", SHARING)
+def test_it_gives_what_the_parts_give(device: torch.device, sharing: str) -> None:
+    inputs = draw(device, 27, 40, (4, 2, 16, 8), torch.float32, sharing)
+    agree(*inputs, Layout(27, 40, CONFIG, device))
+
+
+@pytest.mark.usefixtures("forward_of_selected")
+def test_of_packed_documents(device: torch.device) -> None:
+    documents = torch.tensor([0, 9, 9, 10, 40], dtype=torch.int32, device=device)
+    inputs = draw(device, 40, 40, (4, 2, 16, 8), torch.float32, "all")
+    agree(*inputs, Layout(40, 40, CONFIG, device, documents))
+
+
+def test_of_groups_that_take_a_program_per_query(device: torch.device) -> None:
+    """dq comes from a kernel of its own there, and another adds up the branches."""
+    inputs = draw(device, 20, 20, (9, 1, 16, 16), torch.float32, "all")
+    agree(*inputs, Layout(20, 20, CONFIG, device))
+
+
+def test_of_blocks_that_the_caller_compressed(device: torch.device) -> None:
+    q, gates, pairs = draw(device, 20, 20, (2, 1, 16, 8), torch.float32, "selected and window")
+    pairs[0] = tuple(x[:, :4].detach().requires_grad_() for x in pairs[0])  # 20 tokens have four blocks
+    agree(q, gates, pairs, Layout(20, 20, CONFIG, device), pools=False)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 5), (3, 7)])
+def test_before_there_is_a_compressed_block(device: torch.device, queries: int, keys: int) -> None:
+    inputs = draw(device, queries, keys, (2, 1, 16, 8), torch.float32, "all")
+    agree(*inputs, Layout(queries, keys, CONFIG, device))
+
+
+def test_every_gradient_is_written(device: torch.device) -> None:
+    inputs, layout = draw(device, 21, 40, (4, 2, 16, 8), torch.float32, "all"), (21, 40, CONFIG, device)
+    _, wanted = outcome(triton_backend.attend, *inputs, Layout(*layout), True)
+    with memory.poisoned_allocations():
+        _, found = outcome(triton_backend.attend, *inputs, Layout(*layout), True)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("sharing", ["all", "none"])
+def test_what_is_not_finite_reaches_as_far_as_by_parts(device: torch.device, sharing: str, value: float) -> None:
+    q, gates, pairs = draw(device, 40, 40, (2, 1, 16, 8), torch.float32, sharing)
+    with torch.no_grad():
+        pairs[1][0][0, 21, 0, 3] = value
+    (found, gradients), (wanted, true) = (
+        outcome(call, q, gates, pairs, Layout(40, 40, CONFIG, device), True)
+        for call in (triton_backend.attend, backends.by_parts(triton_backend))
+    )
+    for one, other in zip((*found, *gradients), (*wanted, *true), strict=True):
+        assert torch.equal(one.isfinite(), other.isfinite())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sharing", ["all", "none"])
+@pytest.mark.parametrize("heads", [(12, 2, 64, 64), (64, 4, 128, 128), (32, 8, 128, 128), (16, 1, 192, 128)], ids=str)
+@pytest.mark.parametrize(("queries", "keys", "packed"), [(2048, 2048, False), (4000, 8192, False), (6000, 6000, True)])
+def test_at_real_sizes(
+    device: torch.device, heads: tuple[int, int, int, int], queries: int, keys: int, packed: bool, sharing: str
+) -> None:
+    """Gradients of both are rounded to bfloat16, those of the parts once for each branch and once for each sum."""
+    documents = None
+    if packed:
+        documents = torch.tensor([0, 5, 1500, 1500, 4099, keys], dtype=torch.int32, device=device)
+    inputs = draw(device, queries, keys, heads, torch.bfloat16, sharing)
+    agree(*inputs, Layout(queries, keys, nsa.NSAConfig(), device, documents), tolerance=2**-6)

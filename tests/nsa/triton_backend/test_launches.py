@@ -1,0 +1,132 @@
+"""How many kernels a call launches: no more than these, so that they do not creep up, and as many at any length."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import nsa
+
+pytest.importorskip("triton")
+
+from nsa import triton_backend
+from nsa.triton_backend import dispatch
+from tests.nsa.triton_backend.launches import Launches, of_call
+
+needs_interpreter = pytest.mark.skipif(not dispatch.interpreted(), reason="kernels are counted in the interpreter")
+FORWARD = {
+    "places._places": 1,
+    "compression._prepare": 1,
+    "compressed_window._forward": 2,
+    "scores._group_probabilities": 1,
+    "topk._topk": 1,
+    "index._cells": 1,
+    "aten.sort": 1,
+    "index._tiles": 1,
+    "selected_kv_major._forward": 1,
+    "partial_sums.merge_blocks": 1,
+}
+BACKWARD = {
+    "gated_sum._backward": 1,
+    "compressed_window._backward_q": 2,
+    "compressed_window._backward_kv": 2,
+    "index._cells": 1,
+    "aten.sort": 1,
+    "index._tiles": 1,
+    "selected_kv_major._backward": 1,
+    "partial_sums.sum_dkdv": 1,
+    "partial_sums.sum_dq": 1,
+    "compression._gradient": 1,
+}
+"""Of 12/2 heads of 64 at 2048 tokens."""
+BY_QUERY = {"selected._forward": 1, "gated_sum._forward": 1}
+"""In place of the index, the KV-stationary forward and its merge: 16 heads per group."""
+DQ_BY_QUERY = {"selected._backward_q": 1, "launch._add": 1}
+SORT_KERNELS = 8
+"""At most, of one radix sort on a GPU."""
+
+
+def printed(names: list[str]) -> str:
+    return "\n".join(f"{count} {name}" for name, count in Counter(names).items())
+
+
+def names_of(*sizes: int, **more: Any) -> list[list[str]]:
+    return [found.names for found in of_call(*sizes, **more)]
+
+
+@needs_interpreter
+def test_of_a_small_model() -> None:
+    forward, backward = names_of(12, 2, 64, 2048)
+    assert Counter(forward) == FORWARD, printed(forward)
+    assert Counter(backward) == BACKWARD, printed(backward)
+
+
+@needs_interpreter
+def test_of_wide_groups() -> None:
+    forward, backward = names_of(32, 2, 128, 2048)
+    merged = ("index._cells", "aten.sort", "index._tiles", "selected_kv_major._forward", "partial_sums.merge_blocks")
+    wanted = {name: count for name, count in FORWARD.items() if name not in merged} | BY_QUERY
+    assert Counter(forward) == wanted, printed(forward)
+    wanted = {name: count for name, count in BACKWARD.items() if name != "partial_sums.sum_dq"} | DQ_BY_QUERY
+    assert Counter(backward) == wanted, printed(backward)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("length", [2049, 4096])
+def test_a_longer_text_launches_as_many(length: int) -> None:
+    assert [Counter(names) for names in names_of(12, 2, 64, length)] == [FORWARD, BACKWARD]
+
+
+@needs_interpreter
+def test_packed_documents_add_what_checks_their_bounds_and_no_more() -> None:
+    """On a GPU the host may not read them, so that the device checks them; on a CPU it may."""
+    documents = torch.tensor([0, 5, 1000, 2048], dtype=torch.int32)
+    assert [Counter(names) for names in names_of(12, 2, 64, 2048, cu_seqlens=documents)] == [FORWARD, BACKWARD]
+
+
+@needs_interpreter
+def test_what_is_launched_too_often_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layout that PyTorch computes, as it was before."""
+    monkeypatch.setattr(triton_backend.attention, "located", lambda layout: layout)
+    forward, backward = names_of(12, 2, 64, 2048)
+    assert len(forward) > sum(FORWARD.values()) + 20
+    assert len(backward) > sum(BACKWARD.values())
+
+
+@needs_interpreter
+def test_views_and_allocations_are_no_launches() -> None:
+    x = torch.zeros(4, 6)
+    with Launches() as found:
+        y = torch.empty(6, 4)
+        y.copy_(x.T.unsqueeze(0)[0])
+        x.reshape(24).expand(2, 24)
+        x.T.contiguous()
+    assert found.names == ["aten.copy_", "aten.clone"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(12, 2, 64), (32, 2, 128)], ids=str)
+def test_a_gpu_runs_as_many(heads: tuple[int, int, int]) -> None:
+    """By CUPTI's own records; a sort is several kernels there."""
+    (heads_q, heads_kv, dim), length = heads, 2048
+    shapes = (heads_q, dim), (heads_kv, dim), (heads_kv, dim), (heads_q, 3)
+    inputs = [
+        torch.randn(1, length, *shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes
+    ]
+    upstream = torch.randn_like(inputs[0])
+
+    def step() -> None:
+        o = nsa.nsa_attention(*inputs, nsa.NSAConfig(), backend="triton")
+        torch.autograd.grad(o, inputs, upstream)
+
+    step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    most = sum(FORWARD.values()) + sum(BACKWARD.values()) + 2 * SORT_KERNELS
+    assert 0 < len(names) <= most, printed(names)
