@@ -137,7 +137,7 @@ def unknown_power(calibrated: Calibration | None, case: str) -> float:
     return 1.0 - statistics.fmean(of_mode) if of_mode else 1.0
 
 
-def said(plan: BudgetPlan) -> str:
+def message(plan: BudgetPlan) -> str:
     """What a person reads before it begins: how much of it is measured, and the names of the rest."""
     count, planned_s = len(plan.chosen), sum(case.cost_s for case in plan.chosen)
     if planned_s > plan.budget_s:  # `choose` takes one case at least

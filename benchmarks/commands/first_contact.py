@@ -41,7 +41,7 @@ def main(arguments: argparse.Namespace) -> int:
     options.check_writable(arguments.out)
     found = preflight.findings(preflight.read(machine, arguments.out, asked_for_cpu=arguments.gpu == machines.CPU))
     for one in found:
-        print(f"{'REFUSED' if one.refused else 'ok':<8} {one.name}: {one.said}")
+        print(f"{'REFUSED' if one.refused else 'ok':<8} {one.name}: {one.message}")
     identity = fingerprint.take(machine.id, machine.device)
     folder = session.folder_of(arguments.out, identity, smoke=arguments.smoke)
     session.keep_preflight(folder, found)
@@ -75,7 +75,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _tell(diagnosis: Diagnosis) -> None:
     print(
-        f"whose matter: {diagnosis.cause.value}\nseen: {diagnosis.said}\nto do: {diagnosis.do}\n"
+        f"whose matter: {diagnosis.cause.value}\nseen: {diagnosis.message}\nto do: {diagnosis.do}\n"
         f"to send: {diagnosis.send}"
     )
 

@@ -234,7 +234,7 @@ def _planned(
         calibrated = None
     visits = Store(arguments.out, machine).visits(machine)
     found = budget.choose(budget.cases(keys, visits, calibrated, identity.nsa_sha256), arguments.budget, identity.utc)
-    print(budget.said(found), flush=True)
+    print(budget.message(found), flush=True)
     return found
 
 

@@ -144,9 +144,9 @@ def _require_readable(folder: Path, manifest: Manifest) -> int:
             )
     for name, fingerprint in _fingerprints(folder):
         for field in ("machine", "device"):
-            said, wanted = fingerprint.get(field), getattr(manifest.fingerprint, field)
-            if said != wanted:
-                raise BundleError(f"{name} is of the {field} {said!r}, and {MANIFEST} of {wanted!r}")
+            found, wanted = fingerprint.get(field), getattr(manifest.fingerprint, field)
+            if found != wanted:
+                raise BundleError(f"{name} is of the {field} {found!r}, and {MANIFEST} of {wanted!r}")
         _require_recent(name, fingerprint.get("utc"))
     for path in folder.glob("laws/*.json"):
         try:
