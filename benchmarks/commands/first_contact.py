@@ -59,9 +59,9 @@ def main(arguments: argparse.Namespace) -> int:
         assert red.diagnosis is not None
         print(f"\n{red.name} is RED (exit code {red.code})")
         _tell(red.diagnosis)
-    whole = complete and not arguments.smoke
-    summary = _pack(folder, identity, results, complete=whole)
-    if whole:
+    can_be_baseline = complete and not arguments.smoke
+    summary = _pack(folder, identity, results, complete=can_be_baseline)
+    if can_be_baseline:
         with received.opened(Path(summary["bundle"])) as own:  # as they are sent: merged again, they are known
             for left_out in received.merge_into(own, arguments.out).refused:
                 print(f"note: {left_out}")
