@@ -103,7 +103,7 @@ def in_image(
     except (ValueError, host.HostError, engine.EngineError) as error:
         session.error(str(error))
     if chosen.engine is None:
-        session.log(chosen.said)
+        session.log(chosen.message)
         here(session, *words, *posargs, extras=extras)
         return
     options = ["--engine", chosen.engine.name]

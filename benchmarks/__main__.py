@@ -110,8 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:
-        said = cannot_write(error, "--out") or f"{error.filename}: {error.strerror}"
-        print(f"python -m benchmarks: {said}", file=sys.stderr)
+        message = cannot_write(error, "--out") or f"{error.filename}: {error.strerror}"
+        print(f"python -m benchmarks: {message}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("python -m benchmarks: interrupted", file=sys.stderr)

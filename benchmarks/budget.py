@@ -1,8 +1,9 @@
 """Which cases a limited time is spent on, and which are left for another night.
 
-First the cases that were met longest ago, until a seventh of the time of all cases is planned: seven nights meet each
-case, however little it tells. Then those that tell the most per second: whose comparisons are least known to find a
-slowdown, which the changed sources reach, and which were met longest ago. What a case costs is known from its records.
+First the cases that were measured longest ago, until a seventh of the time of all cases is planned: seven nights
+measure each case, however little it tells. Then those that tell the most per second: whose comparisons are least known
+to find a slowdown, which the changed sources reach, and which were measured longest ago. What a case costs is known
+from its records.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from benchmarks.cases.key import NSA, Key
 from benchmarks.history.store import CaseVisit
 
 NIGHTS = 7
-"""Within which each case is met."""
+"""Within which each case is measured."""
 UNKNOWN_COST_S = 15.0
 """Of one implementation of a case, where neither it nor another of its mode has a record with its time."""
 REACHED = 4.0
@@ -37,14 +38,14 @@ class BudgetCase:
     keys: tuple[Key, ...]
     cost_s: float
     last_utc: str
-    """When it was last met, in this machine's records; "" where it never was."""
+    """When it was last measured, in this machine's records; "" where it never was."""
     unknown: float = 1.0
     """1 less the share of slowdowns that comparisons of it are known to find."""
     reached: bool = True
-    """Whether it runs sources that have changed since it was met."""
+    """Whether it runs sources that have changed since it was measured."""
 
     def information(self, now_utc: str) -> float:
-        """What measuring it tells, without a unit; a case that was never met counts as one met `NIGHTS` days ago."""
+        """What measuring it tells, without a unit; one that never was counts as if `NIGHTS` days ago."""
         days = _days(self.last_utc, now_utc) if self.last_utc else NIGHTS
         return max(self.unknown, LEAST_UNKNOWN) * (REACHED if self.reached else 1.0) * min(max(days, 0.1), NIGHTS)
 
@@ -56,12 +57,12 @@ class BudgetPlan:
     chosen: tuple[BudgetCase, ...]
     left_out: tuple[BudgetCase, ...]
     needed_s: float
-    """Per night, with which each case is met within `NIGHTS` nights."""
+    """Per night, with which each case is measured within `NIGHTS` nights."""
     budget_s: float
 
     @property
     def enough(self) -> bool:
-        """Whether each case is met within `NIGHTS` nights."""
+        """Whether each case is measured within `NIGHTS` nights."""
         return self.budget_s >= self.needed_s
 
 
@@ -137,7 +138,7 @@ def unknown_power(calibrated: Calibration | None, case: str) -> float:
     return 1.0 - statistics.fmean(of_mode) if of_mode else 1.0
 
 
-def said(plan: BudgetPlan) -> str:
+def message(plan: BudgetPlan) -> str:
     """What a person reads before it begins: how much of it is measured, and the names of the rest."""
     count, planned_s = len(plan.chosen), sum(case.cost_s for case in plan.chosen)
     if planned_s > plan.budget_s:  # `choose` takes one case at least

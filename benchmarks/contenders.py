@@ -122,8 +122,8 @@ def _describe(name: str, *, is_offered: bool) -> Contender:
         raise ContenderError(answer["refused"]["reason"])
     if end.stalled_after_s is not None:
         raise ContenderError(f"contender {name}: its import gave no answer within {end.stalled_after_s:.0f} s")
-    said = f": {lines[-1]}" if (lines := end.log_tail.splitlines()) else ""
-    raise ContenderError(f"contender {name}: its import ended the process, status {end.status}{said}")
+    message = f": {lines[-1]}" if (lines := end.log_tail.splitlines()) else ""
+    raise ContenderError(f"contender {name}: its import ended the process, status {end.status}{message}")
 
 
 def with_contenders(keys: Sequence[Key], contenders: Sequence[Contender]) -> list[Key]:

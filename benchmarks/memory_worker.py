@@ -38,14 +38,14 @@ def measure(key: Key, deadline_s: float, seed: int) -> tuple[Correctness, PeakMe
 
     Raises MemoryChildError, or subprocess.TimeoutExpired at the deadline.
     """
-    status, said, log = _run_child({"key": dataclasses.asdict(key), "seed": seed}, deadline_s)
+    status, printed, log = _run_child({"key": dataclasses.asdict(key), "seed": seed}, deadline_s)
     if status == -signal.SIGKILL:
         raise MemoryChildError(
             CaseOutcome.OUT_OF_MEMORY, "the child was killed (SIGKILL), as Linux does when memory runs out"
         )
     if status not in (0, FAILED):
         raise MemoryChildError(CaseOutcome.CRASHED, (log.strip() or f"exit code {status}").splitlines()[-1])
-    answer = json.loads(said.splitlines()[-1])
+    answer = json.loads(printed.splitlines()[-1])
     found = answer["correctness"]
     correctness = None if found is None else schema.build(Correctness, found, "correctness")
     if correctness is None or status == FAILED:
@@ -57,8 +57,8 @@ def _run_child(task: Mapping[str, Any], deadline_s: float) -> tuple[int, str, st
     """Exit status, stdout and the end of stderr of the child."""
     kept = {"MALLOC_MMAP_THRESHOLD_": str(_MMAP_THRESHOLD_BYTES)}
     with Child(_CHILD, task, kept, stdout=subprocess.PIPE) as child:
-        said = child.communicate(deadline_s).decode()
-        return child.wait(), said, child.log_tail()
+        printed = child.communicate(deadline_s).decode()
+        return child.wait(), printed, child.log_tail()
 
 
 def main() -> int:

@@ -35,7 +35,7 @@ def judge(before_mib: float, now_mib: float, source: str | None = CUDA) -> Memor
     return MemoryVerdict.GREW if change_mib > 0 else MemoryVerdict.SHRANK
 
 
-def said(before_mib: float, now_mib: float) -> str:
+def message(before_mib: float, now_mib: float) -> str:
     """512 -> 640 MiB (+25.0 %)."""
     change = f" ({now_mib / before_mib - 1:+.1%})" if before_mib else ""
     return f"{before_mib:.4g} -> {now_mib:.4g} MiB{change}"

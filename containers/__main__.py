@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         environment.check()
         chosen = engine.choose(arguments.engine)
-        print(chosen.said, flush=True)
+        print(chosen.message, flush=True)
         if arguments.command == "pipeline":
             return chain(chosen, arguments)
         if chosen.engine is None:

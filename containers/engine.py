@@ -49,7 +49,7 @@ class Choice:
     """The engine to use, or None for the host's own environment, and why."""
 
     engine: Engine | None
-    said: str
+    message: str
     """One line for the user."""
 
 

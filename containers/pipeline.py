@@ -170,10 +170,10 @@ def _verdicts(done: Sequence[PipelineStepResult]) -> Iterator[str]:
     for name, keys in wanted:
         for key in keys:
             if value := told.get(name, {}).get(key):
-                yield f"**{name}, {key}**: {_said(value)}"
+                yield f"**{name}, {key}**: {_text(value)}"
 
 
-def _said(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{count} {name}" for name, count in value.items())
     if isinstance(value, list):

@@ -115,10 +115,10 @@ def differences(a: Fingerprint, b: Fingerprint) -> list[str]:
     What a record of an older schema does not know differs from what a newer one knows, but not from another unknown.
     """
     pairs = ((name, getattr(a, name), getattr(b, name)) for name in CONDITIONS)
-    return [f"{name} {_said(old)} -> {_said(new)}" for name, old, new in pairs if old != new]
+    return [f"{name} {_text(old)} -> {_text(new)}" for name, old, new in pairs if old != new]
 
 
-def _said(value: object) -> str:
+def _text(value: object) -> str:
     return "unknown" if value is None else str(value)
 
 

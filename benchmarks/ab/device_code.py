@@ -50,10 +50,10 @@ def of(sources: Sources, key: Key, architecture: int) -> DeviceCode:
     task = {"key": dataclasses.asdict(key), "architecture": architecture}
     with Child(_WORKER, task, environment, cwd=sources.folder, stdout=subprocess.PIPE) as child:
         try:
-            said = child.communicate(_DEADLINE_S).decode().strip()
+            printed = child.communicate(_DEADLINE_S).decode().strip()
         except subprocess.TimeoutExpired:
             return DeviceCode(None, f"its kernels were not compiled within {_DEADLINE_S:.0f} s")
         if child.wait():
             log = child.log_tail().strip().splitlines()
             return DeviceCode(None, log[-1] if log else "the child ended without a word")
-    return DeviceCode(json.loads(said.splitlines()[-1])["sha256"])
+    return DeviceCode(json.loads(printed.splitlines()[-1])["sha256"])

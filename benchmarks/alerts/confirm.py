@@ -48,17 +48,17 @@ def confirm(alert: Alert, compare: Compare, utc: Callable[[], str]) -> tuple[Ale
         return replace(
             last, utc=alert.after(utc()), why="cannot be measured again: today's suite has none of its cases", cases=()
         ), None
-    said = f"{alert.suspects[-1][:10]} beside {alert.good[:10]}: " + ", ".join(
+    message = f"{alert.suspects[-1][:10]} beside {alert.good[:10]}: " + ", ".join(
         f"{count} {verdict.value}" for verdict, count in counts.most_common()
     )
     slower = [one for one in found if one.verdict is CompareVerdict.SLOWER]
     event = replace(last, utc=alert.after(utc()), good=alert.good, suspects=alert.suspects, owner=alert.owner, cases=())
     if slower:
         cases = tuple(map(_case, slower))
-        return replace(event, state=AlertState.CONFIRMED, why=said, cases=cases), max(slower, key=_change)
+        return replace(event, state=AlertState.CONFIRMED, why=message, cases=cases), max(slower, key=_change)
     if set(counts) <= {CompareVerdict.SAME, CompareVerdict.FASTER}:
-        return replace(event, state=AlertState.NOT_REPRODUCED, why=said), None
-    return replace(event, why=f"not decided: {said}"), None
+        return replace(event, state=AlertState.NOT_REPRODUCED, why=message), None
+    return replace(event, why=f"not decided: {message}"), None
 
 
 def _case(one: ComparisonResult) -> AlertCase:
@@ -119,9 +119,9 @@ def find_commit(
     first = alert.suspects.index(found.commits[0])
     good = alert.suspects[first - 1] if first else alert.good
     asked = Counter(verdict.value for verdict in found.verdicts.values())
-    said = ", ".join(f"{count} {name}" for name, count in asked.items())
+    message = ", ".join(f"{count} {name}" for name, count in asked.items())
     left = "found" if len(found.commits) == 1 else f"{len(found.commits)} commits are left"
-    why = f"bisect on {shown.key.name}: {left}, asked {len(found.verdicts)} ({said})"
+    why = f"bisect on {shown.key.name}: {left}, asked {len(found.verdicts)} ({message})"
     if search.equal:
         why += f"; {search.equal} of them have the same kernels as the good or the slow commit and were not measured"
     return replace(

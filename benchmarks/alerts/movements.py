@@ -65,8 +65,8 @@ def of_runs(store: Store, machine: str, accepted: Accepted, commits: Commits) ->
 
 def _of_series(one: SeriesTrend, machine: str, acceptance: Acceptance | None, commits: Commits) -> Iterator[Movement]:
     accepted_ms = judgement.accepted_ms(acceptance, one)
-    said = judgement.judge(one, accepted_ms, acceptance)
-    if said.state in (CaseState.NEW, CaseState.NOT_JUDGED):
+    verdict = judgement.judge(one, accepted_ms, acceptance)
+    if verdict.state in (CaseState.NEW, CaseState.NOT_JUDGED):
         return
     levels = judgement.levels_of(one)
     now_ms, accepted_at = levels[-1].latency_ms, judgement.last_alike(one, acceptance)
@@ -88,8 +88,13 @@ def _of_series(one: SeriesTrend, machine: str, acceptance: Acceptance | None, co
             back=slower and now_ms <= before.latency_ms * (1 + judgement.least_change(levels[number:])),
             accepted=acceptance if slower and took else None,
         )
-    if said.state is CaseState.SLOWER and said.since is None and said.change is not None and acceptance is not None:
-        drift = Level(levels[0].begin, now_ms, said.change, 0.0)  # away from the accepted level, without a step
+    if (
+        verdict.state is CaseState.SLOWER
+        and verdict.since is None
+        and verdict.change is not None
+        and acceptance is not None
+    ):
+        drift = Level(levels[0].begin, now_ms, verdict.change, 0.0)  # away from the accepted level, without a step
         suspects = commits.suspects(acceptance.commit, _first_clean(one, drift.begin))
         yield Movement(machine, _case(one, drift, None), acceptance.commit, suspects)
 

@@ -115,26 +115,26 @@ def _next(alert: Alert, joined: Sequence[Movement], taken: Accepted, commits: Co
     lasting = [one for one in joined if one.lasts and (one.case.source == "runs" or one.case.utc > ended)]
     fresh = {one.case.name: one.case for one in lasting if not _knows(alert, one.case)}
     again = alert.state is AlertState.NOT_REPRODUCED and any(one.case.source == "compare" for one in lasting)
-    state, said = (alert.state, []) if alert.is_open else (AlertState.NEW, ["opened again"])
+    state, messages = (alert.state, []) if alert.is_open else (AlertState.NEW, ["opened again"])
     if not alert.is_open and not fresh and not again:
         return None
     good, suspects = alert.good, alert.suspects
     if again:
-        said.append("a later comparison is SLOWER")
+        messages.append("a later comparison is SLOWER")
     if fresh:
-        said.append(f"{_cases(len(fresh))} slower too")
+        messages.append(f"{_cases(len(fresh))} slower too")
     confirmed = alert.cause.state is AlertState.CONFIRMED
     if alert.is_open and not confirmed and (cause := _narrowed(lasting, suspects, commits)) is not None:
         good, suspects = cause.good, cause.suspects
-        said.append(f"suspect since the newest runs: {len(suspects)} commit{'s' * (len(suspects) != 1)}")
+        messages.append(f"suspect since the newest runs: {len(suspects)} commit{'s' * (len(suspects) != 1)}")
     if not fresh and not again and (end := _end(alert, joined, taken)) is not None:
         state, why = end
-        said = [why]
-    if not said:
+        messages = [why]
+    if not messages:
         return None
     cases = tuple(fresh.values())
     return AlertEvent(
-        alert.after(utc), alert.id, alert.machine, state, "; ".join(said), good, suspects, owner(suspects), cases
+        alert.after(utc), alert.id, alert.machine, state, "; ".join(messages), good, suspects, owner(suspects), cases
     )  # fmt: skip
 
 
@@ -158,8 +158,8 @@ def _end(alert: Alert, joined: Sequence[Movement], taken: Accepted) -> tuple[Ale
         reasons.append(acceptance)
     if not reasons:
         return AlertState.FIXED, "every case is as fast again as before"
-    said = dict.fromkeys(f"{one.reason} ({one.who})" for one in reasons)
-    return AlertState.ACCEPTED, "; ".join(said)
+    messages = dict.fromkeys(f"{one.reason} ({one.who})" for one in reasons)
+    return AlertState.ACCEPTED, "; ".join(messages)
 
 
 def _decisive(found: Sequence[Movement]) -> list[Movement]:

@@ -58,7 +58,7 @@ def load(name: str) -> Baseline:
     try:
         found = entry.load()
     except (Exception, SystemExit) as error:
-        raise ContenderError(f"contender {name}: {entry.value} cannot be imported: {_said(error)}") from error
+        raise ContenderError(f"contender {name}: {entry.value} cannot be imported: {_message(error)}") from error
     if not isinstance(found, Baseline):
         raise ContenderError(
             f"contender {name}: {entry.value} must be a benchmarks.baselines.Baseline; got {type(found).__name__}"
@@ -79,5 +79,5 @@ def _no_refusals(_name: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]

@@ -32,7 +32,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Verify or merge; the last line of stdout is JSON."""
     try:
         with received.opened(arguments.file) as bundle:
-            summary = _said(bundle)
+            summary = _summary(bundle)
             if arguments.action == MERGE:
                 options.check_writable(arguments.out)
                 merged = received.merge_into(bundle, arguments.out)
@@ -47,7 +47,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _said(bundle: ReceivedBundle) -> dict[str, object]:
+def _summary(bundle: ReceivedBundle) -> dict[str, object]:
     where = bundle.manifest.fingerprint
     state = "complete" if bundle.manifest.complete else "NOT complete: a step was red or did not run"
     print(f"{where.device} ({where.machine}), {where.utc}, commit {(where.commit or 'unknown')[:10]}: {state}")

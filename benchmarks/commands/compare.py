@@ -148,7 +148,7 @@ def _planned(
     }
     now = datetime.now(timezone.utc).isoformat()
     found = budget.choose(budget.cases(keys, visits, rules.calibrated), arguments.budget, now)
-    print(budget.said(found), flush=True)
+    print(budget.message(found), flush=True)
     return found
 
 
@@ -198,5 +198,5 @@ def _line(one: ComparisonResult) -> str:
         words.append(f"{one.base_ms:.4g} -> {one.head_ms:.4g} ms")
         words.append(f"could see {one.detectable:.1%}")
     if one.peaks_mib is not None and one.memory in (MemoryVerdict.GREW, MemoryVerdict.SHRANK):
-        words.append(f"{one.memory.value} {peak_memory.said(*one.peaks_mib)}")
+        words.append(f"{one.memory.value} {peak_memory.message(*one.peaks_mib)}")
     return "  ".join([*words, one.reason or ""]).rstrip()

@@ -41,7 +41,7 @@ def main(arguments: argparse.Namespace) -> int:
     options.check_writable(arguments.out)
     found = preflight.findings(preflight.read(machine, arguments.out, asked_for_cpu=arguments.gpu == machines.CPU))
     for one in found:
-        print(f"{'REFUSED' if one.refused else 'ok':<8} {one.name}: {one.said}")
+        print(f"{'REFUSED' if one.refused else 'ok':<8} {one.name}: {one.message}")
     identity = fingerprint.take(machine.id, machine.device)
     folder = session.folder_of(arguments.out, identity, smoke=arguments.smoke)
     session.keep_preflight(folder, found)
@@ -59,9 +59,9 @@ def main(arguments: argparse.Namespace) -> int:
         assert red.diagnosis is not None
         print(f"\n{red.name} is RED (exit code {red.code})")
         _tell(red.diagnosis)
-    whole = complete and not arguments.smoke
-    summary = _pack(folder, identity, results, complete=whole)
-    if whole:
+    can_be_baseline = complete and not arguments.smoke
+    summary = _pack(folder, identity, results, complete=can_be_baseline)
+    if can_be_baseline:
         with received.opened(Path(summary["bundle"])) as own:  # as they are sent: merged again, they are known
             for left_out in received.merge_into(own, arguments.out).refused:
                 print(f"note: {left_out}")
@@ -75,7 +75,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _tell(diagnosis: Diagnosis) -> None:
     print(
-        f"whose matter: {diagnosis.cause.value}\nseen: {diagnosis.said}\nto do: {diagnosis.do}\n"
+        f"whose matter: {diagnosis.cause.value}\nseen: {diagnosis.message}\nto do: {diagnosis.do}\n"
         f"to send: {diagnosis.send}"
     )
 

@@ -68,8 +68,8 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
         "--budget",
         type=time_s,
         metavar="TIME",
-        help="spend about so long (20m, 90s, 1h30m): on the cases met longest ago, then on those that tell the most per"
-        " second; the others are named as unmeasured, and each is met within seven nights (default: no limit)",
+        help="spend about so long (20m, 90s, 1h30m): on the cases measured longest ago, then on those that tell the"
+        " most per second; the others are named as unmeasured, and seven nights measure each (default: no limit)",
     )
 
 

@@ -234,7 +234,7 @@ def _planned(
         calibrated = None
     visits = Store(arguments.out, machine).visits(machine)
     found = budget.choose(budget.cases(keys, visits, calibrated, identity.nsa_sha256), arguments.budget, identity.utc)
-    print(budget.said(found), flush=True)
+    print(budget.message(found), flush=True)
     return found
 
 
@@ -247,8 +247,8 @@ def _unmeasured(planned: BudgetPlan | None, done: Sequence[Record]) -> list[str]
     """The cases that a budget has left out, and those that it ended before; the latter are said."""
     if planned is None:
         return []
-    met = {record.key.case for record in done}
-    late = [case.case for case in planned.chosen if case.case not in met]
+    measured = {record.key.case for record in done}
+    late = [case.case for case in planned.chosen if case.case not in measured]
     if late:
         print(f"\nThe budget of {budget.minutes(planned.budget_s)} was over. UNMEASURED too: {', '.join(late)}")
     return [*late, *(case.case for case in planned.left_out)]

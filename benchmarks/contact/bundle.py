@@ -112,8 +112,8 @@ def write(folder: Path, fingerprint: Fingerprint, target: Path, *, complete: boo
     files = tuple(FileEntry.of(name, data) for name, data in sorted(content.items()))
     manifest = Manifest(SCHEMA_VERSION, fingerprint, complete, files)
     encoded = manifest.encoded()
-    if said := private.found(encoded.decode()):
-        raise BundleError(f"the fingerprint holds {said}; nothing was packed")
+    if left := private.found(encoded.decode()):
+        raise BundleError(f"the fingerprint holds {left}; nothing was packed")
     with (
         open_atomic(target) as file,
         gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed,
@@ -144,8 +144,8 @@ def _cleaned(path: Path, name: str, private: PrivateWords) -> bytes:
         print(f"note: {path}:{number} is damaged and was left out: {why}")
     kept = [line for number, line in enumerate(text.split("\n"), start=1) if number not in damaged]
     text = private.removed("\n".join(kept))
-    if said := private.found(text):
-        raise BundleError(f"{path} still holds {said}; nothing was packed. Remove it there, then run this again")
+    if left := private.found(text):
+        raise BundleError(f"{path} still holds {left}; nothing was packed. Remove it there, then run this again")
     return text.encode()
 
 
@@ -156,8 +156,8 @@ def _damaged(name: str, text: str) -> dict[int, str]:
         found = run_file.parsed(lines, Path(name))
         return {one.line: one.why for one in found if isinstance(one, DamagedLine)}
     if name.startswith("regression/"):
-        said = {number: merge.why_damaged(line, Path(name)) for number, line in lines}
-        return {number: why for number, why in said.items() if why is not None}
+        reasons = {number: merge.why_damaged(line, Path(name)) for number, line in lines}
+        return {number: why for number, why in reasons.items() if why is not None}
     return {}
 
 

@@ -7,8 +7,10 @@ shows no sign of another is ours.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 
 class Cause(str, Enum):
@@ -29,12 +31,14 @@ class Diagnosis:
     """What is said of a step that failed."""
 
     cause: Cause
-    said: str
+    message: str
     """What was seen, in one line."""
     do: str
     """What its owner can do."""
     send: str
     """What to send, and to whom."""
+
+    OLD_NAMES: ClassVar[Mapping[str, str]] = {"said": "message"}
 
 
 _TO_US = "the bundle, to us"
@@ -79,10 +83,11 @@ def diagnose(code: int, log: str) -> Diagnosis:
         if found := re.search(sign.pattern, log, re.IGNORECASE):
             return Diagnosis(sign.cause, _line_of(log, found.start()), sign.do, sign.send)
     if code in (-9, 137):
-        said = "it was killed (SIGKILL), as Linux does when memory runs out"
-        return Diagnosis(Cause.MACHINE, said, "end other work on this machine, then run this again", _TO_US)
-    said = _last_line(log) or f"exit code {code}, without a word"
-    return Diagnosis(Cause.OURS, said, "nothing before an answer: figures of this machine would prove nothing", _TO_US)
+        message = "it was killed (SIGKILL), as Linux does when memory runs out"
+        return Diagnosis(Cause.MACHINE, message, "end other work on this machine, then run this again", _TO_US)
+    message = _last_line(log) or f"exit code {code}, without a word"
+    do = "nothing before an answer: figures of this machine would prove nothing"
+    return Diagnosis(Cause.OURS, message, do, _TO_US)
 
 
 def _line_of(log: str, place: int) -> str:

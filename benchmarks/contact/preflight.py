@@ -70,7 +70,7 @@ class PreflightFinding:
     """One thing that was looked at."""
 
     name: str
-    said: str
+    message: str
     """What was found."""
     cause: Cause | None = None
     """Whose matter it is where the machine cannot be measured so; None where it can."""
@@ -131,14 +131,17 @@ def _gpu(facts: MachineFacts) -> Iterator[PreflightFinding]:
     yield PreflightFinding("GPU", f"{facts.device} ({found.id}{listed})")
     yield PreflightFinding("driver", facts.driver or "unknown: NVML does not answer")
     major, minor = facts.compute_capability or (0, 0)
-    said = f"{major}.{minor}"
+    capability = f"{major}.{minor}"
     if (major, minor) < LEAST_CAPABILITY:
         needed = "the Triton kernels need {}.{} or newer".format(*LEAST_CAPABILITY)
         yield PreflightFinding(
-            "compute capability", f"{said}; {needed}", Cause.MACHINE, "measure its CPU with --gpu cpu, or another GPU"
+            "compute capability",
+            f"{capability}; {needed}",
+            Cause.MACHINE,
+            "measure its CPU with --gpu cpu, or another GPU",
         )
     else:
-        yield PreflightFinding("compute capability", said)
+        yield PreflightFinding("compute capability", capability)
     if facts.triton is None:
         do = "install the Triton that this PyTorch was built for: pip install triton"
         yield PreflightFinding("Triton", "not installed", Cause.TRITON, do)
@@ -150,21 +153,21 @@ def _gpu(facts: MachineFacts) -> Iterator[PreflightFinding]:
 
 def _memory(facts: MachineFacts) -> PreflightFinding:
     used_mib = facts.in_use_mib or 0.0
-    said = f"{used_mib:,.0f} of {facts.memory_mib:,.0f} MiB in use"
+    message = f"{used_mib:,.0f} of {facts.memory_mib:,.0f} MiB in use"
     if used_mib <= MOST_IN_USE * facts.memory_mib:
-        return PreflightFinding("memory", said)
+        return PreflightFinding("memory", message)
     do = "end what holds it (nvidia-smi names it), move the display to another card, then run this again"
-    return PreflightFinding("memory", said, Cause.MACHINE, do)
+    return PreflightFinding("memory", message, Cause.MACHINE, do)
 
 
 def _other_work(facts: MachineFacts) -> PreflightFinding:
     others, idle = facts.other_processes, facts.idle_processes
     if not others:
-        said = "unknown: NVML does not answer" if others is None else "none computes on the GPU"
+        message = "unknown: NVML does not answer" if others is None else "none computes on the GPU"
         note = f"; {idle} idle process{'es hold' if idle > 1 else ' holds'} memory of it" if idle else ""
-        return PreflightFinding("other work", said + note)
-    said = f"{others} other process{'es compute' if others > 1 else ' computes'} on the GPU"
-    return PreflightFinding("other work", said, Cause.MACHINE, "end it or wait for its end, then run this again")
+        return PreflightFinding("other work", message + note)
+    message = f"{others} other process{'es compute' if others > 1 else ' computes'} on the GPU"
+    return PreflightFinding("other work", message, Cause.MACHINE, "end it or wait for its end, then run this again")
 
 
 def _cpu(facts: MachineFacts) -> Iterator[PreflightFinding]:
@@ -183,8 +186,8 @@ def _cpu(facts: MachineFacts) -> Iterator[PreflightFinding]:
 
 
 def _disk(facts: MachineFacts) -> PreflightFinding:
-    said = f"{facts.free_disk_mib:,.0f} MiB free for the records"
+    message = f"{facts.free_disk_mib:,.0f} MiB free for the records"
     if facts.free_disk_mib >= LEAST_DISK_MIB:
-        return PreflightFinding("disk", said)
+        return PreflightFinding("disk", message)
     do = f"make room for {LEAST_DISK_MIB:,.0f} MiB, or name another folder with --out"
-    return PreflightFinding("disk", said, Cause.MACHINE, do)
+    return PreflightFinding("disk", message, Cause.MACHINE, do)

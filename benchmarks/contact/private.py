@@ -22,7 +22,7 @@ from harness.repository import ROOT
 
 SECRET, HOST, USER = "***", "HOST", "USER"
 """What stands for a private word."""
-_SAID = {SECRET: "a secret of the environment", HOST: "the host's name", USER: "the user's name"}
+_NAMED = {SECRET: "a secret of the environment", HOST: "the host's name", USER: "the user's name"}
 LEAST_SECRET = 8
 """Characters; what is shorter is a word of every record."""
 _PART = r"""[^\s/\\"'`:,;=<>|()\[\]{}]+"""
@@ -86,17 +86,15 @@ class PrivateWords:
         """The first of them that is still there, as what it is rather than as it stands; None where there is none."""
         for word, instead in self.words.items():
             if (word in text) if instead == SECRET else _standing_alone(word, instead).search(text):
-                return {SECRET: "a secret of the environment", HOST: "the host's name", USER: "the user's name"}[
-                    instead
-                ]
+                return _NAMED[instead]
         known = any(_place(place).search(text) for place in self.places)
         return "an absolute path" if known or absolute_path(text) else None
 
 
 def _last_part(found: re.Match[str]) -> str:
     """What stands for a path; of a user's folder itself, whose name is the user's, nothing is left."""
-    whole = found.re is _PATH and found["home"] is not None and not found["below"]
-    return "…" if whole else f"…/{found[0].rpartition('/')[2]}"
+    is_home = found.re is _PATH and found["home"] is not None and not found["below"]
+    return "…" if is_home else f"…/{found[0].rpartition('/')[2]}"
 
 
 def absolute_path(text: str) -> str | None:

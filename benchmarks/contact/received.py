@@ -1,4 +1,4 @@
-"""A bundle from elsewhere: verified before it is believed, and merged as a whole or not at all.
+"""A bundle from elsewhere: verified before it is believed, and merged completely or not at all.
 
 Nothing in it is run, and nothing is unpacked by `tarfile`: each member is read, held to the limits, and written under a
 name that was checked, into a folder of its own. Each record is then read by the reader that it has in every command.
@@ -101,7 +101,7 @@ def _members(path: Path) -> dict[str, bytes]:
     except BundleError:
         raise
     except _NO_TAR as error:
-        raise BundleError(f"it is no .tar.gz, or not whole: {error}") from error
+        raise BundleError(f"it is no .tar.gz, or is cut off: {error}") from error
     return found
 
 
@@ -144,9 +144,9 @@ def _require_readable(folder: Path, manifest: Manifest) -> int:
             )
     for name, fingerprint in _fingerprints(folder):
         for field in ("machine", "device"):
-            said, wanted = fingerprint.get(field), getattr(manifest.fingerprint, field)
-            if said != wanted:
-                raise BundleError(f"{name} is of the {field} {said!r}, and {MANIFEST} of {wanted!r}")
+            found, wanted = fingerprint.get(field), getattr(manifest.fingerprint, field)
+            if found != wanted:
+                raise BundleError(f"{name} is of the {field} {found!r}, and {MANIFEST} of {wanted!r}")
         _require_recent(name, fingerprint.get("utc"))
     for path in folder.glob("laws/*.json"):
         try:
@@ -217,7 +217,7 @@ def merge_into(received: ReceivedBundle, results: Path) -> MergeResult:
     if _holds_records(received.folder):
         merge.merge(received.folder, results, merged)
     if merged.refused:
-        raise BundleError(f"{merged.refused[0]}; what was merged before it is whole")
+        raise BundleError(f"{merged.refused[0]}; what was merged before it is complete")
     merged.refused += foreign
     return merged
 

@@ -144,4 +144,4 @@ def _utc() -> str:
 def of_preflight(found: PreflightFinding) -> Diagnosis:
     """A refusal in the words of a step that failed."""
     send = "nothing: nobody else can repair it" if found.cause in (Cause.MACHINE, Cause.DRIVER) else "the bundle"
-    return Diagnosis(found.cause or Cause.OURS, f"{found.name}: {found.said}", found.do, send)
+    return Diagnosis(found.cause or Cause.OURS, f"{found.name}: {found.message}", found.do, send)

@@ -51,6 +51,8 @@ class CalibrationSection:
     when: str
     commit: str
     command: str
+    other_device: str | None
+    """What the newest figures under this name are of, where that is another device; else None."""
 
 
 def read(results: Path) -> tuple[list[Calibration], list[str]]:
@@ -69,9 +71,10 @@ def read(results: Path) -> tuple[list[Calibration], list[str]]:
     return found, damaged
 
 
-def show(folder: ReportFolder, one: Calibration) -> CalibrationSection:
-    """Its tables and its pictures."""
+def show(folder: ReportFolder, one: Calibration, devices: Mapping[str, str]) -> CalibrationSection:
+    """Its tables and its pictures. `devices`: what the newest figures of each machine are of."""
     where = one.fingerprint
+    newest = devices.get(where.machine, where.device)
     return CalibrationSection(
         machine=where.machine,
         device=where.device,
@@ -81,6 +84,7 @@ def show(folder: ReportFolder, one: Calibration) -> CalibrationSection:
         when=where.utc,
         commit=version(where.commit, where.dirty),
         command=one.command,
+        other_device=None if newest == where.device else newest,
     )
 
 

@@ -128,7 +128,7 @@ def _memory(one: ComparisonResult) -> Cell:
     """In words where it changed."""
     if one.peaks_mib is None or one.memory is None:
         return Cell("–")
-    changed = "" if one.memory is MemoryVerdict.SAME else f": {peak_memory.said(*one.peaks_mib)}"
+    changed = "" if one.memory is MemoryVerdict.SAME else f": {peak_memory.message(*one.peaks_mib)}"
     return Cell(one.memory.value + changed, memory.KINDS[one.memory])
 
 

@@ -98,7 +98,7 @@ def doubtful(here: Sequence[BaselineComparison]) -> ReportTable:
 
 
 def unmeasured(visits: Mapping[str, Sequence[CaseVisit]], newest_utc: str) -> ReportTable:
-    """NSA's cases that the newest run has left out, the one that was met longest ago first."""
+    """NSA's cases that the newest run has left out, the one that was measured longest ago first."""
     last = {name: found[-1].utc for name, found in visits.items() if name.endswith(f"/{NSA}")}
     rows = [
         [Cell(name, NAME), when(utc)]

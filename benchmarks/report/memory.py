@@ -58,9 +58,9 @@ def _differences(earlier: CaseVisit | None, since: CaseVisit) -> list[str]:
         return []
     names = ("torch", "triton", "cuda", "driver")
     return [
-        said
-        for said in fingerprint.differences(earlier.fingerprint, since.fingerprint)
-        if said.partition(" ")[0] in names
+        difference
+        for difference in fingerprint.differences(earlier.fingerprint, since.fingerprint)
+        if difference.partition(" ")[0] in names
     ]
 
 
@@ -75,6 +75,6 @@ def headline(by_machine: Sequence[tuple[str, Sequence[MemoryTrend]]]) -> Headlin
         return HeadlineNumber("Peak memory", "no case grew", GOOD)
     page, worst = max(grew, key=lambda found: found[1].now_mib / (found[1].before_mib or 1.0))
     assert worst.before_mib is not None
-    most = peak_memory.said(worst.before_mib, worst.now_mib)
+    most = peak_memory.message(worst.before_mib, worst.now_mib)
     text = f"{len(grew)} case{'s' if len(grew) > 1 else ''} grew"
     return HeadlineNumber("Peak memory", text, BAD, href=page, note=f"at most {most}")

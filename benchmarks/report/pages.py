@@ -98,6 +98,7 @@ def build(results: Path, settings: ReportSettings | None = None) -> Report:
     for one in machine_pages:
         folder.adopt(one.written)
     machines = [one.machine for one in machine_pages if one.machine]
+    devices = {one.id: one.device for one in machines}
     damaged = [line for one in machine_pages for line in one.damaged]
     compare_results, no_results = result.read(results)
     moved, not_moved = accepted.read(results)
@@ -120,7 +121,8 @@ def build(results: Path, settings: ReportSettings | None = None) -> Report:
         write(m.page, f"{m.device} ({m.id})", "machine.html", m=m)
     write(
         "calibration.html", "How often compare is right", "calibration.html",
-        shown=[calibration.show(folder, one) for one in calibrations], backtests=list(map(backtest.show, backtests)),
+        shown=[calibration.show(folder, one, devices) for one in calibrations],
+        backtests=list(map(backtest.show, backtests)),
     )  # fmt: skip
     write(
         incidents_page, "The ledger of commits and incidents", "ledger.html",
@@ -135,7 +137,11 @@ def build(results: Path, settings: ReportSettings | None = None) -> Report:
         "proof.html", "What is proven on which machine", "proof.html",
         proven=proof.table(
             results, [(m.id, len(m.figures.rows)) for m in machines], incidents,
-            [one.fingerprint.machine for one in calibrations], repository,
+            [
+                one.fingerprint.machine for one in calibrations
+                if devices.get(one.fingerprint.machine, one.fingerprint.device) == one.fingerprint.device
+            ],
+            repository,
         ),
     )  # fmt: skip
     index = write(

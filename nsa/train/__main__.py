@@ -53,9 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return REFUSED
     except OSError as error:
-        if (said := cannot_write(error, "--out-dir (compare: --out)")) is None:
+        if (message := cannot_write(error, "--out-dir (compare: --out)")) is None:
             raise
-        print(said, file=sys.stderr)
+        print(message, file=sys.stderr)
         return 1
 
 

@@ -68,8 +68,8 @@ class Launch:
             file.write(compiled.asm["cubin"])
             file.flush()
             command = [str(CUOBJDUMP), "-res-usage", file.name]
-            said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK):(\d+)", said)}
+            printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK):(\d+)", printed)}
         shared: int = compiled.metadata.shared
         return Needs(shared, found["REG"], found["STACK"], self.options["num_warps"])
 

@@ -157,9 +157,9 @@ def write_accepted(results: Path) -> None:
     jsonl.append(accepted.path(results), entry)
 
 
-def write_incidents(results: Path, number: int, red: str | None = None) -> None:
-    """One run of the regression suite on the commit of run `number`: `red` is the incident that comes out red."""
-    where = run_of(number)
+def write_incidents(results: Path, number: int, red: str | None = None, where: Fingerprint | None = None) -> None:
+    """One run of the regression suite, that of run `number` or of `where`; the incident `red` comes out red."""
+    where = where or run_of(number)
     seen = {"window-leak": "future_seen", "nan-empty-row": "nonfinite", "step5-stall": "ops", "dup-blocks": "wrong"}
     expects = {"window-leak": "LEAK", "nan-empty-row": "NONFINITE", "step5-stall": "SLOW", "dup-blocks": "WRONG"}
     folder = results / "regression" / where.machine

@@ -73,16 +73,16 @@ def test_a_budget_that_cannot_meet_every_case_says_what_can() -> None:
     plan = budget.choose([case(f"case {n}", 600.0, "") for n in range(14)], 600.0, NOW)
     assert [one.case for one in plan.chosen] == ["case 0"]
     assert not plan.enough
-    assert budget.said(plan).splitlines() == [
+    assert budget.message(plan).splitlines() == [
         "1 of 14 cases fit in the budget of 10 min; UNMEASURED: " + ", ".join(f"case {n}" for n in range(1, 14)),
         "each case within 7 nights needs 30 min a night",
     ]
-    assert budget.said(budget.choose([case("a")], 90.0, NOW)) == "the budget of 90 s suffices for all 1 cases"
-    assert budget.said(budget.choose([case("a", 60.0)], 1.0, NOW)).splitlines() == [
+    assert budget.message(budget.choose([case("a")], 90.0, NOW)) == "the budget of 90 s suffices for all 1 cases"
+    assert budget.message(budget.choose([case("a", 60.0)], 1.0, NOW)).splitlines() == [
         "the budget of 1 s suffices for no case; 1 case is measured all the same, about 60 s",
         "each case within 7 nights needs 69 s a night",
     ]
-    assert budget.said(budget.choose([case("a"), case("b")], 1.0, NOW)).startswith(
+    assert budget.message(budget.choose([case("a"), case("b")], 1.0, NOW)).startswith(
         "the budget of 1 s suffices for no case; 1 case is measured all the same, about 60 s; UNMEASURED: b\n"
     )
 

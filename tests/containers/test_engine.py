@@ -25,13 +25,13 @@ from tests.containers import fake_host
 def test_docker_then_podman_then_none(there: set[str], asked: str | None, wanted: str | None) -> None:
     choice = engine.choose(asked, lambda name: Engine(name, "1.2") if name in there else "not installed")
     assert (choice.engine.name if choice.engine else None) == wanted
-    assert (wanted or "none") in choice.said
-    assert "\n" not in choice.said
+    assert (wanted or "none") in choice.message
+    assert "\n" not in choice.message
 
 
 def test_without_any_the_reasons_are_said() -> None:
-    said = engine.choose(None, lambda name: f"{name} is broken").said
-    assert "docker: docker is broken; podman: podman is broken" in said
+    message = engine.choose(None, lambda name: f"{name} is broken").message
+    assert "docker: docker is broken; podman: podman is broken" in message
 
 
 def test_an_engine_that_was_asked_for_is_not_replaced() -> None:

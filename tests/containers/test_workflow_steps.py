@@ -237,6 +237,38 @@ def test_the_chain_is_asked_for_what_the_event_needs(runner: Runner, contexts: d
     assert arguments.registry == "ghcr.io/owner/name"  # a registry's names are lower case
 
 
+@pytest.mark.parametrize(
+    ("contexts", "budget"),
+    [
+        (event("schedule"), "45m"),
+        ({**event("schedule"), "vars": {"NSA_NIGHTLY_BUDGET": "1h30m"}}, "1h30m"),
+        (PUSH, None),
+        (event("workflow_dispatch"), None),
+        (pull_request("labeled"), None),
+    ],
+    ids=["night", "a maintainer's night", "push", "by hand", "pull request"],
+)
+def test_a_night_has_a_budget_and_every_other_run_measures_all(
+    runner: Runner, contexts: dict[str, Any], budget: str | None
+) -> None:
+    runner.program("nox", '#!/bin/sh\nprintf "%s\\n" "$*"\n')
+    done = runner.run_step("gpu", "suites", "Image, preflight", contexts)
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.strip().partition(" -- ")[2].split()
+    assert containers.parser().parse_args(["pipeline", *words]).budget == budget
+
+
+def test_a_night_rotates_by_the_records_of_the_nights_before() -> None:
+    """What a night has measured is kept for the next one, which looks at it before it chooses."""
+    names = [one.get("name", "") for one in loaded("gpu")["jobs"]["suites"]["steps"]]
+    assert names.index("Records of all earlier runs") < names.index(
+        "Image, preflight, tests, regress, bench, compare, report, comment"
+    )
+    night = event("schedule", ref="refs/heads/main")
+    assert runs("gpu", "suites", night)
+    assert runs("gpu", "publish", night)
+
+
 def test_the_checks_upload_the_folder_that_their_bench_writes() -> None:
     session, _, rest = fake_github.step("checks", "checks", "Benches")["run"].partition(" -- ")
     assert session == "nox -s bench"

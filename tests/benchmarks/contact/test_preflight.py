@@ -83,26 +83,26 @@ REFUSED: list[tuple[MachineFacts, str, Cause, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("found", "name", "cause", "said"), REFUSED, ids=[row[1] for row in REFUSED])
-def test_a_machine_that_cannot(found: MachineFacts, name: str, cause: Cause, said: str) -> None:
+@pytest.mark.parametrize(("found", "name", "cause", "message"), REFUSED, ids=[row[1] for row in REFUSED])
+def test_a_machine_that_cannot(found: MachineFacts, name: str, cause: Cause, message: str) -> None:
     refused = session.refusal(preflight.findings(found))
     assert refused is not None
     assert (refused.name, refused.cause) == (name, cause)
-    assert said in refused.said
+    assert message in refused.message
     assert refused.do
     told = session.of_preflight(refused)
     assert told.cause is cause
-    assert told.said.startswith(name)
+    assert told.message.startswith(name)
 
 
 def test_an_unlisted_gpu_is_named_as_one() -> None:
-    said = {one.name: one.said for one in preflight.findings(facts(Gpu("NVIDIA GeForce RTX 5090", (12, 0))))}
-    assert said["GPU"].startswith("NVIDIA GeForce RTX 5090 (gpu-geforce-rtx-5090, not listed")
+    messages = {one.name: one.message for one in preflight.findings(facts(Gpu("NVIDIA GeForce RTX 5090", (12, 0))))}
+    assert messages["GPU"].startswith("NVIDIA GeForce RTX 5090 (gpu-geforce-rtx-5090, not listed")
 
 
 def test_an_idle_process_is_told() -> None:
-    said = {one.name: one.said for one in preflight.findings(facts(idle_processes=1))}
-    assert said["other work"] == "none computes on the GPU; 1 idle process holds memory of it"
+    messages = {one.name: one.message for one in preflight.findings(facts(idle_processes=1))}
+    assert messages["other work"] == "none computes on the GPU; 1 idle process holds memory of it"
 
 
 @pytest.mark.parametrize(
@@ -151,11 +151,11 @@ LOGS = [
 def test_whose_matter_a_failure_is(code: int, log: str, cause: Cause) -> None:
     found = diagnose(code, f"before\n{log}\n" if log else "")
     assert found.cause is cause
-    assert found.said
+    assert found.message
     assert found.do
     assert found.send
 
 
 def test_the_line_that_was_seen_is_told() -> None:
-    assert diagnose(1, "a\n  no kernel image is available\nb\n").said == "no kernel image is available"
-    assert diagnose(1, "a\nFAILED tests/x.py::test_y\n2 failed\n").said == "FAILED tests/x.py::test_y"
+    assert diagnose(1, "a\n  no kernel image is available\nb\n").message == "no kernel image is available"
+    assert diagnose(1, "a\nFAILED tests/x.py::test_y\n2 failed\n").message == "FAILED tests/x.py::test_y"

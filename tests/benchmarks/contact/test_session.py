@@ -79,7 +79,7 @@ def test_a_green_step_without_records_is_red(tmp_path: Path) -> None:
     found = session.run(tmp_path, PLAN, FINGERPRINT, lambda words, log: log.write_text(""))
     assert [(one.name, one.code) for one in found] == [("incidents", 1)]
     assert found[0].diagnosis is not None
-    assert "left no incidents.done" in found[0].diagnosis.said
+    assert "left no incidents.done" in found[0].diagnosis.message
 
 
 def test_a_torn_line_of_steps_is_a_step_that_was_not_run(tmp_path: Path) -> None:

@@ -135,6 +135,18 @@ def test_a_file_that_is_no_summary_proves_nothing(tmp_path: Path, content: bytes
     assert proof.law_records(tmp_path) == []
 
 
+@pytest.mark.parametrize(("device", "other"), [("A CPU", False), ("Another CPU", True)])
+def test_a_calibration_of_another_device_is_no_proof_and_is_said_to_be_one(
+    device: str, other: bool, tmp_path: Path
+) -> None:
+    write_runs(tmp_path, 1, "cpu", device)
+    write_calibration(tmp_path)  # of "A CPU"
+    folder = build(tmp_path).index.parent
+    assert ("calibrated" in (folder / "proof.html").read_text()) is not other
+    said = " ".join((folder / "calibration.html").read_text().split())
+    assert ("the newest figures under this name are of Another CPU" in said) is other
+
+
 def test_the_first_page_leads_there(tmp_path: Path) -> None:
     write_runs(tmp_path, 1)
     index = build(tmp_path).index

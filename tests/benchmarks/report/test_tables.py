@@ -141,7 +141,7 @@ def test_the_calibration_is_told_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "calibration" / "h100.json").write_text("{")
     (one,), (damaged,) = calibration.read(tmp_path)
     assert "h100.json is no calibration" in damaged
-    shown = calibration.show(ReportFolder(tmp_path / "report"), one)
+    shown = calibration.show(ReportFolder(tmp_path / "report"), one, {})
     (section,) = shown.classes
     sentence = section.sentence.replace(NBSP, " ")
     assert f"faster or slower in {len(full_results.LENGTHS)} of 240 comparisons" in sentence
@@ -149,7 +149,7 @@ def test_the_calibration_is_told_in_a_sentence(tmp_path: Path) -> None:
     said = section.unjudged.replace(NBSP, " ")
     assert said == "", "of a CPU 3 % in 90 % is wanted"
     on_gpu = dataclasses.replace(one, fingerprint=dataclasses.replace(one.fingerprint, machine="h200"))
-    (of_gpu,) = calibration.show(ReportFolder(tmp_path / "other"), on_gpu).classes
+    (of_gpu,) = calibration.show(ReportFolder(tmp_path / "other"), on_gpu, {}).classes
     names = ", ".join(case.case for case in one.cases)
     wanted = "A slowdown of 3 % in 99 % and 1 % in 90 % of the comparisons should be found"
     wanted += f"; it is found less often on {names}."
