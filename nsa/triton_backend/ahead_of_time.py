@@ -52,10 +52,14 @@ class Launch:
     source: ASTSource
     options: dict[str, Any]
 
+    def compile(self) -> Any:
+        """As Triton gives it; a second time it comes from Triton's cache."""
+        target = GPUTarget("cuda", self.architecture, 32)
+        return triton.compile(self.source, target=target, options=self.options)
+
     def needs(self) -> Needs:
         """Compile it."""
-        target = GPUTarget("cuda", self.architecture, 32)
-        compiled = triton.compile(self.source, target=target, options=self.options)
+        compiled = self.compile()
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(compiled.asm["cubin"])
             file.flush()
