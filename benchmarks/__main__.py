@@ -19,6 +19,7 @@
                                         --first instead of --case: of all cases that have none yet
     python -m benchmarks export FOLDER  cases and records as flashinfer-bench reads them
     python -m benchmarks import FOLDER  bring records back from what `export` wrote
+    python -m benchmarks estimate       how fast the kernels may be on GPUs that nobody has measured
     python -m benchmarks tune           find faster tiles of the kernels on this GPU; writes its table
 
 Exit code: 0 where all is well; 1 where NSA is wrong on a case (run, compare) or slower (compare), a line was refused
@@ -48,6 +49,7 @@ with broken_sources.named():
         comment,
         compare,
         convert,
+        estimate,
         export,
         first_contact,
         import_,
@@ -82,6 +84,7 @@ COMMANDS = {
     "export": export,
     "import": import_,
     "tune": tune,
+    "estimate": estimate,
 }
 
 

@@ -6,20 +6,12 @@ ways of the selected branch are compiled, whichever a length would take. Needs T
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
 from unittest import mock
 
-import triton
-
 from benchmarks.estimates import sass
-from benchmarks.estimates.sass import Counts
-from harness import schema
-from nsa.io import atomic_write
+from benchmarks.estimates.kernel_table import Kernel
 from nsa.triton_backend import dispatch, hopper
 from nsa.triton_backend.ahead_of_time import Heads, call, recorded
 
@@ -44,51 +36,38 @@ RESERVED_SHARED_BYTES = 1024
 PROGRAMS_PER_SM = {80: 32, 86: 16, 89: 24, 90: 32}
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """One kernel of a call on one architecture."""
-
-    architecture: int
-    group: int
-    dk: int
-    dv: int
-    name: str
-    """File and function: "compressed_window._forward"."""
-    by_block: bool
-    """Whether the selected branch's call went by block; of `selected_kv_major._backward`, whether it gives dq too."""
-    counts: Counts
-    num_warps: int
-    registers: int
-    """Per thread."""
-    spilled_bytes: int
-    """Per thread."""
-    shared_bytes: int
-    programs_per_sm: int
-
-
 def compiled(architectures: Sequence[int], heads: Sequence[tuple[int, int, int]]) -> Iterator[Kernel]:
-    """Compile and count kernel after kernel; of Hopper those of `hopper/` and the others."""
+    """Compile and count kernel after kernel; of Hopper those of `hopper/` and the others. Raises ValueError under
+    Triton's interpreter."""
+    if dispatch.interpreted():
+        raise ValueError("kernels cannot be compiled under Triton's interpreter: unset TRITON_INTERPRET")
     for architecture in architectures:
         for group, dk, dv in heads:
-            for by_block in (False, True):
-                yield from _of_call(architecture, Heads(group, dk, dv), by_block, portable=False)
-            if architecture == 90:
-                yield from _of_call(architecture, Heads(group, dk, dv), False, portable=True)
+            names = set[tuple[str, bool]]()
+            for by_block, portable in ((False, False), (True, False), (False, True)):
+                if not portable or architecture == 90:
+                    yield from _of_call(architecture, Heads(group, dk, dv), names, by_block=by_block, portable=portable)
 
 
-def _of_call(architecture: int, heads: Heads, by_block: bool, *, portable: bool) -> Iterator[Kernel]:
+def _of_call(
+    architecture: int, heads: Heads, names: set[tuple[str, bool]], *, by_block: bool, portable: bool
+) -> Iterator[Kernel]:
+    """The kernels of one call that are not among `names` yet."""
     with ExitStack() as patches:
         launches = patches.enter_context(recorded(architecture))
         patches.enter_context(mock.patch.object(dispatch, "sooner_by_block", return_value=by_block))
         if portable:
             patches.enter_context(mock.patch.object(hopper, "AVAILABLE", False))
         call(heads, LENGTH, LENGTH)
-    names = set[str]()
     for launch in launches:
-        of_selected = launch.name.startswith(("selected", "hopper.selected"))
-        if launch.name not in COUNTED or launch.name in names or (by_block and not of_selected):
+        named = launch.name, by_block
+        if (
+            launch.name not in COUNTED
+            or named in names
+            or (by_block and not launch.name.startswith("selected_kv_major"))
+        ):
             continue
-        names.add(launch.name)
+        names.add(named)
         needs, counts = launch.needs(), sass.count(sass.parse(sass.disassemble(launch.compile().asm["cubin"])))
         fitting = programs_per_sm(architecture, needs.registers, needs.shared_bytes, needs.num_warps)
         yield Kernel(
@@ -103,45 +82,3 @@ def programs_per_sm(architecture: int, registers: int, shared_bytes: int, num_wa
     by_shared = SHARED_KIB_PER_SM[architecture] * 1024 // (shared_bytes + RESERVED_SHARED_BYTES)
     by_warps = WARPS_PER_SM[architecture] // num_warps
     return min(by_registers, by_shared, by_warps, PROGRAMS_PER_SM[architecture])
-
-
-@dataclass(frozen=True)
-class KernelTable:
-    """The file of all kernels."""
-
-    triton: str
-    """The version that compiled them."""
-    kernels: tuple[Kernel, ...]
-
-    def find(self, architecture: int, heads: tuple[int, int, int], name: str, by_block: bool = False) -> Kernel:
-        """One of them. Raises KeyError where it was not compiled."""
-        for one in self.kernels:
-            if (one.architecture, (one.group, one.dk, one.dv), one.name, one.by_block) == (
-                architecture, heads, name, by_block,
-            ):  # fmt: skip
-                return one
-        raise KeyError(f"{name} of {heads} on sm{architecture}, by_block={by_block}")
-
-
-def path(results: Path) -> Path:
-    """Where the table stands under a folder of results."""
-    return results / "estimates" / "kernels.json"
-
-
-def write(results: Path, kernels: Sequence[Kernel]) -> Path:
-    """Replace the table, a kernel per line."""
-    lines = ",\n".join(json.dumps(dataclasses.asdict(one)) for one in kernels)
-    text = f'{{"triton": {json.dumps(triton.__version__)}, "kernels": [\n{lines}\n]}}\n'
-    file = path(results)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(file, text.encode())
-    return file
-
-
-def read(results: Path) -> KernelTable:
-    """The table. Raises FileNotFoundError, and ValueError naming the file and what is wrong with it."""
-    file = path(results)
-    try:
-        return schema.build(KernelTable, json.loads(file.read_text(encoding="utf-8")), "table")
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{file}: {error}") from error

@@ -1,24 +1,25 @@
 """Instructions of a kernel's inner loop, counted in its disassembly (SASS).
 
-A loop is what a branch backwards encloses. Of the loops that multiply on tensor cores and enclose no other such loop, the
-one with the fewest instructions per operation is counted: the one without masks, in which a long call spends its time.
-A kernel without tensor cores is counted from beginning to end.
+A loop is what a branch backwards encloses. Of the loops that multiply on tensor cores and enclose no other such loop,
+the one with the fewest instructions per operation is counted: the one without masks, in which a long call spends its
+time. A kernel without tensor cores is counted from beginning to end.
 """
 
 from __future__ import annotations
 
+import importlib.resources
 import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import triton
-
-NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+NVDISASM = "backends/nvidia/bin/nvdisasm"
+"""In Triton's package."""
 _LABEL = re.compile(r"^(\.L\w*):")
-_INSTRUCTION = re.compile(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?P<predicate>@!?U?P\w+\s+)?(?P<name>[A-Z][A-Z0-9_.a-z]*)(?P<rest>.*);")
+_INSTRUCTION = re.compile(
+    r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?P<predicate>@!?U?P\w+\s+)?(?P<name>[A-Z][A-Z0-9_.a-z]*)(?P<rest>.*);"
+)
 _TARGET = re.compile(r"`\((\.L\w*)\)")
 _SYNCHRONOUS = re.compile(r"HMMA\.(?P<shape>16816|1688|884)\b")
 _WARPGROUP = re.compile(r"HGMMA\.(\d+)x(\d+)x(\d+)")
@@ -75,15 +76,25 @@ class Counts:
     @property
     def issued(self) -> int:
         """All of them; a copy from global to shared memory is counted as shared alone."""
-        return self.tensor + self.mufu + self.fp32 + self.integer + self.shuffle + self.shared + self.global_ + self.barrier
+        return (
+            self.tensor
+            + self.mufu
+            + self.fp32
+            + self.integer
+            + self.shuffle
+            + self.shared
+            + self.global_
+            + self.barrier
+        )
 
 
 def disassemble(cubin: bytes) -> str:
     """A cubin's SASS, by the nvdisasm that Triton brings. Raises CalledProcessError."""
+    command = str(importlib.resources.files("triton") / NVDISASM)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([str(NVDISASM), "-c", file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([command, "-c", file.name], capture_output=True, text=True, check=True).stdout
 
 
 def parse(text: str) -> list[Instruction]:
@@ -100,7 +111,7 @@ def parse(text: str) -> list[Instruction]:
 
 
 def count(instructions: Sequence[Instruction]) -> Counts:
-    """Of the inner loop, or of everything where none multiplies on tensor cores. Raises ValueError where there is nothing."""
+    """Of the inner loop, or of everything without one. Raises ValueError where there is nothing."""
     if not instructions:
         raise ValueError("no instruction in the disassembly")
     counted = [_counts(instructions[begin:end]) for begin, end in _tensor_loops(instructions)]
