@@ -8,7 +8,7 @@ from benchmarks.estimates import bounds, work
 from benchmarks.estimates.bounds import Target
 from benchmarks.estimates.kernel_table import KernelTable
 from benchmarks.estimates.work import PrefillShape, Work
-from nsa.triton_backend import traffic
+from nsa.triton_backend import traffic, tuning
 
 BY_QUERY, BY_BLOCK = "selected by query", "selected by block"
 BACKWARD_BY_QUERY, BACKWARD_BY_BLOCK = "backward, dq by query", "backward, dq by block"
@@ -132,7 +132,9 @@ def backward(shape: PrefillShape, on: Launches) -> PartBound:
             done = work.interval(shape, branch, f"compressed_window_backward_{suffix}", architecture, products)
             kernels.append(on.bound(shape, f"compressed_window._backward_{suffix}", done))
     of_queries = shape.dk + shape.dv  # q and do
-    if traffic.sooner_by_block(work.selected_call(shape), memory, backward=True):
+    tile = tuning.fit("selected_backward_kv", architecture, *shape.compiled_heads, work.DTYPE)
+    in_one_tile = work.CONFIG.l_sel <= tile.keys  # else dispatch.py leaves dq to the kernel by query
+    if in_one_tile and traffic.sooner_by_block(work.selected_call(shape), memory, backward=True):
         part = BACKWARD_BY_BLOCK
         kernels += _by_block(shape, on, "_backward", _ALL, of_queries, shape.dk, partial=shape.dk)
     else:

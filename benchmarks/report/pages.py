@@ -28,6 +28,7 @@ from benchmarks.report import (
     backtest,
     calibration,
     comparisons,
+    estimates,
     evidence,
     ledger,
     machine,
@@ -46,7 +47,12 @@ from benchmarks.report.table import percent
 from benchmarks.report.verdicts import Answers, last_run
 
 INDEX = "index.html"
-FURTHER_PAGES = {"What ran where": "proof.html", "Calibration": "calibration.html", "Incidents": "ledger.html"}
+FURTHER_PAGES = {
+    "What ran where": "proof.html",
+    "Estimates": "estimates.html",
+    "Calibration": "calibration.html",
+    "Incidents": "ledger.html",
+}
 TITLE = "Native Sparse Attention: is it slower?"
 _MANY_RUNS = 300
 """From here on the machines' pages are made side by side: a process of its own takes some 3 s to start."""
@@ -101,6 +107,7 @@ def build(results: Path, settings: ReportSettings | None = None) -> Report:
     incidents, no_incidents = ledger.read(results)
     tried, no_mutants = mutants.read(results)
     stored_alerts, no_alerts = kept.read(results)
+    estimated, no_estimates = estimates.read(results)
     compared = comparisons.comparisons(compare_results)
     nav = [("Verdicts", INDEX), *((f"{m.device} ({m.id})", m.page) for m in machines), *FURTHER_PAGES.items()]
     now = settings.now or datetime.now(timezone.utc)
@@ -128,6 +135,7 @@ def build(results: Path, settings: ReportSettings | None = None) -> Report:
             [one.fingerprint.machine for one in calibrations], repository,
         ),
     )  # fmt: skip
+    write("estimates.html", "Estimated, not measured: GPUs without a record", "estimates.html", e=estimated)
     index = write(
         INDEX, TITLE, "index.html", machines=machines, answers=answers, settings=settings, CaseState=CaseState,
         runs=[last_run(m.id, m.device, m.utc, now, settings.overdue_days) for m in machines],
@@ -142,6 +150,7 @@ def build(results: Path, settings: ReportSettings | None = None) -> Report:
         accepted=comparisons.accepted(moved),
         damaged=[
             *damaged, *no_results, *not_moved, *no_calibrations, *no_backtests, *no_incidents, *no_mutants, *no_alerts,
+            *no_estimates,
         ],
     )  # fmt: skip
     if settings.script:
