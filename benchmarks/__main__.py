@@ -20,6 +20,7 @@
     python -m benchmarks export FOLDER  cases and records as flashinfer-bench reads them
     python -m benchmarks import FOLDER  bring records back from what `export` wrote
     python -m benchmarks atlas          what a trained model selects; whether it answers as well as its dense twin
+    python -m benchmarks estimate       how fast the kernels may be on GPUs that nobody has measured
     python -m benchmarks tune           find faster tiles of the kernels on this GPU; writes its table
 
 Exit code: 0 where all is well; 1 where NSA is wrong on a case (run, compare) or slower (compare), a line was refused
@@ -50,6 +51,7 @@ with broken_sources.named():
         comment,
         compare,
         convert,
+        estimate,
         export,
         first_contact,
         import_,
@@ -85,6 +87,7 @@ COMMANDS = {
     "export": export,
     "import": import_,
     "tune": tune,
+    "estimate": estimate,
 }
 
 

@@ -99,7 +99,11 @@ class Board:
     id: str
     """What its records are kept under."""
     sms: int | None = None
-    """Multiprocessors of the whole board; None where MIG does not divide it."""
+    """Multiprocessors of the whole board; None where neither MIG divides it nor an estimate needs it."""
+    sm_clock_mhz: int | None = None
+    """Boost clock; None where no estimate needs it."""
+    l2_mib: int | None = None
+    """L2, MiB; None where no estimate needs it."""
 
 
 @dataclass(frozen=True)

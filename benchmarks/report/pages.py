@@ -29,6 +29,7 @@ from benchmarks.report import (
     backtest,
     calibration,
     comparisons,
+    estimates,
     evidence,
     ledger,
     machine,
@@ -49,8 +50,8 @@ from harness import forced
 
 INDEX = "index.html"
 FURTHER_PAGES = {
-    "What ran where": "proof.html", "Atlas": "atlas.html", "Calibration": "calibration.html",
-    "Incidents": "ledger.html",
+    "What ran where": "proof.html", "Atlas": "atlas.html", "Estimates": "estimates.html",
+    "Calibration": "calibration.html", "Incidents": "ledger.html",
 }  # fmt: skip
 TITLE = "Native Sparse Attention: is it slower?"
 _MANY_RUNS = 300
@@ -108,6 +109,7 @@ def build(results: Path, settings: ReportSettings | None = None) -> Report:
     tried, no_mutants = mutants.read(results)
     stored_alerts, no_alerts = kept.read(results)
     atlases, asked, no_atlases = atlas.read(results)
+    estimated, no_estimates = estimates.read(results)
     compared = comparisons.comparisons(compare_results)
     nav = [("Verdicts", INDEX), *((f"{m.device} ({m.id})", m.page) for m in machines), *FURTHER_PAGES.items()]
     now = settings.now or datetime.now(timezone.utc)
@@ -144,6 +146,7 @@ def build(results: Path, settings: ReportSettings | None = None) -> Report:
             repository,
         ),
     )  # fmt: skip
+    write("estimates.html", "Estimated, not measured: GPUs without a record", "estimates.html", e=estimated)
     index = write(
         INDEX, TITLE, "index.html", machines=machines, answers=answers, settings=settings, CaseState=CaseState,
         runs=[last_run(m.id, m.device, m.utc, now, settings.overdue_days) for m in machines],
@@ -158,7 +161,7 @@ def build(results: Path, settings: ReportSettings | None = None) -> Report:
         accepted=comparisons.accepted(moved),
         damaged=[
             *damaged, *no_results, *not_moved, *no_calibrations, *no_backtests, *no_incidents, *no_mutants, *no_alerts,
-            *no_atlases,
+            *no_atlases, *no_estimates,
         ],
     )  # fmt: skip
     if settings.script:

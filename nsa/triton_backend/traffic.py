@@ -1,10 +1,10 @@
 """How long the two selected kernels wait for bytes, by GPU: which of them serves a call (`dispatch.py`).
 
-By query (`selected.py`), a program reads the blocks of its query: l' · (Dk + Dv) elements per choice, whatever the group.
-They come from L2 as long as it holds the keys and values of one head; beyond that some come from device memory. By block
-(`selected_kv_major.py`), queries and partial outputs travel through device memory: G · (Dk + 2 · Dv) elements per choice,
-and G · 2 · Dk where dq comes along with dk and dv, which need the queries anyway. Both do the same products, which are
-left out, and both times are proportional to the number of choices, which is left out too.
+By query (`selected.py`), a program reads the blocks of its query: l' · (Dk + Dv) elements per choice, whatever the
+group. They come from L2 as long as it holds the keys and values of one head; beyond that some come from device memory.
+By block (`selected_kv_major.py`), queries and partial outputs travel through device memory: G · (Dk + 2 · Dv) elements
+per choice, and G · 2 · Dk where dq comes along with dk and dv, which need the queries anyway. Both do the same
+products, and both times are proportional to the number of choices: neither stands in the times below.
 
 Choices are taken to be random but for the forced ones, which neighbours share: the worst case of reading by query.
 """

@@ -2,7 +2,8 @@
 
 Run as a process of its own, without Triton's interpreter, with the compute capability, G, Dk and Dv:
 `python -m tests.nsa.triton_backend.compile_kernels 86 16 128 128`. A kernel's name is followed by which of its
-versions it is; "forward" behind the sizes leaves the backward pass out, "portable" the kernels of `hopper/`.
+versions it is; "forward" behind the sizes leaves the backward pass out, "portable" the kernels of `hopper/`. "by-block"
+compiles the selected branch's loop over blocks alone, as where L2 holds no head.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import dataclasses
 import json
 import sys
 from collections import Counter
+from unittest import mock
 
-from nsa.triton_backend import hopper
+from nsa.triton_backend import dispatch, hopper
 from nsa.triton_backend.ahead_of_time import Heads, call, recorded
 
 LENGTH = 2048  # from there on small groups take the KV-stationary forward
@@ -21,10 +23,13 @@ LENGTH = 2048  # from there on small groups take the KV-stationary forward
 def main() -> None:
     architecture, group, dk, dv = map(int, sys.argv[1:5])
     hopper.AVAILABLE &= "portable" not in sys.argv
-    with recorded(architecture) as launches:
+    by_block = {"return_value": True} if "by-block" in sys.argv else {"wraps": dispatch.sooner_by_block}
+    with recorded(architecture) as launches, mock.patch.object(dispatch, "sooner_by_block", **by_block):
         call(Heads(group, dk, dv), LENGTH, LENGTH, backward="forward" not in sys.argv)
     needs, versions = {}, Counter[str]()
     for launch in launches:
+        if "by-block" in sys.argv and not launch.name.startswith("selected_kv_major."):
+            continue
         versions[launch.name] += 1
         needs[f"{launch.name} {versions[launch.name]}"] = dataclasses.asdict(launch.needs())
     print(json.dumps(needs))

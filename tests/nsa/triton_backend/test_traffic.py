@@ -73,7 +73,7 @@ def test_the_h200_keeps_what_was_measured(group: int, dk: int, dv: int, wanted: 
 
 
 def test_the_model_gives_the_measured_times_of_the_h200() -> None:
-    """part-selected of results/runs/h200 (commit c8f3ca1): by query 13.6 ms at 64k, by block 5.8 ms with 32/8 at 32k."""
+    """part-selected of results/runs/h200 (commit c8f3ca1): by query 13.6 ms at 64k, by block 5.8 with 32/8 at 32k."""
     queries, blocks = 4 * 65536 * 16, 8 * 32768 * 16
     llama = replace(PAPER, group=4, num_queries=32768, num_keys=32768)
     assert queries * traffic.by_query_ns(PAPER, REFERENCES[90]) / 1e6 == pytest.approx(13.6, rel=0.05)

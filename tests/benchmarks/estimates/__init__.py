@@ -1,0 +1,1 @@
+"""Estimates: the disassembly, the bounds, the calibration, the page."""
