@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import gc
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks import memory_worker
+from benchmarks import first_step, memory_worker
 from benchmarks.cases import inputs
-from benchmarks.cases.key import Key
+from benchmarks.cases.key import HOST, Key
 from benchmarks.cases.outcome import CaseOutcome, Correctness
 from benchmarks.cases.work import Work
 from benchmarks.correctness import anti_cheat, integrity, process_state, row_sampling
 from benchmarks.correctness.verify import IncorrectError, NonFiniteError, joined, require_finite
 from benchmarks.errors import ThrottledError, classify
+from benchmarks.first_step import FirstSteps
 from benchmarks.history.records import Record
 from benchmarks.history.samples import RawSamples, SampleSummary
-from benchmarks.timing import l2_persistence, latency, memory, peak
+from benchmarks.timing import l2_persistence, latency, launches, memory, peak
 from benchmarks.timing.latency import Timing
 from benchmarks.timing.other_load import OtherLoad
 from benchmarks.timing.rotating_inputs import RotatingInputs
@@ -30,6 +32,8 @@ from harness.peak import MeasuredPeak
 QUICK = latency.SamplingPlan(min_samples=6, min_time_s=0.1, wall_limit_s=2.0, precision=0.02)
 FULL = latency.SamplingPlan(min_samples=10, min_time_s=0.5, wall_limit_s=5.0, precision=0.01)
 MEMORY_DEADLINE_S = 300.0
+FIRST_STEP_DEADLINE_S = 300.0
+"""Of each process."""
 
 Prepare = Callable[[Key, str], Work]
 
@@ -102,6 +106,11 @@ def measure(
                     peak_mem_source=peak.source,
                 )
             )
+        if key.mode == "first-step":
+            first = first_step.measure(key, device, plan, FIRST_STEP_DEADLINE_S, seed)
+            return Measurement(
+                _of_first_steps(key, fingerprint, command, first), RawSamples(key.name, first.samples_ms)
+            )
         work = prepare(key, device)
         before = anti_cheat.digests(work.inputs)
         with work.refusals():
@@ -115,6 +124,7 @@ def measure(
         _require_steady(timed)
         _require_possible(timed, work, fingerprint.measured_peak, device)
         anti_cheat.require_unchanged(work.inputs, before)
+        launches_per_call = launches.per_call(work.call, device) if key.mode.startswith(HOST) else None
         device_peak = memory.of_cuda(work.call) if device == "cuda" else None
         _finite_outputs(work)
         fresh = rotating.recheck(seed)
@@ -140,7 +150,7 @@ def measure(
         samples=SampleSummary.of(timed.samples_ms),
         interval_ms=timed.interval_ms,
         end_to_end_ms=timed.end_to_end_ms,
-        tokens_per_s=work.tokens / timed.latency_ms * 1e3,
+        tokens_per_s=None if key.mode.startswith(HOST) else work.tokens / timed.latency_ms * 1e3,
         peak_mem_mib=device_peak.mib if device_peak else None,
         peak_mem_source=device_peak.source if device_peak else None,
         clock="cuda_graph" if key.launch == "graph" else timed.clock,
@@ -154,6 +164,7 @@ def measure(
         flops=work.flops,
         bytes_moved=work.bytes_moved,
         inputs_follow=inputs.followed(key),
+        launches_per_call=launches_per_call,
     )
     return Measurement(record, RawSamples(key.name, timed.samples_ms, timed.clocks))
 
@@ -172,6 +183,23 @@ def _fits(
     found = correctness if fresh is None else joined(correctness, fresh)
     passed = Record(key, CaseOutcome.PASSED, None, fingerprint, command, found, peak_mem_mib=peak.mib)
     return Measurement(replace(passed, peak_mem_source=peak.source))
+
+
+def _of_first_steps(key: Key, fingerprint: Fingerprint, command: str, first: FirstSteps) -> Record:
+    return Record(
+        key,
+        CaseOutcome.PASSED,
+        None,
+        fingerprint,
+        command,
+        first.correctness,
+        latency_ms=statistics.median(first.samples_ms),
+        samples=SampleSummary.of(first.samples_ms),
+        interval_ms=latency.median_interval(first.samples_ms),
+        clock="perf_counter",
+        compile_s=first.empty_cache_s,
+        stop_reason="enough_samples",
+    )
 
 
 def _cause(error: Exception, settings: Mapping[str, object]) -> Exception:

@@ -15,7 +15,9 @@ NSA = "nsa"
 PART = "part-"
 """What the modes that time one part of the forward pass begin with."""
 CACHES = ("warm", "cold")
-LAUNCHES = ("eager", "graph")
+LAUNCHES = ("eager", "graph", "compile", "reduce-overhead")
+HOST = "host-"
+"""What the modes that time the host alone begin with."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class Key:
     """Which case: records with equal keys measure the same thing."""
 
     mode: str
-    """"prefill-forward", "prefill-forward-backward", "decode", "part-..." of the forward, "train-step" or "memory"."""
+    """"prefill-forward", "prefill-forward-backward", "decode", "part-..." of the forward, "train-step",
+    "train-loop", "first-step", "memory", or "host-..." of the first two."""
     implementation: str
     """"nsa", or the baseline by name ("sdpa-flash")."""
     backend_asked: str | None
@@ -50,7 +53,8 @@ class Key:
     cache: str = "warm"
     """"cold": the GPU's L2 is flushed before each sample and the inputs rotate; "warm": neither."""
     launch: str = "eager"
-    """"eager": every kernel is launched by the host; "graph": a captured CUDA graph is replayed."""
+    """"eager": every kernel is launched by the host; "graph": a captured CUDA graph is replayed; "compile" and
+    "reduce-overhead": the modes of `torch.compile`, where a loop of one's own has it."""
 
     OLD_NAMES: ClassVar[Mapping[str, str]] = {"kv_heads": "num_kv_heads"}
     SIZES = ("batch", "num_queries", "num_keys", "heads", "num_kv_heads", "head_dim_k", "head_dim_v")
@@ -78,7 +82,7 @@ class Key:
     def case(self) -> str:
         """What all implementations share: decode/8x2x64/b4/s16384/float32, then a word for each thing that is not
         usual: "q16" where a prefill continues or a decode takes 16 tokens, the kind of inputs ("recorded"), "cold",
-        "graph"."""
+        the launch where it is not eager."""
         usual = (("inputs", "random"), ("cache", "warm"), ("launch", "eager"))
         words = [f"/{getattr(self, name)}" for name, value in usual if getattr(self, name) != value]
         if self.num_queries != (1 if self.mode == "decode" else self.num_keys):
@@ -120,7 +124,7 @@ class Key:
             config=None,
             inputs=next((word for word in words if not (_QUERIES.fullmatch(word) or word in _WORDS)), "random"),
             cache="cold" if "cold" in words else "warm",
-            launch="graph" if "graph" in words else "eager",
+            launch=next((word for word in words if word in LAUNCHES), "eager"),
         )
         if key.name != name:
             raise ValueError(f"{name!r} is no name of a case; its parts make {key.name!r}")
@@ -133,4 +137,4 @@ _NAME = re.compile(
     re.ASCII,
 )
 _QUERIES = re.compile(r"q\d+", re.ASCII)
-_WORDS = ("cold", "graph")
+_WORDS = ("cold", *LAUNCHES[1:])

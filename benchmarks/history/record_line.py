@@ -134,6 +134,7 @@ class RecordLine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
     gpu_conditions: dict[str, str] | None = None
     out_of_memory: OutOfMemory | None = None
     case_s: float | None = None
+    launches_per_call: int | None = None
     anchor: _Anchor | None = None
     inputs_follow: str | None = None
 
@@ -147,7 +148,7 @@ class RecordLine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
 
 _SAME = (
     "outcome", "reason", "peak_mem_source", "clock", "queued_ahead", "warmup_calls", "stop_reason", "unmet",
-    "gpu_conditions", "inputs_follow",
+    "gpu_conditions", "inputs_follow", "launches_per_call",
 )  # fmt: skip
 """Fields that stand in a line as they are."""
 _FIGURES = (

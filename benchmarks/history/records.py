@@ -19,13 +19,18 @@ from harness.peak import MIB
 
 NUMBERS = (
     "latency_ms", "samples", "interval_ms", "end_to_end_ms", "tokens_per_s", "peak_mem_mib", "compile_s",
-    "other_load",
+    "other_load", "launches_per_call",
 )  # fmt: skip
 """What was measured: None unless PASSED."""
 TIMES = ("latency_ms", "interval_ms", "end_to_end_ms", "samples", "tokens_per_s", "compile_s")
 """What tells how fast it was."""
 _ABOVE_ZERO = ("latency_ms", "end_to_end_ms", "tokens_per_s", "flops", "bytes_moved")
-_NOT_NEGATIVE = ("peak_mem_mib", "compile_s", "other_load")  # a call can need nothing beside its inputs
+_NOT_NEGATIVE = (
+    "peak_mem_mib",
+    "compile_s",
+    "other_load",
+    "launches_per_call",
+)  # a call can need nothing beside its inputs
 
 
 def check_figures(of: Any) -> None:
@@ -131,6 +136,9 @@ class Record:
     case_s: float | None = None
     """Wall time of the whole measurement, from inputs to the last check; what a budget is planned with. None where it
     did not answer, and in earlier records."""
+    launches_per_call: int | None = None
+    """What one call puts into the GPU's queue: kernels, copies and fills, counted by CUPTI; on a CPU PyTorch's operators
+    stand in for them. None where they were not counted."""
     anchor: Anchor | None = None
     """What was measured in place of the NSA that the fingerprint names; None where it is that one. Such a record is no
     point of its case's series."""

@@ -71,6 +71,7 @@ class CaseVisit(NamedTuple):
     peak_mem_mib: float | None
     peak_mem_source: str | None
     out_of_memory: OutOfMemory | None
+    launches_per_call: int | None = None
 
     @property
     def nsa_sha256(self) -> str:
@@ -96,6 +97,7 @@ class _Row(NamedTuple):
     peak_mem_mib: float | None
     peak_mem_source: str | None
     out_of_memory: OutOfMemory | None
+    launches_per_call: int | None
     anchor: Anchor | None
     """None where NSA, or a baseline, of the run itself was measured."""
 
@@ -240,7 +242,7 @@ class Store:
         found: dict[str, list[CaseVisit]] = {}
         for row in self._rows:
             if row.fingerprint.machine == machine:
-                memory = (row.peak_mem_mib, row.peak_mem_source, row.out_of_memory)
+                memory = (row.peak_mem_mib, row.peak_mem_source, row.out_of_memory, row.launches_per_call)
                 visit = CaseVisit(row.fingerprint.utc, row.fingerprint, row.path, row.case_s, *memory)
                 found.setdefault(row.key.name, []).append(visit)
         return found
@@ -278,6 +280,7 @@ def _row(key: Key, fingerprint: Fingerprint, figures: Record | RecordLine, file:
         figures.peak_mem_mib,
         figures.peak_mem_source,
         figures.out_of_memory,
+        figures.launches_per_call,
         Anchor(figures.anchor.commit, figures.anchor.nsa_sha256) if figures.anchor else None,
     )
 

@@ -125,6 +125,25 @@ def measure(
     return Timing(samples, "perf_counter", cache, warmups, stop_reason, missing, statistics.median(samples))
 
 
+def of_host(call: Callable[[], object], device: str, plan: SamplingPlan, before: Callable[[], object]) -> Timing:
+    """Time a call until it returns: on a GPU, whose earlier work is waited for, until everything is launched.
+
+    On the CPU, which launches nothing, the call returns when its work is done. Raises as `measure` does.
+    """
+
+    def ready() -> None:
+        before()
+        if device == "cuda":
+            device_clock.wait()
+
+    with _old_objects_spared():
+        sampler = host_clock.WallSampler(call, ready)
+        warmups = _warm_up(sampler.sample, plan)
+        samples, stop_reason, missing = _samples(sampler.sample, plan)
+        sampler.require_same_time(samples)
+    return Timing(samples, "perf_counter", "warm", warmups, stop_reason, missing)
+
+
 def _on_device(call: Callable[[], object], cache: str, plan: SamplingPlan, before: Callable[[], object]) -> Timing:
     sampler = device_clock.EventSampler(call, before, cold=cache == "cold")
     warmups = _warm_up(sampler.plain_sample, plan)

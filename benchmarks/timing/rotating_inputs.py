@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.cases.key import Key
+from benchmarks.cases.key import HOST, Key
 from benchmarks.cases.outcome import Correctness
 from benchmarks.cases.work import Work
 from benchmarks.correctness import anti_cheat, known_answer, process_state
@@ -30,7 +30,7 @@ class RotatingInputs:
         self._calls = [
             cuda_graphs.capture(one.call) if captured and not one.replays else one.call for one in self._works
         ]
-        self._device, self._cache = device, key.cache
+        self._device, self._cache, self._host = device, key.cache, key.mode.startswith(HOST)
         self._timing: Timing | None = None
         self._settings = process_state.read()
 
@@ -41,7 +41,10 @@ class RotatingInputs:
         """
         touch = anti_cheat.Touch(x for work in self._works for x in work.inputs.values())
         try:
-            timing = latency.measure(self._in_turn(around), self._device, self._cache, plan, touch)
+            if self._host:
+                timing = latency.of_host(self._in_turn(around), self._device, plan, touch)
+            else:
+                timing = latency.measure(self._in_turn(around), self._device, self._cache, plan, touch)
         finally:
             touch.undo()
         if around is None:
@@ -56,7 +59,9 @@ class RotatingInputs:
         work, found = self._works[-1], None
         try:
             if work.recheck is not None:
-                found = cross_check.recheck(work, self._calls[-1], self._timing, self._device, seed)
+                found = cross_check.recheck(
+                    work, self._calls[-1], None if self._host else self._timing, self._device, seed
+                )
         finally:  # a changed setting names the cause of whatever else was found
             process_state.require_unchanged(self._settings)
         known_answer.require_known_answers()

@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.baselines import BASELINES, Baseline, UnsupportedError, find, require_kernel
 from benchmarks.cases import inputs
 from benchmarks.cases.inputs import Problem
-from benchmarks.cases.key import NSA, Key
+from benchmarks.cases.key import HOST, NSA, Key
 from benchmarks.cases.outcome import Correctness, OracleCheck
 from benchmarks.cases.recorded import DECODE_STEPS
 from benchmarks.cases.work import Call, Work
@@ -182,7 +182,7 @@ def _dense(baseline: Baseline) -> Implementation:
 
 
 def _work(key: Key, implementation: Implementation, problem: Problem, step: int = 0) -> Work:
-    backward = key.mode in ("prefill-forward-backward", "memory")
+    backward = key.mode.removeprefix(HOST) in ("prefill-forward-backward", "memory")
     names = implementation.differentiated if backward else ()
     d_o = _output_gradient(problem) if backward else None
 
@@ -209,13 +209,13 @@ def _work(key: Key, implementation: Implementation, problem: Problem, step: int 
         compared = implementation.compare_all(problem, answer, aux, rows)
         return verify.with_comparison(correctness, seed, compared.rows, compared.checks)
 
-    minimum = roofline.of(key)
+    minimum = None if key.mode.startswith(HOST) else roofline.of(key)  # of the device's time, not of the host's
     return Work(
         lambda seed: implementation.check(problem, backward, seed),
         _call(problem, implementation, names, d_o),
         key.batch * key.num_queries,
-        minimum.flops,
-        minimum.bytes_moved,
+        minimum.flops if minimum else None,
+        minimum.bytes_moved if minimum else None,
         refusals=implementation.refusals,
         inputs=problem.tensors,
         recheck=recheck,

@@ -10,9 +10,9 @@ import psutil
 import torch
 
 from benchmarks.baselines import find
-from benchmarks.cases.key import NSA, Key
+from benchmarks.cases.key import HOST, NSA, Key
 from benchmarks.cases.work import Work
-from benchmarks.workloads import attention, parts, train_step
+from benchmarks.workloads import attention, parts, train_loop, train_step
 from benchmarks.workloads.train_step import MODELS
 from harness import forced
 
@@ -39,12 +39,12 @@ _PARAMETER_BYTES = 16
 
 def estimate_gib(key: Key) -> float:
     """Peak memory of the case on its device, the oracle included."""
-    return (_of_step(key) if key.mode == "train-step" else _of_attention(key)) / GIB + _RESERVE_GIB
+    return (_of_step(key) if key.model is not None else _of_attention(key)) / GIB + _RESERVE_GIB
 
 
 def _of_attention(key: Key) -> float:
     size = getattr(torch, key.dtype).itemsize
-    backward = key.mode in ("prefill-forward-backward", "memory")
+    backward = key.mode.removeprefix(HOST) in ("prefill-forward-backward", "memory")
     queries, keys = (key.batch * tokens for tokens in (key.num_queries, key.num_keys))
     per_query = queries * key.heads * max(key.head_dim_k, key.head_dim_v)
     inputs = per_query + keys * key.num_kv_heads * (key.head_dim_k + key.head_dim_v)
@@ -82,6 +82,6 @@ def prepare(key: Key, device: str) -> Work:
         baseline.require(device)
         baseline.require_served(key)
     require_room(key, device)
-    if key.mode == "train-step":
-        return train_step.prepare(key, device)
+    if key.mode in ("train-step", "train-loop"):
+        return (train_step if key.mode == "train-step" else train_loop).prepare(key, device)
     return (parts if key.mode in parts.PARTS else attention).prepare(key, device)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.baselines import BASELINES
-from benchmarks.cases.key import NSA, Key
+from benchmarks.cases.key import HOST, NSA, Key
 from benchmarks.workloads.parts import PARTS, SELECTING
 from benchmarks.workloads.train_step import MODELS
 from harness import schema
@@ -24,7 +24,8 @@ else:
 
 RANDOM = "random"
 PREFILLS = ("prefill-forward", "prefill-forward-backward")
-MODES = (*PREFILLS, "decode", *PARTS, "train-step", "memory")
+HOSTED = tuple(HOST + mode for mode in PREFILLS)
+MODES = (*PREFILLS, "decode", *PARTS, "train-step", "train-loop", *HOSTED, "first-step", "memory")
 DEFAULT_MODES = MODES[:-1]
 """Memory takes a child process per case and a couple of minutes: it runs when `--cases` names it."""
 
@@ -87,6 +88,12 @@ class Suite:
     decode: tuple[DecodeShape, ...]
     parts: tuple[AttentionShape, ...]
     train_step: tuple[Training, ...]
+    train_loop: tuple[Training, ...] = ()
+    """Steps in a loop of one's own."""
+    host: tuple[AttentionShape, ...] = ()
+    """Prefills of which the host's time is measured, until everything is launched."""
+    first_step: tuple[Training, ...] = ()
+    """Steps of which the first of a new process is measured."""
     memory: tuple[AttentionShape, ...] = ()
 
 
@@ -154,7 +161,14 @@ def _cases(suite: Suite, quick: bool, cache: str) -> Iterator[tuple[Key, tuple[s
     for mode in PARTS:
         found = _of_lengths(mode, suite, suite.parts, quick, cache)
         yield from ((key, ()) for key, _ in found if key.inputs == RANDOM or mode in SELECTING)
-    yield from _of_training(suite, quick)
+    for mode, trainings in (
+        ("train-step", suite.train_step),
+        ("train-loop", suite.train_loop),
+        ("first-step", suite.first_step),
+    ):
+        yield from _of_training(mode, suite, trainings, quick)
+    for mode in HOSTED:
+        yield from _of_lengths(mode, suite, suite.host, quick, "warm")
     yield from _of_lengths("memory", suite, suite.memory, quick, cache)
 
 
@@ -178,12 +192,14 @@ def _of_decode(suite: Suite, quick: bool, cache: str) -> Iterator[tuple[Key, tup
                     yield named, shape.baselines
 
 
-def _of_training(suite: Suite, quick: bool) -> Iterator[tuple[Key, tuple[str, ...] | None]]:
-    for training in suite.train_step:
+def _of_training(
+    mode: str, suite: Suite, trainings: Sequence[Training], quick: bool
+) -> Iterator[tuple[Key, tuple[str, ...] | None]]:
+    for training in trainings:
         model = MODELS[training.model]
         shape = AttentionShape((model.n_heads, model.num_kv_heads), (model.d_k, model.d_v), (), ())
         for batch, tokens in training.quick if quick else training.steps:
-            key = _key("train-step", suite, shape, batch, tokens, tokens)
+            key = _key(mode, suite, shape, batch, tokens, tokens)
             config = dataclasses.asdict(model.nsa)
             for launch in training.launches:
                 named = dataclasses.replace(key, model=training.model, config=config, launch=launch)

@@ -30,8 +30,12 @@ from nsa.train.distributed import Ranks
 from nsa.train.settings import Data, Runtime, Settings, Train
 from nsa.train.trainer import Batch, Trainer
 
-MODELS = {"showcase": SHOWCASE, "125m": BASE_125M}
-_CHECKED_TOKENS = 64
+TINY = ModelConfig(
+    dim=32, n_layers=1, n_heads=2, num_kv_heads=1, d_k=16, d_v=16, nsa=NSAConfig(l=16, d=8, l_sel=32, n_sel=4, w=32)
+)
+"""What the host takes, and next to nothing else."""
+MODELS = {"tiny": TINY, "showcase": SHOWCASE, "125m": BASE_125M}
+CHECKED_TOKENS = 64
 _PRECISION = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -43,22 +47,22 @@ def prepare(key: Key, device: str) -> Work:
     batch = Batch(tokens, targets, key.batch * (key.num_queries - 1))
 
     def call() -> tuple[Tensor, ...]:
-        with _kernel(key.implementation):
+        with kernel(key.implementation):
             return (trainer.step([batch]).loss,)
 
     timed = tokens.clone()
 
     def redraw(seed: int) -> None:
-        _draw(batch, timed, trainer.lm.config.vocab_size, seed)
+        draw(batch, timed, trainer.lm.config.vocab_size, seed)
 
     return Work(
-        _check(key, trainer.lm, tokens[:1, :_CHECKED_TOKENS], device),
+        check_model(key, trainer.lm, tokens[:1, :CHECKED_TOKENS], device),
         call,
         key.batch * key.num_queries,
         roofline.of_train_step(key, trainer.lm),
-        refusals=lambda: _refusals(key.implementation),
+        refusals=lambda: refusals(key.implementation),
         inputs={"tokens": tokens, "targets": targets},
-        recheck=_recheck(key, trainer, batch, redraw),
+        recheck=recheck_step(key, trainer.lm, batch, redraw),
         redraw=redraw,
         replays=key.launch == "graph",
     )
@@ -68,10 +72,11 @@ def _settings(key: Key, device: str) -> Settings:
     """Rows of one text each, a learning rate that stays, and nothing recomputed."""
     rows = Train(steps=1, seq_len=key.num_queries, batch_size=key.batch, lr=1e-4, lr_schedule="constant")
     runtime = Runtime(device=device, precision=_PRECISION[key.dtype], cuda_graph=key.launch == "graph")
-    return Settings("bench", _model_config(key), runtime, rows, Data(packing=False))
+    return Settings("bench", model_config(key), runtime, rows, Data(packing=False))
 
 
-def _model_config(key: Key) -> ModelConfig:
+def model_config(key: Key) -> ModelConfig:
+    """The model of a key, or its dense twin."""
     assert key.model is not None
     config = MODELS[key.model]
     if key.implementation != NSA:
@@ -81,16 +86,18 @@ def _model_config(key: Key) -> ModelConfig:
     return dataclasses.replace(config, nsa=NSAConfig.from_mapping(key.config), backend=key.backend_asked)
 
 
-def _check(key: Key, model: DecoderLM, tokens: Tensor, device: str) -> Callable[[int], Correctness]:
+def check_model(key: Key, model: DecoderLM, tokens: Tensor, device: str) -> Callable[[int], Correctness]:
+    """Compares logits and gradients on a short text with the float64 model; raises unless they agree."""
+
     def check(_: int) -> Correctness:
         oracle = DecoderLM(dataclasses.replace(model.config, backend="reference")).to(device)
         oracle.load_state_dict(model.state_dict())
-        with _precision(key.dtype, device):
-            with _kernel(key.implementation), sdpa.refusals_named(key.implementation):
+        with precision(key.dtype, device):
+            with kernel(key.implementation), sdpa.refusals_named(key.implementation):
                 found = _logits_and_gradients(model, tokens)
-            with _kernel("sdpa-math"):
+            with kernel("sdpa-math"):
                 eager = _logits_and_gradients(oracle, tokens)
-        with _kernel("sdpa-math"):
+        with kernel("sdpa-math"):
             truth = _logits_and_gradients(oracle.double(), tokens)
         for name, x in found.items():
             require_finite(name, x)
@@ -100,7 +107,7 @@ def _check(key: Key, model: DecoderLM, tokens: Tensor, device: str) -> Callable[
     return check
 
 
-def _draw(batch: Batch, timed: Tensor, vocab_size: int, seed: int) -> None:
+def draw(batch: Batch, timed: Tensor, vocab_size: int, seed: int) -> None:
     """Overwrite the batch with the tokens of a seed."""
     if seed == row_sampling.TIMED_SEED:
         batch.tokens.copy_(timed)
@@ -109,18 +116,18 @@ def _draw(batch: Batch, timed: Tensor, vocab_size: int, seed: int) -> None:
     batch.targets.copy_(loss.next_tokens(batch.tokens))
 
 
-def _recheck(
-    key: Key, trainer: Trainer, batch: Batch, redraw: Callable[[int], None]
+def recheck_step(
+    key: Key, model: DecoderLM, batch: Batch, redraw: Callable[[int], None]
 ) -> Callable[[Call, int], Correctness]:
     """The loss that the timed step returns for tokens it has never seen, beside that of the same weights evaluated
     apart; and the step must have moved these weights."""
 
-    model, tokens = trainer.lm, batch.tokens
+    tokens = batch.tokens
 
     def recheck(call: Call, seed: int) -> Correctness:
         anti_cheat.poison(call())
         redraw(seed)
-        with torch.no_grad(), _precision(key.dtype, tokens.device.type), _kernel(key.implementation):
+        with torch.no_grad(), precision(key.dtype, tokens.device.type), kernel(key.implementation):
             expected = next_token_loss(model(tokens), tokens)
         before = anti_cheat.digests(dict(model.named_parameters()))
         (found,) = anti_cheat.as_read_by_this_stream(call())
@@ -143,16 +150,18 @@ def _logits_and_gradients(model: DecoderLM, tokens: Tensor) -> dict[str, Tensor]
     return {"logits": logits.detach(), "dparameters": torch.cat([gradient.flatten() for gradient in gradients])}
 
 
-def _precision(dtype: str, device: str) -> AbstractContextManager[object]:
+def precision(dtype: str, device: str) -> AbstractContextManager[object]:
+    """Autocast to the key's dtype."""
     return nullcontext() if dtype == "float32" else torch.autocast(device, dtype=getattr(torch, dtype))
 
 
-def _kernel(implementation: str) -> AbstractContextManager[object]:
+def kernel(implementation: str) -> AbstractContextManager[object]:
     """The one kernel that the dense twin may use; NSA uses none of them."""
     return nullcontext() if implementation == NSA else sdpa_kernel(sdpa.BACKENDS[implementation])
 
 
-def _refusals(implementation: str) -> AbstractContextManager[None]:
+def refusals(implementation: str) -> AbstractContextManager[None]:
+    """Names what the dense twin's kernel refuses."""
     return nullcontext() if implementation == NSA else sdpa.refusals_named(implementation)
 
 

@@ -138,6 +138,7 @@ class Trainer:
     def leak(self, batch: Batch) -> float:
         """`health.future_leak` on a batch; waits for the device."""
         on_device = batch.to(self.device)
+        _any_number_of_documents(on_device)
         with self.computing():
             return float(health.future_leak(self.lm, on_device.tokens, on_device.cu_seqlens))
 
@@ -188,6 +189,7 @@ class Trainer:
         return loss.detach(), end
 
     def _loss(self, batch: Batch) -> Tensor:
+        _any_number_of_documents(batch)
         with self.computing():
             loss: Tensor = self.model(batch.tokens, batch.targets, batch.cu_seqlens)
         return loss
@@ -225,6 +227,13 @@ def model_config(settings: Settings) -> ModelConfig:
     if settings.model.backend == "triton":
         raise ValueError("runtime.use_flash must be true with model.backend triton; got false")
     return dataclasses.replace(settings.model, backend="torch")
+
+
+def _any_number_of_documents(batch: Batch) -> None:
+    """Lets the first graph of a compiled block serve every number of documents: the second would be made in the middle
+    of a run."""
+    if batch.cu_seqlens is not None:
+        torch._dynamo.maybe_mark_dynamic(batch.cu_seqlens, 0)
 
 
 def _full(x: Tensor) -> Tensor:

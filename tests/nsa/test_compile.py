@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -147,6 +148,23 @@ def test_two_lengths_make_one_graph_for_all_lengths(device: torch.device, kernel
         found = compiled(*inputs)
     assert torch.equal(found, kernels(*inputs))
     assert len(graphs) == 2  # the first length's own, then one for any
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="Inductor compiles C++ on a CPU")
+def test_reduce_overhead_replays_one_graph_with_the_numbers_of_an_eager_call(
+    device: torch.device, kernels: Callable[..., Tensor]
+) -> None:
+    """On a GPU Inductor captures a CUDA graph, which it leaves out, and counts, where an operator does not allow it."""
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    compiled = torch.compile(kernels, fullgraph=True, mode="reduce-overhead")
+    inputs = draw(device, 24, 24)
+    for _ in range(3):  # warms up, captures, replays
+        found = [x.clone() for x in outcome(compiled, inputs)]
+    for one, wanted in zip(found, outcome(kernels, inputs), strict=True):
+        torch.testing.assert_close(one, wanted)
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_a_graph_holds_a_call_as_one_operator(device: torch.device, kernels: Callable[..., Tensor]) -> None:
