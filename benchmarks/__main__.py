@@ -20,6 +20,7 @@
     python -m benchmarks export FOLDER  cases and records as flashinfer-bench reads them
     python -m benchmarks import FOLDER  bring records back from what `export` wrote
     python -m benchmarks tune           find faster tiles of the kernels on this GPU; writes its table
+    python -m benchmarks fit-inputs     fit the inputs `recorded` to an atlas of what a trained model selects
 
 Exit code: 0 where all is well; 1 where NSA is wrong on a case (run, compare) or slower (compare), a line was refused
 (merge) or a goal was missed (backtest); 2 for a wrong argument, another machine, or a run in which no case of NSA got a
@@ -50,6 +51,7 @@ with broken_sources.named():
         convert,
         export,
         first_contact,
+        fit_inputs,
         import_,
         merge,
         report,
@@ -82,6 +84,7 @@ COMMANDS = {
     "export": export,
     "import": import_,
     "tune": tune,
+    "fit-inputs": fit_inputs,
 }
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import os
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,14 +229,19 @@ def read_as(path: Path, kind: type[T]) -> T:
 
 def read_all(results: Path) -> tuple[list[Atlas], list[str]]:
     """Every atlas below a folder of results, oldest first, and what is wrong with the files that are none."""
-    found: list[Atlas] = []
+    return read_folder(results / FOLDER, Atlas, lambda one: one.fingerprint.utc)
+
+
+def read_folder(folder: Path, kind: type[T], utc: Callable[[T], str]) -> tuple[list[T], list[str]]:
+    """The dataclass of every .json file in a folder, by `utc`, and what is wrong with the files that are none."""
+    found: list[T] = []
     damaged: list[str] = []
-    for path in sorted((results / FOLDER).glob("*.json")):
+    for path in sorted(folder.glob("*.json")):
         try:
-            found.append(read(path))
+            found.append(read_as(path, kind))
         except (ValueError, OSError) as error:
             damaged.append(str(error))
-    return sorted(found, key=lambda one: one.fingerprint.utc), damaged
+    return sorted(found, key=utc), damaged
 
 
 def write(results: Path, atlas: Atlas) -> Path:
@@ -251,13 +257,13 @@ def stem(fingerprint: Fingerprint) -> str:
 def write_new(folder: Path, name: str, value: Any) -> Path:
     """The dataclass in <name>.json, or <name>-2.json, ... where that exists: no file is ever replaced.
 
-    The file appears whole or not at all, also beside another writer.
+    The file appears whole or not at all, also beside another writer; a kill may leave .<name>-*.new behind.
     """
     content = json.dumps(dataclasses.asdict(value), allow_nan=False, separators=(",", ":")).encode() + b"\n"
     if len(content) > MAX_BYTES:
         raise ValueError(f"the record must have at most {MAX_BYTES} bytes; got {len(content)}: measure fewer lengths")
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f".{name}-{os.getpid()}.new"
+    unfinished = folder / f".{name}-{secrets.token_hex(8)}.new"
     try:
         with unfinished.open("wb") as file:
             file.write(content)
