@@ -22,6 +22,7 @@
     python -m benchmarks atlas          what a trained model selects; whether it answers as well as its dense twin
     python -m benchmarks estimate       how fast the kernels may be on GPUs that nobody has measured
     python -m benchmarks tune           find faster tiles of the kernels on this GPU; writes its table
+    python -m benchmarks fit-inputs     fit the inputs `recorded` to an atlas of what a trained model selects
 
 Exit code: 0 where all is well; 1 where NSA is wrong on a case (run, compare) or slower (compare), a line was refused
 (merge) or a goal was missed (backtest); 2 for a wrong argument, another machine, or a run in which no case of NSA got a
@@ -54,6 +55,7 @@ with broken_sources.named():
         estimate,
         export,
         first_contact,
+        fit_inputs,
         import_,
         merge,
         report,
@@ -88,6 +90,7 @@ COMMANDS = {
     "import": import_,
     "tune": tune,
     "estimate": estimate,
+    "fit-inputs": fit_inputs,
 }
 
 

@@ -110,7 +110,7 @@ def _ratio(record: Record, other: Record) -> str:
 def table(comparisons: Sequence[BaselineComparison]) -> str:
     """One line per case: NSA, then each baseline with how many times as fast NSA is."""
     width = max((len(comparison.nsa.key.case) for comparison in comparisons), default=len("case"))
-    lines = [f"{'case':<{width}} {'nsa':>12}  baselines (NSA is so many times as fast)"]
+    lines = [f"{'case':<{width}} {'nsa':>12}  baselines (NSA is so many times as fast; random inputs unless named)"]
     for comparison in comparisons:
         nsa = comparison.nsa
         cells = []

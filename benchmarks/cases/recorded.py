@@ -3,9 +3,10 @@
 A query's first channels are its topic: the sum of walks with time scales from one token to thousands, and of a part
 that never changes. The keys of a selection block share one random topic; a key attracts a query by the product of both.
 Neighbouring queries have nearly the same topic, and so choose many of the same blocks: how many at which distance is
-how the topic's variance is divided among the time scales. Topics of keys that take part in the queries' own slow walks
-make near blocks likelier; topics of unequal length make some blocks more popular than others. The other channels are
-noise of each head and token, which the mean over a compression block nearly removes.
+how the topic's variance is divided among the time scales. Some queries have a topic of their own, and share little with
+any other. Topics of keys that take part in the queries' slow walks make near blocks likelier; topics of unequal length
+make some blocks more popular than others. The other channels are noise of each head and token, which the mean over a
+compression block nearly removes.
 
 The parameters are fitted to recorded curves (`benchmarks.selection.fit`) and stand in tables/recorded.json. Nothing
 here knows which blocks are chosen: that is NSA's own selection from q and the compressed k.
@@ -51,6 +52,8 @@ class Law:
     """Share of a key topic's variance that is the queries' walk, for each of TIME_SCALES from `_LONG` on."""
     spread: float
     """Standard deviation of the logarithm of a key topic's length."""
+    apart: float
+    """Share of the queries whose topic is their own alone."""
     target: str
     """Which recorded curves it follows, and where they are from."""
 
@@ -62,6 +65,8 @@ class Law:
             raise ValueError(f"followed must be {long} shares, together at most 1; got {self.followed}")
         if not 0 <= self.spread < math.inf:
             raise ValueError(f"spread must be finite and at least 0; got {self.spread}")
+        if not 0 <= self.apart < 1:
+            raise ValueError(f"apart must be at least 0 and below 1; got {self.apart}")
 
 
 @dataclass(frozen=True)
@@ -100,12 +105,14 @@ class Topics:
     def __init__(self, law: Law, sizes: Sizes, generator: torch.Generator) -> None:
         self._law, self._sizes, self._device = law, sizes, generator.device
         self.channels = min(_TOPIC_CHANNELS, max(sizes.head_dim // 2, 1))
-        first = sizes.num_keys - sizes.num_queries
+        self._first = first = sizes.num_keys - sizes.num_queries
         self._walks = [
             _Walk(scale, 0 if scale >= _LONG else first, sizes.num_keys + DECODE_STEPS - 1, self._normal(generator))
             for scale in TIME_SCALES
         ]
         self._constant = self._normal(generator)(1)
+        rows = (sizes.batch, sizes.num_queries + DECODE_STEPS - 1, sizes.num_kv_heads, 1)
+        self._apart = torch.rand(*rows, generator=generator, device=self._device) < law.apart
         blocks = -(-sizes.num_keys // BLOCK)
         length = torch.randn(sizes.batch, blocks, sizes.num_kv_heads, 1, generator=generator, device=self._device)
         self._own = self._normal(generator)(blocks) * (law.spread * length - law.spread**2).exp()
@@ -120,7 +127,8 @@ class Topics:
         topic = topic.repeat(1, tokens.numel(), 1, 1)
         for walk, weight in zip(self._walks, self._law.weights[:-1], strict=True):
             walk.add_to(topic, tokens, math.sqrt(weight))
-        return topic
+        own = self._walks[0].at(tokens)
+        return torch.where(self._apart[:, tokens - self._first], own, topic)
 
     def of_key_blocks(self) -> Tensor:
         """[B, blocks, Hkv, channels], each channel of variance 1: one topic for every `BLOCK` keys."""
@@ -150,6 +158,10 @@ class _Walk:
     def __init__(self, scale: int, first: int, end: int, normal: _Normal) -> None:
         self._scale, self._first = scale, first // scale
         self._points = normal((end - 1) // scale - self._first + 2)
+
+    def at(self, tokens: Tensor) -> Tensor:
+        """[B, tokens, Hkv, channels]: the newest point at these tokens."""
+        return self._points[:, tokens // self._scale - self._first]
 
     def add_to(self, topic: Tensor, tokens: Tensor, factor: float) -> None:
         """topic [B, tokens, Hkv, channels] += factor · the walk at these tokens."""

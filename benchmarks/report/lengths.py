@@ -43,7 +43,7 @@ class Group:
 
     mode: str
     label: str
-    """Shape, dtype and whatever is not usual: "64x4x128 bfloat16 cold graph"."""
+    """Shape, dtype and whatever is not usual: "64x4x128 bfloat16 random inputs cold graph"."""
     compared: tuple[BaselineComparison, ...]
     """By length; where batches differ at one length, that with the largest."""
 
@@ -68,8 +68,15 @@ class Group:
 
 def label(key: Key) -> str:
     """What a case is beside its mode, batch and length."""
-    words = key.case.removeprefix(f"{key.mode}/{key.what}/b{key.batch}/s{key.num_keys}/").split("/")
-    return " ".join([key.what, *words])
+    return " ".join([key.what, *further(key)])
+
+
+def further(key: Key) -> list[str]:
+    """The dtype, the inputs, and whatever is not usual; a train step has a text, and no inputs to name."""
+    dtype, *others = key.case.removeprefix(f"{key.mode}/{key.what}/b{key.batch}/s{key.num_keys}/").split("/")
+    if key.mode == "train-step":
+        return [dtype, *others]
+    return [dtype, f"{key.inputs} inputs", *(word for word in others if word != key.inputs)]
 
 
 def groups(compared: Sequence[BaselineComparison]) -> list[Group]:

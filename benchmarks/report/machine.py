@@ -30,6 +30,8 @@ class MachineSection:
     news: str
     headlines: ReportTable
     figures: ReportTable
+    followed: Sequence[str]
+    """Which recorded curves the inputs of these figures follow."""
     verdicts: Sequence[VerdictRow]
     """A row of the first page for each case."""
     case_pages: Sequence[CasePage]
@@ -76,6 +78,7 @@ def build(
         news=changes.news(followed, standings),
         headlines=machine_tables.headlines(groups),
         figures=machine_tables.figures(here),
+        followed=machine_tables.followed(here),
         verdicts=verdicts.rows(name, followed, here, context.baselines, where, context.repository),
         case_pages=pages,
         changes=changes.table(followed, context.repository),

@@ -42,6 +42,11 @@ def figures(here: Sequence[BaselineComparison]) -> ReportTable:
     return ReportTable([*head, *(f"{name} (NSA is × as fast)" for name in names)], rows)
 
 
+def followed(here: Sequence[BaselineComparison]) -> list[str]:
+    """Which recorded curves the recorded inputs follow, each kind and length once: "recorded at 8192 tokens: ..."."""
+    return sorted({f"{c.nsa.key.inputs} {c.nsa.inputs_follow}" for c in here if c.nsa.inputs_follow is not None})
+
+
 def _versus(nsa: Record, other: Record | None) -> str:
     if other is None:
         return "not run"

@@ -8,6 +8,7 @@ were measured, the newest of these.
 from __future__ import annotations
 
 import io
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from nsa.io import atomic_write
 SHOWN = {NSA: "NSA", "sdpa-cudnn": "cuDNN", "sdpa-flash": "FlashAttention-2", "flash-attn-4": "FlashAttention-4"}
 """Implementations of a row, in this order."""
 PREFILL = {"prefill-forward": "forward", "prefill-forward-backward": "forward + backward"}
+INPUTS = ("random", "recorded")
 PICTURE = "speedup.svg"
 """Beside the document, of its first table of prefills."""
 _TABLE = re.compile(r"(<!-- (prefill|decode) ([\w-]+) ([\w:-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -81,13 +83,15 @@ def content(results: Path, text: str) -> tuple[str, str]:
     return new, _picture(by_machine[first[3]], first[3], first[4])
 
 
-def rows(records: Sequence[Record], mode: str, what: str, launch: str = "eager") -> Iterator[ResultsRow]:
-    """By length: every bfloat16 case on cold caches and random inputs that NSA was measured on."""
+def rows(
+    records: Sequence[Record], mode: str, what: str, inputs: str = "random", launch: str = "eager"
+) -> Iterator[ResultsRow]:
+    """By length: every bfloat16 case on cold caches and such inputs that NSA was measured on."""
     measured: dict[tuple[int, int], dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         key = record.key
         kind = (key.mode, key.what, key.dtype, key.cache, key.inputs, key.launch)
-        alike = kind == (mode, what, "bfloat16", "cold", "random", launch)
+        alike = kind == (mode, what, "bfloat16", "cold", inputs, launch)
         usual_queries = key.num_queries == (1 if mode == "decode" else key.num_keys)
         if alike and usual_queries and key.implementation in SHOWN and record.latency_ms is not None:
             measured[key.batch, key.num_keys][record.fingerprint.utc].append(record)
@@ -104,24 +108,32 @@ def _utc(run: Sequence[Record]) -> str:
 
 
 def _prefill(records: Sequence[Record], what: str) -> list[str]:
-    """Two rows of a length side by side: forward, and with the backward pass."""
-    by_mode = {mode: {row.num_keys: row for row in rows(records, mode, what) if row.batch == 1} for mode in PREFILL}
-    lengths = sorted(set().union(*by_mode.values()))
-    lines = []
-    for num_keys in lengths:
-        for mode, name in PREFILL.items():
-            if row := by_mode[mode].get(num_keys):
-                cells = [_tokens(num_keys), name, *map(row.cell, SHOWN), f"`{row.commit}`"]
-                lines.append(_line(cells))
-    return [*_head(("tokens", "", *_units())), *lines] if lines else []
+    """The rows of a length side by side: forward, and with the backward pass, each on random and recorded inputs."""
+    found = {
+        (row.num_keys, mode, inputs): row
+        for mode in PREFILL
+        for inputs in INPUTS
+        for row in rows(records, mode, what, inputs)
+        if row.batch == 1
+    }
+    lines = [
+        _line([_tokens(num_keys), name, inputs, *map(row.cell, SHOWN), f"`{row.commit}`"])
+        for num_keys in sorted({num_keys for num_keys, _, _ in found})
+        for mode, name in PREFILL.items()
+        for inputs in INPUTS
+        if (row := found.get((num_keys, mode, inputs)))
+    ]
+    return [*_head(("tokens", "", "inputs", *_units())), *lines] if lines else []
 
 
 def _decode(records: Sequence[Record], what: str) -> list[str]:
+    of_inputs = [(inputs, row) for inputs in INPUTS for row in rows(records, "decode", what, inputs, launch="graph")]
+    of_inputs.sort(key=lambda one: (-one[1].batch, one[1].num_keys))  # stable: random ones first
     lines = [
-        _line([f"{row.batch} × {_tokens(row.num_keys)}", *map(row.cell, SHOWN), f"`{row.commit}`"])
-        for row in rows(records, "decode", what, launch="graph")
+        _line([f"{row.batch} × {_tokens(row.num_keys)}", inputs, *map(row.cell, SHOWN), f"`{row.commit}`"])
+        for inputs, row in of_inputs
     ]
-    return [*_head(("sequences × tokens", *_units())), *lines] if lines else []
+    return [*_head(("sequences × tokens", "inputs", *_units())), *lines] if lines else []
 
 
 def _units() -> tuple[str, ...]:
@@ -148,16 +160,17 @@ def _picture(records: Sequence[Record], machine: str, what: str) -> str:
         axis = figure.add_subplot()
         number, lengths = 0, set[int]()
         for baseline in ("sdpa-cudnn", "flash-attn-4"):
-            for mode, name in PREFILL.items():
+            for (mode, name), inputs in itertools.product(PREFILL.items(), INPUTS):
                 points = [
                     (row.num_keys, row.latency_ms[baseline] / row.latency_ms[NSA])
-                    for row in rows(records, mode, what)
+                    for row in rows(records, mode, what, inputs)
                     if row.batch == 1 and baseline in row.latency_ms
                 ]
                 lengths.update(num_keys for num_keys, _ in points)
                 if points:
-                    axis.plot(*zip(*points, strict=True), label=f"{SHOWN[baseline]}, {name}", **style.nth(number))
-                number += 1
+                    label = f"{SHOWN[baseline]}, {name}, {inputs} inputs"
+                    axis.plot(*zip(*points, strict=True), label=label, **style.nth(number))
+                    number += 1
         axis.axhline(1.0, color=style.GREY, linewidth=0.8)
         axis.set_xscale("log", base=2)
         axis.set_xticks(sorted(lengths), [_tokens(x) for x in sorted(lengths)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.cases.key import PART, Key
 from benchmarks.history.store import Point
+from benchmarks.report import lengths
 from benchmarks.report.lengths import TITLES
 from benchmarks.report.style import in_k
 
@@ -22,9 +23,8 @@ def size(key: Key) -> str:
 
 
 def further(key: Key) -> str:
-    """The dtype and whatever is not usual: "bfloat16, cold, graph"."""
-    words = key.case.removeprefix(f"{key.mode}/{key.what}/b{key.batch}/s{key.num_keys}/")
-    return words.replace("/", ", ")
+    """The dtype, the inputs and whatever is not usual: "bfloat16, random inputs, cold, graph"."""
+    return ", ".join(lengths.further(key))
 
 
 def throughput(point: Point, latency_ms: float | None = None) -> float:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from benchmarks.atlas import measures
+from benchmarks.atlas.record import LAGS, UNIONS
 from nsa import NSAConfig, geometry
-
-LAGS = (1, 2, 4, 16, 64)
-"""Rows between the two choices that a Jaccard index compares."""
-UNIONS = (2, 4, 8, 16, 64)
-"""Neighbouring queries whose choices are united."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +24,11 @@ class Curves:
     distance: Mapping[int, float]
     """Blocks, a power of two -> share of the free choices that lie nearer than that to the query's own block."""
     popularity: float | None
-    """How often the most chosen block is chosen freely over the mean of the blocks that ever are."""
+    """How often the most chosen block is chosen freely over the mean of the blocks that could be."""
 
     def deviations(self, target: Curves) -> dict[str, float]:
         """By name, this over the target less 1, for all that the target knows; shares by their difference."""
-        found = {}
+        found: dict[str, float] = {}
         for name, mine, theirs in (("jaccard", self.jaccard, target.jaccard), ("union", self.union, target.union)):
             found |= {f"{name} {at}": mine[at] / value - 1 for at, value in theirs.items()}
         found |= {f"distance {at}": self.distance[at] - value for at, value in target.distance.items()}
@@ -42,54 +38,27 @@ class Curves:
 
 
 def measure(chosen: Sequence[Tensor], first_tokens: Sequence[int], config: NSAConfig) -> Curves:
-    """The curves of some stretches of consecutive rows: block indices [B, rows, Hkv, n] and each one's first position.
+    """The curves of stretches of consecutive rows: block indices [B, rows, Hkv, n] and each one's first position.
 
-    Memory is one byte per row, head and block. ValueError for stretches too short for the longest lag.
+    All of as many rows; ValueError where these are too few for the longest lag, or differ.
     """
-    longest = max(*LAGS, *UNIONS)
-    if not chosen or min(one.shape[1] for one in chosen) <= longest:
-        raise ValueError(f"each stretch must have more than {longest} rows; got {[one.shape[1] for one in chosen]}")
-    pairs: dict[int, list[Tensor]] = {lag: [] for lag in LAGS}
-    unions: dict[int, list[Tensor]] = {count: [] for count in UNIONS}
-    distances, times = [], []
-    blocks = int(max(first + one.shape[1] for one, first in zip(chosen, first_tokens, strict=True)) - 1)
-    blocks = blocks // config.l_sel + 1
-    for indices, first in zip(chosen, first_tokens, strict=True):
-        taken = _membership(indices, blocks)  # [B, rows, Hkv, blocks]
-        for lag, found in pairs.items():
-            one, other = taken[:, :-lag], taken[:, lag:]
-            found.append(((one & other).sum(-1) / (one | other).sum(-1)).flatten())
-        for count, sizes in unions.items():
-            whole = taken[:, : taken.shape[1] // count * count].unflatten(1, (-1, count))
-            sizes.append(whole.any(2).sum(-1).double().flatten())
-        position = torch.arange(first, first + indices.shape[1], device=indices.device) // config.l_sel
-        current = position[None, :, None, None]
-        free = (indices >= 0) & ~geometry.is_forced(indices, current, config)
-        distances.append((current - indices)[free])
-        times.append((taken & ~geometry.is_forced(torch.arange(blocks, device=taken.device), current, config)).sum(1))
-    apart = torch.cat(distances)
-    edges = [2**i for i in range(math.ceil(math.log2(blocks)) + 1)]
+    rows = {one.shape[1] for one in chosen}
+    if len(rows) != 1 or min(rows) <= max(LAGS):
+        raise ValueError(f"stretches must have as many rows, more than {max(LAGS)}; got {sorted(rows)}")
+    sequences = [one.transpose(0, 1).flatten(1, 2) for one in chosen]  # [rows, B * Hkv, n]
+    whole = torch.cat(sequences)
+    positions = torch.cat([torch.arange(first, first + min(rows), device=whole.device) for first in first_tokens])
+    blocks = geometry.num_selection_blocks(int(positions.max()) + 1, config)
+    free = measures.without_forced(whole, positions, config)
+    shares = measures.distances(free, positions, config.l_sel, blocks).mean(0).cumsum(0)
+    some = bool((free >= 0).any())
     return Curves(
-        {lag: _mean(found) for lag, found in pairs.items()},
-        {count: _mean(sizes) for count, sizes in unions.items()},
-        {edge: float((apart < edge).double().mean()) for edge in edges} if apart.numel() else {},
-        _popularity(torch.stack(times).sum(0)),
+        {lag: _mean([measures.at_lag(one, lag) for one in sequences]) for lag in LAGS},
+        {count: _mean([measures.union_size(one, count) for one in sequences]) for count in UNIONS},
+        dict(zip(measures.distance_edges(blocks), shares.tolist(), strict=True)) if some else {},
+        float(measures.popularity(free, positions, config).mean()) if some else None,
     )
-
-
-def _membership(indices: Tensor, blocks: int) -> Tensor:
-    taken = torch.zeros(*indices.shape[:-1], blocks + 1, dtype=torch.bool, device=indices.device)
-    return taken.scatter_(-1, indices.long().masked_fill(indices < 0, blocks), True)[..., :blocks]
 
 
 def _mean(parts: Sequence[Tensor]) -> float:
     return float(torch.cat(tuple(parts)).mean())
-
-
-def _popularity(times: Tensor) -> float | None:
-    """times [B, Hkv, blocks]: the mean over sequences and heads of maximum over mean; None where nothing is free."""
-    counted = times.double()
-    chosen = (counted > 0).sum(-1)
-    if not bool((chosen > 0).all()):
-        return None
-    return float((counted.amax(-1) * chosen / counted.sum(-1)).mean())

@@ -25,8 +25,9 @@ _SMOOTH = 1e-3
 """What unequal weights of the time scales cost: where the target leaves them open, they stay alike."""
 _DIGITS = 4
 _START = (0.35, 0.15, 0.1, 0.1, 0.1, 0.1, 0.1)
-_FOLLOWED = 3
 _WALKS = len(TIME_SCALES) + 1
+_FIXED = _WALKS + 2
+_FOLLOWED = 3
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def fit(
         return float(misses + _SMOOTH * np.var(x[:_WALKS]))
 
     first = _first(target) if start is None else start
-    steps = np.array([0.7] * _WALKS + [0.2] + [0.1] * (len(first) - _WALKS - 1))
+    steps = np.array([0.7] * _WALKS + [0.2, 0.15] + [0.1] * (len(first) - _FIXED))
     simplex = np.vstack([first, first + np.diag(steps)])
     found = minimize(cost, first, method="Nelder-Mead", options={"maxfev": evaluations, "initial_simplex": simplex})
     law = _law(found.x, target)
@@ -73,9 +74,10 @@ def fit(
 
 
 def _first(target: Target) -> NDArray[np.float64]:
-    """Logarithms of the weights, the spread, and where the target has distances the roots of what keys follow."""
+    """Logarithms of the weights, the spread, the root of the share apart, and where the target has distances the roots
+    of what keys follow."""
     distances = [0.1] * _FOLLOWED if target.curves.distance else []
-    return np.array([*map(math.log, _START), 0.2, *distances])
+    return np.array([*map(math.log, _START), 0.2, 0.3, *distances])
 
 
 def _law(x: NDArray[np.float64], target: Target) -> Law:
@@ -83,11 +85,12 @@ def _law(x: NDArray[np.float64], target: Target) -> Law:
     weights = np.round(weights / weights.sum(), _DIGITS)
     weights[-1] += 1 - weights.sum()
     followed = np.zeros(_FOLLOWED)
-    followed[: len(x) - _WALKS - 1] = x[_WALKS + 1 :] ** 2
+    followed[: len(x) - _FIXED] = x[_FIXED:] ** 2
     followed = np.round(followed / max(followed.sum() / 0.9, 1.0), _DIGITS)
     spread = round(abs(float(x[_WALKS])), _DIGITS)
+    apart = round(min(float(x[_WALKS + 1]) ** 2, 0.9), _DIGITS)
     rounded = tuple(round(float(weight), _DIGITS) for weight in weights)
-    return Law(target.num_keys, rounded, tuple(map(float, followed)), spread, target.source)
+    return Law(target.num_keys, rounded, tuple(map(float, followed)), spread, apart, target.source)
 
 
 def table(fits: Sequence[Fit]) -> str:

@@ -29,8 +29,15 @@ class Target:
 
     num_keys: int
     curves: Curves
-    source: str
-    """Which curves these are, whether they were measured at this length, and where they are from."""
+    said: str
+    """Which curves these are, and whether they were measured at this length."""
+    origin: str
+    """Where they are from."""
+
+    @property
+    def source(self) -> str:
+        """Both, as a record says it."""
+        return f"{self.said}; {self.origin}"
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ def of_atlas(atlas: Atlas) -> dict[str, list[Target]]:
 
 def _of_study(one: _StudyCurves, source: str) -> Target:
     jaccard, union = ({int(at): value for at, value in curve.items()} for curve in (one.jaccard, one.union))
-    return Target(one.num_keys, Curves(jaccard, union, {}, None), f"{one.said}; {source}")
+    return Target(one.num_keys, Curves(jaccard, union, {}, None), one.said, source)
 
 
 def _of_atlas(one: LengthCurves, kind: str, source: str) -> Target:
@@ -88,7 +95,7 @@ def _of_atlas(one: LengthCurves, kind: str, source: str) -> Target:
         distance = {int(edge): over_heads(lambda head, edge=edge: _nearer(head, edge), 0.5) for edge, _ in edges}  # type: ignore[misc]
         popularity = over_heads(lambda head: head.popularity, 0.5)
     said = "median" if kind == "recorded" else f"{kind.removeprefix('recorded-')} (Jaccard indices and unions)"
-    return Target(one.seq_len, Curves(jaccard, union, distance, popularity), f"{said} over layers and heads; {source}")
+    return Target(one.seq_len, Curves(jaccard, union, distance, popularity), f"{said} over layers and heads", source)
 
 
 def _nearer(head: HeadCurves, edge: float) -> float:
@@ -105,7 +112,8 @@ def _at(known: Sequence[Target], num_keys: int) -> Target:
     if nearest[0].num_keys == num_keys:
         return nearest[0]
     if len(nearest) == 1:
-        return Target(num_keys, nearest[0].curves, f"as at {nearest[0].num_keys} tokens: {nearest[0].source}")
+        said = f"as at {nearest[0].num_keys} tokens ({nearest[0].said})"
+        return Target(num_keys, nearest[0].curves, said, nearest[0].origin)
     low, high = sorted(nearest, key=lambda one: one.num_keys)
     share = math.log2(num_keys / low.num_keys) / math.log2(high.num_keys / low.num_keys)
     between = "interpolated" if 0 < share < 1 else "extrapolated"
@@ -119,7 +127,9 @@ def _at(known: Sequence[Target], num_keys: int) -> Target:
         line(low.curves.distance, high.curves.distance, (0.0, 1.0)),
         _popularity(low.curves, high.curves, share),
     )
-    return Target(num_keys, curves, f"{between} from {low.num_keys} and {high.num_keys} tokens: {low.source}")
+    known_at = f"{low.num_keys} and {high.num_keys} tokens"
+    said = low.said if low.said == high.said else f"{low.said}; {high.said}"
+    return Target(num_keys, curves, f"{between} from {known_at} ({said})", low.origin)
 
 
 def _popularity(low: Curves, high: Curves, share: float) -> float | None:

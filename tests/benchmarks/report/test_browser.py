@@ -131,7 +131,7 @@ def test_the_first_screen_answers_and_one_click_shows_the_case_at_its_commit(
     commit = str(history.run_of(history.STEP, "h200").commit)
     said = here.text(".answers")
     assert "Yes: 1 of 12 judged cases" in said
-    assert "h200: Decode, 64x4x128, 64k × 32 sequences, bfloat16, cold, graph" in said
+    assert "h200: Decode, 64x4x128, 64k × 32 sequences, bfloat16, random inputs, cold, graph" in said
     assert f"{commit[:7]} of 2026-10-02" in said
     assert re.search(r"reaches \d+ % of the limit and is 2\.\d\d× as fast as sdpa-cudnn", said)
     box = here.page.locator(".answers").bounding_box()

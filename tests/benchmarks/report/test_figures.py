@@ -159,7 +159,18 @@ def test_a_group_keeps_the_largest_batch_of_each_length(tmp_path: Path) -> None:
     found = [passed(key("decode", length=length, batch=batch)) for length in (128, 64) for batch in (1, 8, 2)]
     (group,) = lengths.groups(speedup.comparisons(found))
     assert [(one.nsa.key.num_keys, one.nsa.key.batch) for one in group.compared] == [(64, 8), (128, 8)]
-    assert group.label == "4x2x16 float32"
+    assert group.label == "4x2x16 float32 random inputs"
+
+
+def test_every_ratio_names_its_inputs() -> None:
+    """Random and recorded ones are other groups, with other words; those of a train step are a text."""
+    kinds = ("random", "recorded", "recorded-p90", "local")
+    found = [passed(key(inputs=kind, launch="graph", length=length)) for kind in kinds for length in (64, 128)]
+    labels = [group.label for group in lengths.groups(speedup.comparisons(found))]
+    assert sorted(labels) == sorted(f"4x2x16 float32 {kind} inputs graph" for kind in kinds)
+    assert lengths.further(found[2].key) == ["float32", "recorded inputs", "graph"]
+    assert lengths.further(key(num_queries=16, length=64)) == ["float32", "random inputs", "q16"]
+    assert lengths.further(key("train-step", model="125m")) == ["float32"]
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_pictures_lie_beside_the_page(tmp_path: Path) -> None:
             tmp_path, passed(key(implementation="sdpa-flash", length=length), length / 10), passed(key(length=length))
         )
     report = build(tmp_path, PICTURES).index.parent
-    svg = "cpu-prefill-forward-4x2x16-float32.svg"
+    svg = "cpu-prefill-forward-4x2x16-float32-random-inputs.svg"
     assert svg in Page(report / "cpu-prefill-forward-4x2x16.html").links
     assert "<svg" in (report / svg).read_text(encoding="utf-8")
 
@@ -120,7 +120,7 @@ def test_no_name_is_read_as_a_formula_or_a_path(tmp_path: Path) -> None:
         report = build(tmp_path, settings).index.parent
         assert "$\\frac{$" in Page(report / "machine-cpu.html").text
         assert (report / "cpu-prefill-forward-4x2x16.html").is_file()
-        assert (report / "cpu-prefill-forward-4x2x16-float32.svg").is_file() == (not settings.script)
+        assert (report / "cpu-prefill-forward-4x2x16-float32-random-inputs.svg").is_file() == (not settings.script)
     assert {path.name for path in tmp_path.iterdir()} == {"runs", "report"}
 
 

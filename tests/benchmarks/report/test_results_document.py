@@ -18,12 +18,12 @@ TEXT = "before\n<!-- prefill h200 64x4x128 -->\nold\n<!-- end -->\nafter\n"
 SIZES = {"heads": 64, "num_kv_heads": 4, "head_dim_k": 128, "head_dim_v": 128, "dtype": "bfloat16", "cache": "cold"}
 
 
-def records(results: Path, utc: str, latency_ms: dict[str, float]) -> None:
+def records(results: Path, utc: str, latency_ms: dict[str, float], inputs: str = "random") -> None:
     """A run of 8k tokens forward."""
     fingerprint = dataclasses.replace(FINGERPRINT, machine="h200", utc=utc, commit=f"{utc[8:10]}abcdef0123")
     path = run_file.create(results, fingerprint, "python -m benchmarks run")
     for implementation, figure in latency_ms.items():
-        one = key("prefill-forward", implementation, 8192, **SIZES)
+        one = key("prefill-forward", implementation, 8192, inputs=inputs, **SIZES)
         run_file.append(path, dataclasses.replace(passed(one, figure), fingerprint=fingerprint))
 
 
@@ -32,11 +32,24 @@ def test_a_row_is_the_run_with_the_most_baselines_and_its_ratios_are_its_own(tmp
     records(tmp_path, "2026-11-02T00:00:00.000Z", {"nsa": 1.0, "sdpa-cudnn": 4.0})
     records(tmp_path, "2026-11-03T00:00:00.000Z", {"sdpa-cudnn": 9.0, "sdpa-flash": 9.0, "flash-attn-4": 9.0})
     text, picture = results_document.content(tmp_path, TEXT)
-    assert "| 8k | forward | 2 | 3 (1.5×) | 5 (2.5×) | – | `01abcdef01` |" in text
+    assert "| 8k | forward | random | 2 | 3 (1.5×) | 5 (2.5×) | – | `01abcdef01` |" in text
     assert text.startswith("before\n")
     assert text.endswith("<!-- end -->\nafter\n")
     assert "old" not in text
     assert picture.lstrip().startswith("<?xml")
+
+
+def test_rows_of_recorded_inputs_stand_below_the_random_ones(tmp_path: Path) -> None:
+    records(tmp_path, "2026-11-01T00:00:00.000Z", {"nsa": 2.0, "sdpa-cudnn": 3.0})
+    records(tmp_path, "2026-11-02T00:00:00.000Z", {"nsa": 1.0, "sdpa-cudnn": 3.0}, "recorded")
+    records(tmp_path, "2026-11-03T00:00:00.000Z", {"nsa": 9.0, "sdpa-cudnn": 9.0}, "local")
+    text, picture = results_document.content(tmp_path, TEXT)
+    shown = [line for line in text.splitlines() if line.startswith("| 8k")]
+    assert shown == [
+        "| 8k | forward | random | 2 | 3 (1.5×) | – | – | `01abcdef01` |",
+        "| 8k | forward | recorded | 1 | 3 (3×) | – | – | `02abcdef01` |",
+    ]
+    assert "cuDNN, forward, recorded inputs" in picture
 
 
 def test_a_table_without_a_record_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -164,7 +164,7 @@ def test_headlines_name_the_fastest_baseline(tmp_path: Path) -> None:
         found += [passed(key(implementation="sdpa-flash", length=length), flash_ms)]
         found += [passed(key(implementation="sdpa-cudnn", length=length), cudnn_ms), passed(key(length=length), 10.0)]
     table = machine_tables.headlines(lengths.groups(speedup.comparisons(found)))
-    wanted = ["Prefill, forward, 4x2x16 float32", "128", "10 ms", "sdpa-cudnn 20 ms", "2.00×", "128"]
+    wanted = ["Prefill, forward, 4x2x16 float32 random inputs", "128", "10 ms", "sdpa-cudnn 20 ms", "2.00×", "128"]
     assert texts(table) == [wanted]
 
 

@@ -302,7 +302,7 @@ def test_fail_on_slower_names_the_cases(tmp_path: Path, capsys: pytest.CaptureFi
     assert run_report(*arguments) == 0
     assert run_report(*arguments, "--fail-on", "slower") == 1
     last = capsys.readouterr().out.splitlines()[-1].replace("\u00a0", " ")
-    assert last == "SLOWER cpu: Prefill, forward, 4x2x16, 64, float32: 6.0 % slower since 0000006"
+    assert last == "SLOWER cpu: Prefill, forward, 4x2x16, 64, float32, random inputs: 6.0 % slower since 0000006"
     made = Acceptance("2026-03-01T00:00:00Z", "A", "wanted", "cpu", "A CPU", key().name, 10.6, None)
     jsonl.append(tmp_path / "baselines" / "accepted.jsonl", made)
     assert run_report(*arguments, "--fail-on", "slower") == 0

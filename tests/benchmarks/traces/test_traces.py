@@ -245,7 +245,9 @@ def test_every_case_has_its_own_workload() -> None:
     keys = [key("decode", cache=cache, launch=launch) for cache in ("cold", "warm") for launch in ("eager", "graph")]
     assert len({definition.workload(one)["uuid"] for one in keys}) == 4
     assert len({definition.name(one) for one in keys}) == 1
-    assert definition.name(key(inputs="local")) == f"{definition.name(key())}_local"
+    for kind in (*inputs.KINDS[1:], "local"):
+        assert definition.name(key(inputs=kind)) == f"{definition.name(key())}_{kind}"
+        assert definition.definition(key(inputs=kind))["tags"][1] == f"inputs:{kind}"
 
 
 def test_two_definitions_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
