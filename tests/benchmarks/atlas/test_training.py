@@ -26,9 +26,10 @@ def test_calls_go_on_from_one_another(folder: Path, tmp_path: Path, monkeypatch:
     first = training.train(folder, 128, 60.0, {"train.steps": 3}, profile)
     assert (first.step, first.tokens, first.seq_lens) == (3, 3 * 127, (128,))
     for code, message in ((2, "exit code 2"), (training.STOPPED, "--minutes must be more")):
-        with monkeypatch.context() as patched, pytest.raises(ValueError, match=message):
+        with monkeypatch.context() as patched:
             patched.setattr(training, "_run_for", lambda command, seconds, code=code: code)
-            training.train(folder, 64, 60.0, {}, profile)
+            with pytest.raises(ValueError, match=message):
+                training.train(folder, 64, 60.0, {}, profile)
     second = training.train(folder, 256, 60.0, {"train.steps": 5, "train.batch_size": 2}, profile)
     assert (second.step, second.seq_lens) == (5, (128, 256))
     assert second.tokens == first.tokens + 2 * 2 * 255
