@@ -125,7 +125,7 @@ def tasks(records: Sequence[TaskRecord]) -> ReportTable:
         "steps",
         "seed",
         "when",
-        "measured by",
+        "on",
     )
     return ReportTable(head, [_asked(one, result) for one in reversed(records) for result in one.results])
 
