@@ -269,6 +269,12 @@ def train(session: nox.Session) -> None:
 
 
 @nox.session
+def atlas(session: nox.Session) -> None:
+    """What a trained model selects, and whether it answers as well as its dense twin: `nox -s atlas -- train`."""
+    here(session, "benchmarks", "atlas", *session.posargs, extras=(*TO_MEASURE, *TO_TRAIN))
+
+
+@nox.session
 def image(session: nox.Session) -> None:
     """Build the image for what is here: `nox -s image -- --help`."""
     session.run(sys.executable, "-m", "containers", "image", *session.posargs, external=True)

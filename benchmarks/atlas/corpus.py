@@ -45,9 +45,10 @@ class Corpus:
 
 
 def roots() -> list[Path]:
-    """The folders of the standard library and of installed packages."""
+    """The folders of the standard library and of installed packages; none lies in another."""
     names = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-    return sorted({Path(name).resolve() for name in (*names, *site.getsitepackages())})
+    found = {Path(name).resolve() for name in (*names, *site.getsitepackages())}
+    return sorted(root for root in found if not found & set(root.parents))
 
 
 def prepare(folder: Path, sources: Sequence[Path] | None = None) -> Corpus:

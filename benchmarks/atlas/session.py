@@ -47,9 +47,8 @@ def measure(folder: Path, lengths: Sequence[int], seed: int, machine: Machine, o
     Raises ValueError where there is no model, or a length is too short or longer than the held-out text.
     """
     device = torch.device(machine.device)
-    lm = training.load(folder, device)
-    stands, text = training.state(folder), corpus.prepare(folder)
-    assert stands is not None  # `load` has found its checkpoint
+    lm, stands = training.load(folder, device)
+    text = corpus.prepare(folder)
     for length in lengths:  # before the first minute is spent
         observe.check_length(length, lm.config.nsa)
         _count(text, length)

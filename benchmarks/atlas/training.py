@@ -106,7 +106,7 @@ def train(folder: Path, seq_len: int, minutes: float, options: Mapping[str, Any]
     code = _run_for(command, 60 * minutes)
     if code == INTERRUPTED:
         raise KeyboardInterrupt
-    if code not in (0, STOPPED):
+    if code not in (0, STOPPED, -signal.SIGTERM):  # the last one: before it could save
         raise ValueError(f"the training ended with exit code {code}; what it said stands above")
     after = state(folder)
     if after is None or after.step == stood:
@@ -146,9 +146,10 @@ def _run_for(command: list[str], seconds: float) -> int:
 def state(folder: Path) -> State | None:
     """Where the training stands, by its newest checkpoint; None before the first."""
     newest = checkpoint.latest(folder / RUN / CHECKPOINTS)
-    if newest is None:
-        return None
-    step = int(newest.stem.removeprefix("step-"))
+    return None if newest is None else _state_at(folder, int(newest.stem.removeprefix("step-")))
+
+
+def _state_at(folder: Path, step: int) -> State:
     steps = [record for record in read_run(folder / RUN).steps if record["step"] <= step]
     phases = list(read_json_lines(folder / PHASES))
     reached = [*(phase["after_step"] for phase in phases[1:]), step]
@@ -163,11 +164,14 @@ def state(folder: Path) -> State | None:
     )
 
 
-def load(folder: Path, device: torch.device) -> DecoderLM:
-    """The newest model, for inference. Raises ValueError where there is none, DamagedCheckpointError."""
+def load(folder: Path, device: torch.device) -> tuple[DecoderLM, State]:
+    """The newest model that is intact, for inference, and where it stands.
+
+    Raises ValueError where there is none, DamagedCheckpointError where there is none that is intact.
+    """
     found = checkpoint.newest_intact(folder / RUN / CHECKPOINTS)
     if found is None:
         raise ValueError(f"--folder {folder} holds no checkpoint yet; `atlas train` makes one")
     lm = DecoderLM(ModelConfig.from_mapping(found.state["model_config"]))
     lm.load_state_dict({name.removeprefix("lm."): value for name, value in found.state["model"].items()})
-    return lm.to(device).eval().requires_grad_(False)
+    return lm.to(device).eval().requires_grad_(False), _state_at(folder, int(found.state["step"]))

@@ -115,7 +115,18 @@ def _median(length: LengthCurves) -> float:
 
 def tasks(records: Sequence[TaskRecord]) -> ReportTable:
     """One row per task, length and seed, newest first."""
-    head = ("task", "tokens", "NSA right", "dense right", "what it says", "steps", "seed", "when", "machine", "commit")
+    head = (
+        "task",
+        "tokens",
+        "NSA right",
+        "dense right",
+        "what it says",
+        "texts",
+        "steps",
+        "seed",
+        "when",
+        "on",
+    )
     return ReportTable(head, [_asked(one, result) for one in reversed(records) for result in one.results])
 
 
@@ -128,15 +139,15 @@ def _asked(one: TaskRecord, result: TaskResult) -> list[Cell]:
         number(_share(result.nsa)),
         number(_share(result.dense)),
         Cell(result.verdict, kind),
+        number(str(result.nsa.asked)),
         number(f"{result.steps:,}"),
         number(str(result.seed)),
         when(one.fingerprint.utc),
-        Cell(one.fingerprint.machine),
-        Cell(version(one.commit, one.fingerprint.dirty)),
+        Cell(f"{one.fingerprint.machine}, {version(one.commit, one.fingerprint.dirty)}"),
     ]
 
 
 def _share(score: TaskScore) -> str:
-    """93.2 % (90.6 to 95.1), 512 texts."""
+    """93.2 % (90.6 to 95.1)."""
     low, high = (100 * bound for bound in score.interval)
-    return f"{100 * score.share:.1f}{NBSP}% ({low:.1f}{NBSP}to{NBSP}{high:.1f}), {score.asked}{NBSP}texts"
+    return f"{100 * score.share:.1f}{NBSP}% ({low:.1f}{NBSP}to{NBSP}{high:.1f})"

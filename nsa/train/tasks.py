@@ -85,8 +85,9 @@ TASKS = {task.name: task for task in (NEEDLE, TRACKING)}
 def draw(
     task: Task, batch_size: int, length: int, generator: torch.Generator, *, gap: int, ends_only: bool = False
 ) -> Batch:
-    """Random texts: tokens int64 [B, length], the targets the values asked for; statements stand `gap` or more back.
+    """Random texts: tokens int64 [B, length]; statements stand `gap` or more before the questions.
 
+    Targets are the values that are asked for and, at each statement, the value that its variable has by it: fewer hops.
     `ends_only` asks for the last variable of a chain alone, over all of its hops; else for any.
     Raises ValueError where the statements do not fit.
     """
@@ -106,8 +107,9 @@ def draw(
         which = torch.full_like(which, task.hops)
     asked = chains.flatten(1).gather(1, chain * (task.hops + 1) + which)
     answers = value[..., 0].gather(1, chain)
-    targets = torch.cat([torch.full_like(text, IGNORED), answers], 1)
-    return Batch(torch.cat([text, task.first_question + asked], 1), targets, answers.numel())
+    known = torch.full_like(text, IGNORED).scatter_(1, places.flatten(1), value.expand_as(places).flatten(1))
+    tokens, targets = torch.cat([text, task.first_question + asked], 1), torch.cat([known, answers], 1)
+    return Batch(tokens, targets, answers.numel() + places.numel())
 
 
 def model(task: Task, nsa: NSAConfig | None = None, *, dim: int = 256, head_dim: int = 64) -> ModelConfig:
@@ -174,9 +176,8 @@ def train_and_ask(
     trainer = trainer_of(task, config, plan, device)
     generator = torch.Generator().manual_seed(plan.seed)
     found, tokens = [], 0
-    for length, steps in plan.stages(
-        max(config.nsa.n_sel * config.nsa.l_sel, task.least_length(config.nsa.w) + task.variables)
-    ):
+    every_block_is_chosen = config.nsa.n_sel * config.nsa.l_sel
+    for length, steps in plan.stages(max(every_block_is_chosen, task.least_length(config.nsa.w) + task.variables)):
         recent: list[Tensor] = []
         for _ in range(steps):
             batch = draw(task, max(1, plan.tokens_per_step // length), length, generator, gap=config.nsa.w)

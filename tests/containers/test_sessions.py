@@ -133,6 +133,7 @@ def test_a_bench_session_is_refused_on_every_other_gpu_before_anything_is_built(
         ("regress", "--devise", "--device"),
         ("train", "--profil", "--profile"),
         ("merge", "--ot", "--out"),
+        ("atlas", "--minute", "--minutes"),
     ],
 )
 def test_a_misspelt_option_is_refused_before_anything_is_built(

@@ -96,7 +96,7 @@ def test_tasks_from_training_to_the_record(
         (["--texts", "0"], "whole number above 0"),
         (["--task", "other"], "invalid choice"),
         (["everything"], "invalid choice"),
-        (["--length", "8192"], "did you mean --lengths"),
+        (["--length=8192"], "did you mean --lengths"),
     ],
 )
 def test_a_wrong_argument_is_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

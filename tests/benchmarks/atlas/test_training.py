@@ -25,10 +25,11 @@ def test_calls_go_on_from_one_another(folder: Path, tmp_path: Path, monkeypatch:
     assert training.state(folder) is None
     first = training.train(folder, 128, 60.0, {"train.steps": 3}, profile)
     assert (first.step, first.tokens, first.seq_lens) == (3, 3 * 127, (128,))
-    for code, message in ((2, "exit code 2"), (training.STOPPED, "--minutes must be more")):
-        with monkeypatch.context() as patched, pytest.raises(ValueError, match=message):
+    for code, message in ((2, "exit code 2"), (training.STOPPED, "--minutes must be more"), (-15, "--minutes must be")):
+        with monkeypatch.context() as patched:
             patched.setattr(training, "_run_for", lambda command, seconds, code=code: code)
-            training.train(folder, 64, 60.0, {}, profile)
+            with pytest.raises(ValueError, match=message):
+                training.train(folder, 64, 60.0, {}, profile)
     second = training.train(folder, 256, 60.0, {"train.steps": 5, "train.batch_size": 2}, profile)
     assert (second.step, second.seq_lens) == (5, (128, 256))
     assert second.tokens == first.tokens + 2 * 2 * 255
@@ -36,13 +37,15 @@ def test_calls_go_on_from_one_another(folder: Path, tmp_path: Path, monkeypatch:
     assert (second.settings.train.seq_len, second.settings.train.batch_size) == (256, 2)
     attempts = (folder / training.RUN / "attempts.jsonl").read_text().splitlines()
     assert [json.loads(line)["after_step"] for line in attempts][-1] == 3
-    lm = training.load(folder, torch.device("cpu"))
+    lm, stands = training.load(folder, torch.device("cpu"))
+    assert stands == second
     assert not lm.training
     assert not any(parameter.requires_grad for parameter in lm.parameters())
     newest = folder / training.RUN / CHECKPOINTS / "step-00000005.ckpt"
     newest.write_bytes(newest.read_bytes()[:-1] + b"!")
-    older = training.load(folder, torch.device("cpu"))
+    older, stood = training.load(folder, torch.device("cpu"))
     assert not torch.equal(older.embedding.weight, lm.embedding.weight)  # a damaged checkpoint is not believed
+    assert (stood.step, stood.tokens, stood.seq_lens) == (3, first.tokens, (128,))
 
 
 def test_there_is_no_model_before_the_first_call(folder: Path) -> None:
