@@ -73,8 +73,13 @@ class ContextParallel:
             bounds = tuple(cu_seqlens.tolist())
             if len(bounds) < 2 or bounds[0] != 0 or any(b < a for a, b in pairwise(bounds)):
                 raise ValueError(f"cu_seqlens must ascend from 0; got {list(bounds[:8])}")
-            self._last_documents = cu_seqlens, bounds
+            self.remember(cu_seqlens, bounds)
+            return bounds
         return self._last_documents[1]
+
+    def remember(self, cu_seqlens: Tensor, bounds: tuple[int, ...]) -> None:
+        """`cu_seqlens` holds these bounds: a tensor on a GPU need not be read then, which would wait for it."""
+        self._last_documents = cu_seqlens, bounds
 
     def shard(self, x: Tensor, order: TokenOrder, dim: int = 1) -> Tensor:
         """This rank's rows of x along `dim`, which has all tokens of the sequence."""

@@ -75,6 +75,16 @@ class Result:
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
+def attend(case: Case, own: dict[str, Tensor], context: ContextParallel) -> tuple[Tensor, nsa.Aux]:
+    """A rank's own part of the forward pass."""
+    sets = range(3) if case.separate else (0, 0, 0)
+    k, v = ([own[f"{name}{i}"] for i in sets] for name in "kv")
+    return context_parallel_attention(
+        own["q"], k, v, own["gates"], case.config, mesh=context, cu_seqlens=case.documents(), scale=case.scale,
+        backend="torch", return_aux=True,
+    )  # fmt: skip
+
+
 def _call(attention: Callable[..., Any], case: Case, x: dict[str, Tensor], **more: Any) -> Result:
     leaves = {name: value.clone().requires_grad_() for name, value in x.items() if name != "upstream"}
     sets = range(3) if case.separate else (0, 0, 0)
