@@ -236,17 +236,18 @@ def forward(
 
 def backward(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, finite: Tensor, o: Tensor, lse: Tensor,
-    lo: Tensor, hi: Tensor, max_splits: int, scale: float,
+    lo: Tensor, hi: Tensor, max_splits: int, scale: float, wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv), from what `forward` was given and gave; None is a gradient of 0."""
+    """(dq, dk, dv), from what `forward` was given and gave; None is a gradient of 0. `wide`: dk and dv in float32."""
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     do = torch.zeros_like(o) if do is None else do.contiguous()
     lse, delta = backward_rows(do, o, lse, dlse)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     with on_device(q):
         _gradient_of_queries(q, k, v, finite, do, lo, hi, lse, delta, dq, scale)
-        of_k, of_v = _parts_of_keys(q, k, v, do, lo, hi, lse, delta, max_splits, scale)
-    dk, dv = (parts[0] if len(parts) == 1 else parts.sum(0).to(q.dtype) for parts in (of_k, of_v))
+        of_k, of_v = _parts_of_keys(q, k, v, do, lo, hi, lse, delta, max_splits, scale, wide)
+    dtype = torch.float32 if wide else q.dtype
+    dk, dv = (parts[0] if len(parts) == 1 else parts.sum(0).to(dtype) for parts in (of_k, of_v))
     return dq, dk, dv
 
 
@@ -271,7 +272,7 @@ def _gradient_of_queries(
 
 def _parts_of_keys(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, lo: Tensor, hi: Tensor, lse: Tensor, delta: Tensor,
-    max_splits: int, scale: float,
+    max_splits: int, scale: float, wide: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """[splits, B, T, Hkv, D] of dk and of dv."""
     (batch, length, heads, dk), (num_keys, num_kv_heads, dv) = q.shape, v.shape[1:]
@@ -279,7 +280,7 @@ def _parts_of_keys(
     seen_from = torch.searchsorted(hi, key, right=True, out_int32=True)
     seen_to = torch.searchsorted(lo, key, right=True, out_int32=True)
     splits = _splits(k, length, max_splits)
-    of_k, of_v = (x.new_empty(splits, *x.shape, dtype=q.dtype if splits == 1 else torch.float32) for x in (k, v))
+    of_k, of_v = (x.new_empty(splits, *x.shape, dtype=torch.float32 if wide or splits > 1 else q.dtype) for x in (k, v))
     shape = tuning.shape("compressed_window_backward_kv", q, v)
     if of_k.numel():
         _backward_kv[triton.cdiv(num_keys, shape.keys) * splits, num_kv_heads, batch](

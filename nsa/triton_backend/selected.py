@@ -156,9 +156,9 @@ def forward(
 
 def backward(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    block_indices: Tensor, layout: Layout, scale: float,
+    block_indices: Tensor, layout: Layout, scale: float, wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv), from what `forward` was given and gave; None is a gradient of 0."""
+    """(dq, dk, dv), from what `forward` was given and gave; None is a gradient of 0. `wide`: dk and dv in float32."""
     q, k, v, block_indices = unit_stride(q), unit_stride(k), unit_stride(v), block_indices.contiguous()
     batch, length, heads, _ = q.shape
     num_kv_heads = k.shape[2]
@@ -180,7 +180,7 @@ def backward(
                 *sizes, **launch,
             )  # fmt: skip
     wanted_dq = dq if kernel is Variant.KV_MAJOR else None
-    dk, dv = selected_kv_major.backward(q, k, v, do, lse, delta, block_indices, layout, scale, wanted_dq)
+    dk, dv = selected_kv_major.backward(q, k, v, do, lse, delta, block_indices, layout, scale, wanted_dq, wide)
     return dq, dk, dv
 
 

@@ -34,6 +34,7 @@ class Case:
     separate: bool = True
     """Keys and values of their own for each branch."""
     scale: float | None = None
+    backend: str = "torch"
     seed: int = 0
 
     def documents(self) -> Tensor | None:
@@ -81,7 +82,7 @@ def attend(case: Case, own: dict[str, Tensor], context: ContextParallel) -> tupl
     k, v = ([own[f"{name}{i}"] for i in sets] for name in "kv")
     return context_parallel_attention(
         own["q"], k, v, own["gates"], case.config, mesh=context, cu_seqlens=case.documents(), scale=case.scale,
-        backend="torch", return_aux=True,
+        backend=case.backend, return_aux=True,
     )  # fmt: skip
 
 
@@ -90,7 +91,7 @@ def _call(attention: Callable[..., Any], case: Case, x: dict[str, Tensor], **mor
     sets = range(3) if case.separate else (0, 0, 0)
     k, v = ([leaves[f"{name}{i}"] for i in sets] for name in "kv")
     o, aux = attention(
-        leaves["q"], k, v, leaves["gates"], case.config, cu_seqlens=case.documents(), scale=case.scale, backend="torch",
+        leaves["q"], k, v, leaves["gates"], case.config, cu_seqlens=case.documents(), scale=case.scale, backend=case.backend,
         return_aux=True, **more,
     )  # fmt: skip
     o.backward(x["upstream"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from nsa import NSAConfig
 from nsa.parallel import ContextParallel, TokenOrder
 from tests.nsa.parallel import cases, faults, laws
 from tests.nsa.parallel.cases import SMALL, Case, Result, on_rank, one_device
@@ -60,6 +61,17 @@ def _random_order(tokens: int, ranks: int, seed: int) -> TokenOrder:
     pieces = list(pairwise(cuts))
     held = [tuple(piece for piece, rank in zip(pieces, owner, strict=True) if rank == own) for own in range(ranks)]
     return TokenOrder(tokens, tuple(held))
+
+
+def test_kernels_over_two_ranks(pool: Pool, device: torch.device) -> None:
+    """In Triton's interpreter, whose matrix products (NumPy's) depend on a row's place in its tile: dq nearly."""
+    if device.type == "cuda":
+        pytest.skip("these ranks are CPU processes")
+    config = NSAConfig(l=4, d=2, l_sel=8, n_sel=3, w=8)
+    case = Case(40, heads=2, num_kv_heads=1, dk=16, dv=16, config=config, cu_seqlens=(0, 12, 40), backend="triton")
+    one, got = one_device(case), _shared(pool, 2, case)
+    assert set(laws.wrong(case, got, one)) <= {"dq"}
+    torch.testing.assert_close(got.gradients["q"], one.gradients["q"])
 
 
 def _twice(mesh: DeviceMesh, case: Case) -> bool:
