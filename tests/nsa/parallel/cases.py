@@ -91,8 +91,8 @@ def _call(attention: Callable[..., Any], case: Case, x: dict[str, Tensor], **mor
     sets = range(3) if case.separate else (0, 0, 0)
     k, v = ([leaves[f"{name}{i}"] for i in sets] for name in "kv")
     o, aux = attention(
-        leaves["q"], k, v, leaves["gates"], case.config, cu_seqlens=case.documents(), scale=case.scale, backend=case.backend,
-        return_aux=True, **more,
+        leaves["q"], k, v, leaves["gates"], case.config, cu_seqlens=case.documents(), scale=case.scale,
+        backend=case.backend, return_aux=True, **more,
     )  # fmt: skip
     o.backward(x["upstream"])
     return Result(
