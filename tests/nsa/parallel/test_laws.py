@@ -32,6 +32,10 @@ CASES = {
 }
 
 
+IN_EIGHT = ("head-tail", "documents", "sixteen heads in a group, bf16", "fewer tokens than a block")
+"""Each of eight ranks pads its pieces to steps of 512 queries, so these cost most."""
+
+
 @functools.cache
 def _one(name: str) -> Result:
     return one_device(CASES[name])
@@ -43,7 +47,8 @@ def _shared(pool: Pool, ranks: int, case: Case) -> Result:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_as_one_device(pool: Pool, ranks: int) -> None:
-    found = {name: laws.wrong(case, _shared(pool, ranks, case), _one(name)) for name, case in CASES.items()}
+    names = IN_EIGHT if ranks == 8 else CASES
+    found = {name: laws.wrong(CASES[name], _shared(pool, ranks, CASES[name]), _one(name)) for name in names}
     assert not {name: faulty for name, faulty in found.items() if faulty}
 
 

@@ -80,6 +80,17 @@ def test_what_was_cut_is_put_together(pool: Pool) -> None:
     assert all(pool.run(4, _unsharded))
 
 
+def _rewritten(mesh: DeviceMesh) -> tuple[tuple[int, ...] | None, ...]:
+    context, cu_seqlens = ContextParallel(mesh), torch.tensor([0, 20, 48], dtype=torch.int32)
+    first = context.documents(cu_seqlens)
+    cu_seqlens[1] = 30
+    return first, context.documents(cu_seqlens)
+
+
+def test_documents_that_were_written_over_are_read_again(pool: Pool) -> None:
+    assert pool.run(1, _rewritten) == [((0, 20, 48), (0, 30, 48))]
+
+
 def _refused(mesh: DeviceMesh, kind: str) -> None:
     rank, x = mesh.get_local_rank(), torch.zeros(1, 24, 2, 8)
     gates, more = torch.zeros(1, 24, 2, 3), {"mesh": mesh, "backend": "torch"}
@@ -100,6 +111,8 @@ def _refused(mesh: DeviceMesh, kind: str) -> None:
         context_parallel_attention(x, x, x, gates, dataclasses.replace(SMALL, phi="mlp"), **more)
     elif kind == "documents that descend":
         more["cu_seqlens"] = torch.tensor([0, 30, 20, 48], dtype=torch.int32)
+    elif kind == "documents of another type":
+        more["cu_seqlens"] = torch.tensor([0, 48])
     elif kind == "no length":
         ContextParallel(mesh).order(49, SMALL)
     elif kind == "ranks":
@@ -124,6 +137,7 @@ def _refused(mesh: DeviceMesh, kind: str) -> None:
         ("reference", "backend must be auto, torch or triton under context parallelism; got 'reference'"),
         ("phi", "config.phi must be 'avg' here"),
         ("documents that descend", "cu_seqlens must ascend from 0; got [0, 30, 20, 48]"),
+        ("documents of another type", r"cu_seqlens must be int32 of shape \[N\+1\]; got torch.int64 \[2\]"),
         ("no length", r"49 tokens are no multiple of the 2 ranks.*head_tail\(49, 2\)"),
         ("ranks", "order must be of the 2 ranks of the mesh; got one of 3"),
         ("mesh", "module must hold a NativeSparseAttention; Linear has none"),
