@@ -14,7 +14,7 @@ import pytest
 from harness.repository import ROOT
 
 PAGES = sorted((ROOT / "docs" / "reference").glob("*.md"))
-PUBLIC = ["nsa", "nsa.generate", "nsa.integrations.torchtitan", "nsa.loss", "nsa.model", "nsa.sampling"]
+PUBLIC = ["nsa", "nsa.generate", "nsa.integrations.torchtitan", "nsa.loss", "nsa.model", "nsa.parallel", "nsa.sampling"]
 """The modules whose `__all__` is the public face."""
 if importlib.util.find_spec("transformers"):
     PUBLIC.append("nsa.integrations.transformers")

@@ -68,7 +68,7 @@ def _of_call(
         ):
             continue
         names.add(named)
-        needs, counts = launch.needs(), sass.count(sass.parse(sass.disassemble(launch.compile().asm["cubin"])))
+        needs, counts = launch.needs(), sass.count(sass.parse(sass.disassemble(launch.compiled().asm["cubin"])))
         fitting = programs_per_sm(architecture, needs.registers, needs.shared_bytes, needs.num_warps)
         yield Kernel(
             architecture, heads.group, heads.dk, heads.dv, launch.name, by_block, counts, needs.num_warps,

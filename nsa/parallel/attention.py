@@ -148,7 +148,9 @@ class _LayerContext:
         self, layer: NativeSparseAttention, x: Tensor, cu_seqlens: Tensor | None, return_aux: bool
     ) -> tuple[Tensor, Tensor, Aux | None]:
         """x [B, S, dim] -> (o [B, S, Hq, Dv], gates [B, S, Hq, 3], what attention did)."""
-        name, run = backends.choose_parallel(layer.backend, x.to(layer.projected_dtype), x.to(layer.projected_dtype))
+        sizes = layer.head_dim_k, layer.head_dim_v
+        probes = (x.new_empty((0, size), dtype=layer.projected_dtype) for size in sizes)
+        name, run = backends.choose_parallel(layer.backend, *probes)
         plan = self._context.plan(x, layer.config, cu_seqlens, name)
         q, k, v = layer.project(x, plan.positions)
         gates = layer.gates(x)

@@ -97,7 +97,7 @@ def _gradients(
 
     keys, vals = (x.wait() for x in window)
     sums = [_zeros(x) for x in (keys, vals)]
-    dq_win = torch.zeros_like(q)
+    dq_win = torch.empty_like(q)
     for piece in plan.queries:
         given = _given(piece, do_win, dlse_win, q)
         near = window_keys(keys, piece), window_keys(vals, piece)
@@ -117,7 +117,7 @@ def _gradients(
 
     keys, vals = (x.wait() for x in compressed)
     sums = [_zeros(x) for x in (keys, vals)]
-    dq_cmp = torch.zeros_like(q)
+    dq_cmp = torch.empty_like(q)
     for piece in plan.queries:
         slots = slice(0, piece.slots)
         given = _given(piece, do_cmp, dlse_cmp, q)
@@ -139,7 +139,7 @@ def _selected_gradients(
     scale: float,
 ) -> tuple[Tensor, list[SumByHead]]:  # fmt: skip
     """dq, and dk and dv on their way."""
-    num_kv_heads, dq_sel = keys_values[0].shape[2], torch.zeros_like(q)
+    num_kv_heads, dq_sel = keys_values[0].shape[2], torch.empty_like(q)
     group = q.shape[2] // num_kv_heads
     of_selected = [SumByHead(plan.tokens_gather) for _ in keys_values]
     for h in range(num_kv_heads):
@@ -187,6 +187,8 @@ def unpadded(x: Tensor, piece: Queries) -> Tensor:
 def window_keys(halo_rows: Tensor, piece: Queries) -> Tensor:
     """The keys of `piece.window`, 0 where no window reaches."""
     needed = halo_rows[:, piece.window_rows]
+    if not piece.window_before and not piece.behind:
+        return needed
     return pad(needed, [0, 0, 0, 0, piece.window_before, piece.behind])
 
 

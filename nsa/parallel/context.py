@@ -45,7 +45,7 @@ class ContextParallel:
             raise ValueError(f"order must be of the {self.ranks} ranks of the mesh; got one of {order.ranks}")
         self.given_order = order
         self._plans: OrderedDict[object, Plan] = OrderedDict()
-        self._last_documents: tuple[Tensor, tuple[int, ...]] | None = None
+        self._last_documents: tuple[Tensor, int, tuple[int, ...]] | None = None
 
     def order(self, num_tokens: int, config: NSAConfig, cu_seqlens: Tensor | Sequence[int] | None = None) -> TokenOrder:
         """Who holds which of `num_tokens` tokens, the same on every rank."""
@@ -69,12 +69,22 @@ class ContextParallel:
             return None
         if not isinstance(cu_seqlens, Tensor):
             return tuple(cu_seqlens)
-        if self._last_documents is None or self._last_documents[0] is not cu_seqlens:
+        version = _version(cu_seqlens)
+        known = self._last_documents
+        if known is None or known[0] is not cu_seqlens or known[1] != version or version < 0:
+            if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
+                came = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+                raise TypeError(f"cu_seqlens must be int32 of shape [N+1]; got {came}")
             bounds = tuple(cu_seqlens.tolist())
             if len(bounds) < 2 or bounds[0] != 0 or any(b < a for a, b in pairwise(bounds)):
                 raise ValueError(f"cu_seqlens must ascend from 0; got {list(bounds[:8])}")
-            self._last_documents = cu_seqlens, bounds
-        return self._last_documents[1]
+            self.remember(cu_seqlens, bounds)
+            return bounds
+        return known[2]
+
+    def remember(self, cu_seqlens: Tensor, bounds: tuple[int, ...]) -> None:
+        """`cu_seqlens` holds these bounds: a tensor on a GPU need not be read then, which would wait for it."""
+        self._last_documents = cu_seqlens, _version(cu_seqlens), bounds
 
     def shard(self, x: Tensor, order: TokenOrder, dim: int = 1) -> Tensor:
         """This rank's rows of x along `dim`, which has all tokens of the sequence."""
@@ -137,6 +147,11 @@ class ContextParallel:
         for i, name in enumerate(values):
             if differing := [rank for rank in range(self.ranks) if table[rank][i] != table[0][i]]:
                 raise ValueError(f"{name} must be the same on all ranks; rank {differing[0]} has another than rank 0")
+
+
+def _version(x: Tensor) -> int:
+    """How often x was written to in place; -1 where PyTorch does not count it."""
+    return -1 if x.is_inference() else x._version
 
 
 def as_context(mesh: DeviceMesh | ContextParallel, order: TokenOrder | None) -> ContextParallel:

@@ -21,15 +21,17 @@ _all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single"
 
 @dataclass
 class Pending:
-    """A tensor on its way; `wait` gives it, once."""
+    """A tensor on its way; `wait` gives it, once, and lets go of the buffers that it came through."""
 
     work: dist.Work | None
-    finish: Callable[[], Tensor]
+    finish: Callable[[], Tensor] | None
 
     def wait(self) -> Tensor:
+        assert self.finish is not None, "a tensor can be waited for once"
         if self.work is not None:
             self.work.wait()
-        return self.finish()
+        arrived, self.work, self.finish = self.finish(), None, None
+        return arrived
 
 
 @dataclass(frozen=True)

@@ -102,11 +102,13 @@ def deal_documents(cu_seqlens: Sequence[int], ranks: int, config: NSAConfig, til
         cu_seqlens: the bounds of the documents, from 0 to the number of tokens.
         ranks: that share the sequence.
         config: NSAConfig.
-        tile: tokens of a tile; None for 128, and more where that gives each rank more than 16 tiles.
+        tile: tokens of a tile; None for 128, more where that gives each rank more than 16 tiles, and fewer where it
+            gives a rank less than two.
     """
     num_tokens = cu_seqlens[-1]
     if tile is None:
         tile = TILE * max(1, -(-num_tokens // (TILE * TILES_PER_RANK * ranks)))
+        tile = max(1, min(tile, num_tokens // (2 * ranks)))
     tiles = [(first, min(first + tile, num_tokens)) for first in range(0, num_tokens, tile)]
     seen = torch.nn.functional.pad(_seen(num_tokens, config, cu_seqlens).cumsum(0), (1, 0))
     weights = [int(seen[last] - seen[first]) for first, last in tiles]

@@ -24,7 +24,8 @@ from nsa.parallel.exchange import Gather, Halo
 from nsa.parallel.order import Piece, TokenOrder, arange_of
 
 GRID = {"torch": torch_backend.COMPRESSED_CHUNK, "triton": 128}
-"""Tokens to whose multiples a backend's steps are aligned."""
+"""Tokens to whose multiples a backend's steps are aligned: the window's of the PyTorch backend divide them, and so do
+most tiles of the kernels."""
 
 
 @dataclass(frozen=True)

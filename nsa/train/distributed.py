@@ -41,6 +41,22 @@ class Ranks:
     rank: int = 0
     ranks: int = 1
     local_rank: int = 0
+    context: int = 1
+    """Consecutive ranks that share each sequence, and so read the same data."""
+
+    def __post_init__(self) -> None:
+        if self.ranks % self.context:
+            raise ValueError(f"runtime.context_parallel must divide the {self.ranks} ranks; got {self.context}")
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the data is this rank's."""
+        return self.rank // self.context
+
+    @property
+    def data_ranks(self) -> int:
+        """In how many parts the data is read."""
+        return self.ranks // self.context
 
     @property
     def first(self) -> bool:
@@ -57,13 +73,16 @@ def world_size(variables: Mapping[str, str]) -> int:
 
 
 @contextmanager
-def process_group(variables: Mapping[str, str], on_gpu: bool) -> Iterator[Ranks]:
-    """The ranks that torchrun's variables name, over NCCL on GPUs and Gloo on CPUs; a run alone has one."""
+def process_group(variables: Mapping[str, str], on_gpu: bool, context: int = 1) -> Iterator[Ranks]:
+    """The ranks that torchrun's variables name, over NCCL on GPUs and Gloo on CPUs; a run alone has one.
+
+    `context` of them share each sequence; ValueError where that does not divide their number.
+    """
     ranks = world_size(variables)
     if ranks == 1:
-        yield Ranks()
+        yield Ranks(context=context)
         return
-    own = Ranks(int(variables["RANK"]), ranks, int(variables["LOCAL_RANK"]))
+    own = Ranks(int(variables["RANK"]), ranks, int(variables["LOCAL_RANK"]), context)
     if on_gpu:
         torch.cuda.set_device(own.local_rank)
     elif variables.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
@@ -197,19 +216,28 @@ def restore_state(
 
 
 def gather_states(state: dict[str, Any], own: Ranks, device: torch.device) -> list[Tensor]:
-    """What each rank alone knows, as bytes (uint8 [n], written by `torch.save`), one for each rank, on all ranks."""
+    """What each rank alone knows, as bytes (uint8 [n], written by `torch.save`), on all ranks.
+
+    One for each rank; of ranks that share sequences one, as they know the same.
+    """
     buffer = io.BytesIO()
     torch.save(state, buffer)
     mine = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8).to(device)
     sizes = all_gather(torch.tensor(mine.numel(), device=device), own).tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     padded[: mine.numel()] = mine
-    return [x[:size].cpu().clone() for x, size in zip(all_gather(padded, own), sizes, strict=True)]
+    every = [x[:size].cpu().clone() for x, size in zip(all_gather(padded, own), sizes, strict=True)]
+    return every[:: own.context]
 
 
 def own_state(parts: list[Tensor], own: Ranks) -> dict[str, Any]:
-    """This rank's part of `gather_states`. ValueError if the checkpoint was made by another number of ranks."""
-    if len(parts) != own.ranks:
-        raise ValueError(f"the checkpoint was made by {len(parts)} ranks, and has no data position for {own.ranks}")
-    state: dict[str, Any] = torch.load(io.BytesIO(parts[own.rank].numpy().tobytes()), weights_only=True)
+    """The part of `gather_states` that this rank goes on from; those who share sequences have one.
+
+    ValueError if the checkpoint was made by another number of ranks that read data.
+    """
+    if len(parts) != own.data_ranks:
+        raise ValueError(
+            f"the checkpoint was made by {len(parts)} ranks, and has no data position for {own.data_ranks}"
+        )
+    state: dict[str, Any] = torch.load(io.BytesIO(parts[own.data_rank].numpy().tobytes()), weights_only=True)
     return state

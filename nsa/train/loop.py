@@ -91,7 +91,7 @@ class Loop:
         logged = number % train.log_every == 0 or number in (1, train.steps)
         waited_s, batches = 0.0, []
         for _ in range(train.accumulate_grad_batches):
-            batches.append(next(self._batches).to(self._trainer.device))
+            batches.append(self._trainer.own_part(next(self._batches)))
             waited_s += self._batches.waited_s
         # what is compiled with an observer around it stays in pieces without one
         compiles = self._settings.runtime.compile and number == self._first + 1

@@ -58,7 +58,9 @@ def run(settings: Settings, environment: Environment, options: Options, variable
     device = preflight.device_of(settings)
     folder = Path(settings.out_dir)
     with ExitStack() as stack:
-        own = stack.enter_context(distributed.process_group(variables, device.type == "cuda"))
+        own = stack.enter_context(
+            distributed.process_group(variables, device.type == "cuda", settings.runtime.context_parallel)
+        )
         stack.enter_context(distributed.detect_lost_ranks(own, 0))
         device = torch.device("cuda", own.local_rank) if device.type == "cuda" else device
         say = _speaker(own)
@@ -104,7 +106,9 @@ def _start(settings: Settings, device: torch.device, own: Ranks, options: Option
 
 def _data(settings: Settings, own: Ranks, position: dict[str, Any] | None, device: torch.device, say: Say) -> Loader:
     """This rank's batches. ValueError if another rank trains on random tokens and this one does not."""
-    batches = Loader(settings, Shard(own.rank, own.ranks), position=position, pin=device.type == "cuda", say=say)
+    batches = Loader(
+        settings, Shard(own.data_rank, own.data_ranks), position=position, pin=device.type == "cuda", say=say
+    )
     random = batches.source == SYNTHETIC
     if distributed.any_rank(random, own, device) and not random:
         raise ValueError(f"data.dataset must answer every rank or none; rank {own.rank} has {batches.source}")
@@ -115,7 +119,7 @@ def _data(settings: Settings, own: Ranks, position: dict[str, Any] | None, devic
 def _held_out(settings: Settings, own: Ranks, batches: Loader) -> list[Batch]:
     if not settings.train.val_every:
         return []
-    return loader.held_out_batches(settings, Shard(own.rank, own.ranks), batches.source)
+    return loader.held_out_batches(settings, Shard(own.data_rank, own.data_ranks), batches.source)
 
 
 def _write_environment(

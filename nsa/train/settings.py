@@ -40,11 +40,14 @@ class Runtime:
     fp32 or bf16."""
     parallel: str = "ddp"
     """Under torchrun: "ddp" or "fsdp2"."""
+    context_parallel: int = 1
+    """Ranks that share each sequence; divides their number. Parameters are shared, or copied, over all of them."""
 
     def __post_init__(self) -> None:
         _one_of("runtime.device", self.device, DEVICES)
         _one_of("runtime.precision", self.precision, PRECISIONS)
         _one_of("runtime.parallel", self.parallel, PARALLEL)
+        _at_least("runtime.context_parallel", self.context_parallel, 1)
         _one_of("runtime.gradient_checkpointing", self.gradient_checkpointing, RECOMPUTE)
         if self.cuda_graph and self.device == "cpu":
             raise ValueError("runtime.cuda_graph must be false with runtime.device cpu; got true")
@@ -180,6 +183,14 @@ class Settings:
     """What was read and means nothing here, and what replaced it."""
 
     def __post_init__(self) -> None:
+        shared = self.runtime.context_parallel
+        if shared > 1 and self.model.attention == "dense":
+            raise ValueError(f"runtime.context_parallel must be 1 with model.attention dense; got {shared}")
+        if self.train.seq_len % shared and not self.data.packing:
+            raise ValueError(
+                f"train.seq_len must be a multiple of runtime.context_parallel, {shared}, without data.packing; "
+                f"got {self.train.seq_len}"
+            )
         tokens = self.train.batch_size * self.train.seq_len
         if self.model.attention == "dense" and self.data.packing and tokens > DENSE_PACKED_TOKENS:
             wanted = f"false with dense attention over {tokens:,} tokens"

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nsa.model import DecoderLM, ModelConfig
 from nsa.train import distributed, health, objective
 from nsa.train.attention_stats import AttentionObserver
+from nsa.train.context import SharedSequences
 from nsa.train.cuda_graph import GraphedPass
 from nsa.train.data import Batch as Batch  # of a step, for those who drive the trainer
 from nsa.train.distributed import Ranks
@@ -72,6 +73,7 @@ class Trainer:
             for block in lm.blocks:
                 block.compile()
         self.lm = lm
+        self._shared = SharedSequences(lm, own, device) if own.context > 1 else None
         self.model = distributed.wrap(Objective(lm), own, runtime.parallel, device)
         self.optimizer = objective.adamw(self.model, settings.train)
         self.scaler = torch.amp.GradScaler(device.type, enabled=runtime.precision == "fp16")
@@ -123,14 +125,20 @@ class Trainer:
             observed,
         )
 
+    def own_part(self, batch: Batch) -> Batch:
+        """What `step` takes of a batch of the loader: on the device, and of ranks that share it this one's tokens."""
+        return batch.to(self.device) if self._shared is None else self._shared.own_part(batch, self.device)
+
     @torch.no_grad()
     def validate(self, batches: Sequence[Batch]) -> float:
         """Mean loss over the batches of all ranks, nats; waits for the device."""
         self.model.eval()
         total = torch.zeros(2, device=self.device)
         for batch in batches:
-            on_device = batch.to(self.device)
-            total += torch.stack([self._loss(on_device), torch.tensor(float(batch.num_targets), device=self.device)])
+            on_device = self.own_part(batch)
+            total += torch.stack(
+                [self._loss(on_device), torch.tensor(float(on_device.num_targets), device=self.device)]
+            )
         self.model.train()
         loss, targets = distributed.all_reduce(total, self.own).tolist()
         return loss / max(targets, 1.0)

@@ -101,7 +101,7 @@ def _compressed_window_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (turned, positive), finite = _positive(q, scale), finite_keys(unit_stride(k), unit_stride(v), first_key)
     given = do, dlse, turned, k, v, finite, o, lse, *places
-    dq, dk, dv = compressed_window.backward(*given, max_splits, positive)
+    dq, dk, dv = compressed_window.backward(*given, max_splits, positive, wide=True)
     return _turned(dq, scale), dk, dv
 
 
@@ -138,7 +138,8 @@ def selected_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of `selected_attention`, from what it was given and gave."""
     turned, positive = _positive(q, scale)
-    dq, dk, dv = selected.backward(do, dlse, turned, k, v, o, lse, block_indices, _layout(layout), positive)
+    given = do, dlse, turned, k, v, o, lse, block_indices, _layout(layout), positive
+    dq, dk, dv = selected.backward(*given, wide=True)
     return _turned(dq, scale), dk, dv
 
 

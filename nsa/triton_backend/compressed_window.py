@@ -243,7 +243,7 @@ def attend(
 
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, finite: Tensor, do: Tensor, lse: Tensor, delta: Tensor, lo: Tensor, hi: Tensor,
-    seen_from: Tensor, seen_to: Tensor, max_splits: int, scale: float,
+    seen_from: Tensor, seen_to: Tensor, max_splits: int, scale: float, wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv), the last two as parts [splits, B, T, Hkv, D] that add up to them.
 
@@ -254,19 +254,20 @@ def gradients(
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     with on_device(q):
         _gradient_of_queries(q, k, v, finite, do, lo, hi, lse, delta, dq, scale)
-        parts = _parts_of_keys(q, k, v, do, lo, hi, lse, delta, seen_from, seen_to, max_splits, scale)
+        parts = _parts_of_keys(q, k, v, do, lo, hi, lse, delta, seen_from, seen_to, max_splits, scale, wide)
     return dq, *parts
 
 
 def backward(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, finite: Tensor, o: Tensor, lse: Tensor,
-    lo: Tensor, hi: Tensor, seen_from: Tensor, seen_to: Tensor, max_splits: int, scale: float,
+    lo: Tensor, hi: Tensor, seen_from: Tensor, seen_to: Tensor, max_splits: int, scale: float, wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv), from what `forward` was given and gave; None is a gradient of 0."""
+    """(dq, dk, dv), from what `forward` was given and gave; None is a gradient of 0. `wide`: dk and dv in float32."""
     do = torch.zeros_like(o) if do is None else do.contiguous()
     rows = backward_rows(do, o, lse, dlse)
-    dq, *parts = gradients(q, k, v, finite, do, *rows, lo, hi, seen_from, seen_to, max_splits, scale)
-    dk, dv = (part[0] if len(part) == 1 else part.sum(0).to(q.dtype) for part in parts)
+    dq, *parts = gradients(q, k, v, finite, do, *rows, lo, hi, seen_from, seen_to, max_splits, scale, wide)
+    dtype = torch.float32 if wide else q.dtype
+    dk, dv = (part[0] if len(part) == 1 else part.sum(0).to(dtype) for part in parts)
     return dq, dk, dv
 
 
@@ -291,12 +292,12 @@ def _gradient_of_queries(
 
 def _parts_of_keys(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, lo: Tensor, hi: Tensor, lse: Tensor, delta: Tensor,
-    seen_from: Tensor, seen_to: Tensor, max_splits: int, scale: float,
+    seen_from: Tensor, seen_to: Tensor, max_splits: int, scale: float, wide: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """[splits, B, T, Hkv, D] of dk and of dv."""
     (batch, length, heads, dk), (num_keys, num_kv_heads, dv) = q.shape, v.shape[1:]
     splits = _splits(k, length, max_splits)
-    of_k, of_v = (x.new_empty(splits, *x.shape, dtype=q.dtype if splits == 1 else torch.float32) for x in (k, v))
+    of_k, of_v = (x.new_empty(splits, *x.shape, dtype=torch.float32 if wide or splits > 1 else q.dtype) for x in (k, v))
     shape = tuning.shape("compressed_window_backward_kv", q, v)
     if of_k.numel():
         _backward_kv[triton.cdiv(num_keys, shape.keys) * splits, num_kv_heads, batch](

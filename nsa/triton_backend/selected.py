@@ -164,11 +164,11 @@ def forward(
 
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, block_indices: Tensor, layout: Layout,
-    scale: float, more_dq: tuple[Tensor, Tensor] | None = None,
+    scale: float, more_dq: tuple[Tensor, Tensor] | None = None, wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv); lse (base 2) and delta are those of `launch.backward_rows`, do is contiguous.
 
-    `more_dq`, those of the other branches, contiguous, are added to dq.
+    `more_dq`, those of the other branches, contiguous, are added to dq. `wide` leaves dk and dv in float32.
     """
     q, k, v, block_indices = unit_stride(q), unit_stride(k), unit_stride(v), block_indices.contiguous()
     (_, length, heads, _), num_kv_heads = q.shape, k.shape[2]
@@ -188,7 +188,7 @@ def gradients(
                 *sizes, **launch,
             )  # fmt: skip
     wanted_dq = dq if kernel is Variant.KV_MAJOR else None
-    dk, dv = selected_kv_major.backward(q, k, v, do, lse, delta, block_indices, layout, scale, wanted_dq, more_dq)
+    dk, dv = selected_kv_major.backward(q, k, v, do, lse, delta, block_indices, layout, scale, wanted_dq, more_dq, wide)
     if more_dq is not None and wanted_dq is None:
         add_to(dq, *more_dq)
     return dq, dk, dv
@@ -196,11 +196,11 @@ def gradients(
 
 def backward(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    block_indices: Tensor, layout: Layout, scale: float,
+    block_indices: Tensor, layout: Layout, scale: float, wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv), from what `forward` was given and gave; None is a gradient of 0."""
+    """(dq, dk, dv), from what `forward` was given and gave; None is a gradient of 0. `wide`: dk and dv in float32."""
     do = torch.zeros_like(o) if do is None else do.contiguous()
-    return gradients(q, k, v, do, *backward_rows(do, o, lse, dlse), block_indices, layout, scale)
+    return gradients(q, k, v, do, *backward_rows(do, o, lse, dlse), block_indices, layout, scale, wide=wide)
 
 
 def _blocks(layout: Layout, block_indices: Tensor) -> tuple[int, float]:

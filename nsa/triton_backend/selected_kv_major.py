@@ -189,17 +189,18 @@ def _backward(
 def backward(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor,
     block_indices: Tensor, layout: Layout, scale: float, dq: Tensor | None, more_dq: tuple[Tensor, Tensor] | None,
+    wide: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(dk, dv), from partial sums over tiles of queries that chose the same block; dq [B, S, Hq, Dk] is written to.
 
-    `more_dq`, contiguous and of that shape, are added to it.
+    `more_dq`, contiguous and of that shape, are added to it. `wide` leaves dk and dv in float32.
     """
     (batch, length, heads, dk), num_kv_heads = q.shape, k.shape[2]
     n, group = block_indices.shape[-1], heads // num_kv_heads
     at_a_time = length if dq is None else max(min(BACKWARD_SCRATCH // (batch * heads * n * dk), length), 1)
-    in_one_go = at_a_time == length
+    narrow = at_a_time == length and not wide
     # each key stands in a block, so that each row is written
-    sums = [x.new_empty(x.shape, dtype=x.dtype if in_one_go else torch.float32) for x in (k, v)]
+    sums = [x.new_empty(x.shape, dtype=x.dtype if narrow else torch.float32) for x in (k, v)]
     # once for all chunks: while a second one is made, the first would still be held
     dq_part = None if dq is None else q.new_empty(batch * num_kv_heads * at_a_time * n, group, dk)
     for first in range(0, length, at_a_time):
@@ -212,7 +213,7 @@ def backward(
                     first, count, length, heads, num_kv_heads, group, scale,
                     n, dk, tuning.padded(dk), triton.next_power_of_2(group), num_warps=2,
                 )  # fmt: skip
-    return sums[0].to(k.dtype), sums[1].to(v.dtype)
+    return (sums[0], sums[1]) if wide else (sums[0].to(k.dtype), sums[1].to(v.dtype))
 
 
 def _backward_chunk(

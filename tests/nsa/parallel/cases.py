@@ -34,6 +34,7 @@ class Case:
     separate: bool = True
     """Keys and values of their own for each branch."""
     scale: float | None = None
+    backend: str = "torch"
     seed: int = 0
 
     def documents(self) -> Tensor | None:
@@ -75,13 +76,23 @@ class Result:
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
+def attend(case: Case, own: dict[str, Tensor], context: ContextParallel) -> tuple[Tensor, nsa.Aux]:
+    """A rank's own part of the forward pass."""
+    sets = range(3) if case.separate else (0, 0, 0)
+    k, v = ([own[f"{name}{i}"] for i in sets] for name in "kv")
+    return context_parallel_attention(
+        own["q"], k, v, own["gates"], case.config, mesh=context, cu_seqlens=case.documents(), scale=case.scale,
+        backend=case.backend, return_aux=True,
+    )  # fmt: skip
+
+
 def _call(attention: Callable[..., Any], case: Case, x: dict[str, Tensor], **more: Any) -> Result:
     leaves = {name: value.clone().requires_grad_() for name, value in x.items() if name != "upstream"}
     sets = range(3) if case.separate else (0, 0, 0)
     k, v = ([leaves[f"{name}{i}"] for i in sets] for name in "kv")
     o, aux = attention(
-        leaves["q"], k, v, leaves["gates"], case.config, cu_seqlens=case.documents(), scale=case.scale, backend="torch",
-        return_aux=True, **more,
+        leaves["q"], k, v, leaves["gates"], case.config, cu_seqlens=case.documents(), scale=case.scale,
+        backend=case.backend, return_aux=True, **more,
     )  # fmt: skip
     o.backward(x["upstream"])
     return Result(
