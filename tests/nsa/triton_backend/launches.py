@@ -63,16 +63,23 @@ class Launches(TorchDispatchMode):
 
 
 def of_call(
-    heads: int, num_kv_heads: int, dim: int, length: int, *, dtype: torch.dtype = torch.bfloat16, **more: Any
+    heads: int, num_kv_heads: int, dim: int, length: int, *, of_each_branch: bool = False, **more: Any
 ) -> tuple[Launches, Launches]:
-    """What the forward pass launches, and the backward pass, of one call of the triton backend on [1, length, ...]."""
-    shapes = (heads, dim), (num_kv_heads, dim), (num_kv_heads, dim), (heads, 3)
-    q, k, v, gates = (torch.zeros(1, length, *shape, dtype=dtype, requires_grad=True) for shape in shapes)
-    upstream = torch.zeros(1, length, heads, dim, dtype=dtype)
+    """What the forward pass launches, and the backward pass, of one call of the triton backend on [1, length, ...].
+
+    Keys and values are one tensor each, or a tensor `of_each_branch`.
+    """
+
+    def zeros(heads: int, channels: int) -> Tensor:
+        return torch.zeros(1, length, heads, channels, dtype=torch.bfloat16, requires_grad=True)
+
+    q, gates, upstream = zeros(heads, dim), zeros(heads, 3), zeros(heads, dim).detach()
+    own = 3 if of_each_branch else 1
+    k, v = ([zeros(num_kv_heads, dim) for _ in range(own)] for _ in range(2))
     with Launches() as forward:
-        o = nsa.nsa_attention(q, k, v, gates, nsa.NSAConfig(), backend="triton", **more)
+        o = nsa.nsa_attention(q, 3 // own * k, 3 // own * v, gates, nsa.NSAConfig(), backend="triton", **more)
     with Launches() as backward:
-        torch.autograd.grad(o, (q, k, v, gates), upstream)
+        torch.autograd.grad(o, (q, *k, *v, gates), upstream)
     return forward, backward
 
 

@@ -88,3 +88,18 @@ def test_cells_up_to_where_16_bits_end_and_beyond(
     chosen[0, -1, -1, -1] = layout.max_blocks - 1
     found = index.build(chosen, layout, 0, queries, chunk=1, size=8, with_slots=True)
     agree(found, chosen, layout, 0, queries, 1, 8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("chunk", "size"), [(65536, 512), (32768, 128)])
+def test_at_real_sizes(device: torch.device, chunk: int, size: int) -> None:
+    """65,536 queries of 4 groups, which choose 16 of 1024 blocks, the first one always."""
+    config, queries = nsa.NSAConfig(), 65536
+    layout = Layout(queries, queries, config, device)
+    current = (layout.positions // config.l_sel)[:, None, None]
+    chosen = (torch.rand(1, queries, 4, config.n_sel, device=device) * (current + 1)).int()
+    chosen[..., 0] = 0
+    first_16 = torch.arange(config.n_sel, device=device, dtype=torch.int32)
+    chosen = torch.where(current < config.n_sel, torch.where(first_16 <= current, first_16, -1), chosen).contiguous()
+    found = index.build(chosen, layout, 0, queries, chunk=chunk, size=size, with_slots=True)
+    agree(found, chosen, layout, 0, queries, chunk, size)

@@ -53,7 +53,7 @@ def printed(names: list[str]) -> str:
     return "\n".join(f"{count} {name}" for name, count in Counter(names).items())
 
 
-def names_of(*sizes: int, **more: Any) -> list[list[str]]:
+def names_of(*sizes: Any, **more: Any) -> list[list[str]]:
     return [found.names for found in of_call(*sizes, **more)]
 
 
@@ -78,6 +78,13 @@ def test_of_wide_groups() -> None:
 @pytest.mark.parametrize("length", [2049, 4096])
 def test_a_longer_text_launches_as_many(length: int) -> None:
     assert [Counter(names) for names in names_of(12, 2, 64, length)] == [FORWARD, BACKWARD]
+
+
+@needs_interpreter
+def test_a_tensor_of_each_branch_adds_one_pass_over_the_selected_keys() -> None:
+    forward, backward = names_of(12, 2, 64, 2048, of_each_branch=True)
+    assert Counter(forward) == FORWARD | {"launch._finite_keys": 1}, printed(forward)
+    assert Counter(backward) == BACKWARD, printed(backward)
 
 
 @needs_interpreter
