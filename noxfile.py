@@ -232,6 +232,12 @@ def first_contact(session: nox.Session) -> None:
 
 
 @nox.session
+def accept(session: nox.Session) -> None:
+    """Take a machine's levels as its baseline: `nox -s accept -- --first --gpu NAME --reason TEXT`."""
+    in_image(session, "benchmarks", "accept", repository=True, extras=TO_MEASURE)
+
+
+@nox.session
 def report(session: nox.Session) -> None:
     """Build results/report/index.html from the records."""
     # in the working tree: git says where the commits are shown that the pages link to

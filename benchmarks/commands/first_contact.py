@@ -67,7 +67,7 @@ def main(arguments: argparse.Namespace) -> int:
                 print(f"note: {left_out}")
         print(
             f"Its records are in {arguments.out}. Take its level as the first baseline:\n"
-            f"  python -m benchmarks accept --first --gpu {machine.id} --reason TEXT"
+            f"  nox -s accept -- --first --gpu {machine.id} --reason TEXT"
         )
     print(json.dumps(summary))
     return 0 if complete else 1

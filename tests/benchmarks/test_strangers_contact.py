@@ -49,7 +49,7 @@ def test_from_first_contact_to_merge(stranger: Stranger, tmp_path: Path, capsys:
     assert stranger.types("first-contact") == 0
     said = capsys.readouterr().out
     assert ("not listed" in said) is name.startswith("gpu-")
-    assert f"accept --first --gpu {name} " in said
+    assert f"accept -- --first --gpu {name} " in said
     told = last_line(said)
     assert told["complete"]
     assert told["steps"] == dict.fromkeys(("laws", "incidents", "bench", "calibrate"), 0)

@@ -194,6 +194,7 @@ def test_a_session_of_no_family_takes_what_is_here(gpu: str | None, ask: Ask) ->
         ("compare", "benchmarks compare -k causality"),
         ("calibrate", "benchmarks calibrate -k causality"),
         ("first-contact", "benchmarks first-contact -k causality"),
+        ("accept", "benchmarks accept -k causality"),
         ("alerts", "benchmarks alerts -k causality"),
         ("comment", "benchmarks comment -k causality"),
         ("report", "benchmarks report -k causality"),
@@ -205,7 +206,7 @@ def test_a_session_runs_its_suite_and_passes_arguments_on(name: str, words: str,
     assert session.codes == [0]
     assert line.endswith(f" python -m {words}")
     assert ("--workdir" in line) == (
-        name in ("compare", "calibrate", "first-contact", "alerts", "report")
+        name in ("compare", "calibrate", "first-contact", "accept", "alerts", "report")
     )  # which ask git
 
 
