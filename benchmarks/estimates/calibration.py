@@ -51,9 +51,10 @@ def fit(samples: Sequence[Sample]) -> list[PartFit]:
         for part, least_ms in one.least_ms.items():
             row[2 * names.index(part) :][:2] = least_ms / one.measured_ms, 1 / one.measured_ms
     found, _ = scipy.optimize.nnls(rows, np.ones(len(samples)))
+    records = [sum(part in one.least_ms for one in samples) for part in names]
     return [
-        PartFit(part, *map(float, found[2 * i : 2 * i + 2]), sum(part in one.least_ms for one in samples))
-        for i, part in enumerate(names)
+        PartFit(part, float(factor), float(fixed_ms), count)
+        for part, factor, fixed_ms, count in zip(names, found[::2], found[1::2], records, strict=True)
     ]
 
 

@@ -18,6 +18,7 @@ NAMES: list[tuple[str, tuple[int, int], str, float | None]] = [
     ("NVIDIA GeForce RTX 3090", (8, 6), "3090", 0.936),
     ("NVIDIA GeForce RTX 3090 Ti", (8, 6), "gpu-geforce-rtx-3090-ti", None),
     ("NVIDIA GeForce RTX 4090", (8, 9), "4090", 1.008),
+    ("NVIDIA L40S", (8, 9), "l40s", 0.864),
     ("NVIDIA GeForce RTX 4090 Laptop GPU", (8, 9), "gpu-geforce-rtx-4090-laptop-gpu", None),
     ("NVIDIA H100 80GB HBM3", (9, 0), "h100-sxm", 3.35),
     ("NVIDIA H100 PCIe", (9, 0), "h100-pcie", 2.0),
