@@ -125,8 +125,8 @@ class Record:
     """Wall time of the whole measurement, from inputs to the last check; what a budget is planned with. None where it
     did not answer, and in earlier records."""
     launches_per_call: int | None = None
-    """What one call puts into the GPU's queue: kernels, copies and fills, counted by CUPTI; on a CPU PyTorch's operators
-    stand in for them. None where they were not counted."""
+    """What one call puts into the GPU's queue: kernels, copies and fills, counted by CUPTI; on a CPU PyTorch's
+    operators stand in for them. None where they were not counted."""
     anchor: Anchor | None = None
     """What was measured in place of the NSA that the fingerprint names; None where it is that one. Such a record is no
     point of its case's series."""
