@@ -24,6 +24,7 @@ from harness.peak import MeasuredPeak
 
 MEASURING = (
     "benchmarks/baselines", "benchmarks/cases", "benchmarks/correctness", "benchmarks/errors.py",
+    "benchmarks/first_step.py",
     "benchmarks/memory_worker.py", "benchmarks/runner.py", "benchmarks/timing", "benchmarks/watched.py",
     "benchmarks/workloads",    "harness/nvml.py",
 )  # fmt: skip

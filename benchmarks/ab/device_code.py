@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 from benchmarks.ab.checkout import Sources
 from benchmarks.cases.key import Key
+from benchmarks.workloads import suite
 from harness.isolate import Child
 
-MODES_WITHOUT = ("train-step", "memory")
+MODES_WITHOUT = ("train-step", "train-loop", "first-step", *suite.HOSTED, "memory")
 """What the host and the optimiser do between the kernels counts there too."""
 _WORKER = "benchmarks.ab.device_code_worker"
 _DEADLINE_S = 600.0

@@ -98,7 +98,11 @@ def nsa_cases(machine: Machine, patterns: Sequence[str] | None, *, quick: bool =
     shapes, on_gpu = suite.table(machine.suite), machine.device == "cuda"
     few, whole = (suite.planned(shapes, quick=part, backend="auto", on_gpu=on_gpu) for part in (True, False))
     planned = few if quick or patterns is None else whole
-    keys = [key for key in chosen(planned, patterns, whole) if key.implementation == NSA and key.mode != "memory"]
+    keys = [
+        key
+        for key in chosen(planned, patterns, whole)
+        if key.implementation == NSA and key.mode not in suite.IN_CHILDREN
+    ]
     if not keys:
         raise ValueError(f"--cases: {','.join(patterns or ())!r} names no case of NSA that is timed")
     return keys

@@ -23,6 +23,10 @@ TITLES = {
     "prefill-forward-backward": "Prefill, forward + backward",
     "decode": "Decode",
     "train-step": "Train step",
+    "train-loop": "Train step, a loop of one's own",
+    "first-step": "First step of a new process",
+    "host-prefill-forward": "Host time of a prefill, forward",
+    "host-prefill-forward-backward": "Host time of a prefill, forward + backward",
 }
 MEMORY_MODES = ("memory", "prefill-forward-backward", "train-step")
 _REFERENCE_MARKERS = "+x12|_34"

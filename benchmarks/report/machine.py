@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.history import accepted
+from benchmarks.history import launches as launch_history
 from benchmarks.history import memory as memory_history
 from benchmarks.history.memory import MemoryTrend
 from benchmarks.history.speedup import BaselineComparison
 from benchmarks.history.store import Store
-from benchmarks.report import case_pages, changes, lengths, machine_tables, memory, trends, verdicts
+from benchmarks.report import case_pages, changes, launches, lengths, machine_tables, memory, trends, verdicts
 from benchmarks.report.case_pages import CasePage, ReportContext
 from benchmarks.report.folder import ReportFolder
 from benchmarks.report.table import Cell, ReportTable
@@ -41,6 +42,7 @@ class MachineSection:
     limits: ReportTable
     memory: ReportTable
     memory_trends: Sequence[MemoryTrend]
+    launches: ReportTable
     missing: ReportTable
     unmeasured: ReportTable
     doubtful: ReportTable
@@ -87,6 +89,7 @@ def build(
         limits=machine_tables.limits(here),
         memory=memory.table(peaks, memory.limit_mib(newest.device), context.repository),
         memory_trends=peaks,
+        launches=launches.table(launch_history.trends(visits), context.repository),
         missing=machine_tables.missing(here),
         unmeasured=machine_tables.unmeasured(visits, runs[-1].utc),
         doubtful=machine_tables.doubtful(here),

@@ -7,6 +7,7 @@ kept and tagged.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import statistics
@@ -118,11 +119,8 @@ def measure(
     with _old_objects_spared():
         if device == "cuda":
             return _on_device(call, cache, plan, prepare)
-        sampler = host_clock.WallSampler(call, prepare)
-        warmups = _warm_up(sampler.sample, plan)
-        samples, stop_reason, missing = _samples(sampler.sample, plan)
-        sampler.require_same_time(samples)
-    return Timing(samples, "perf_counter", cache, warmups, stop_reason, missing, statistics.median(samples))
+        timing = _by_wall_clock(call, plan, prepare)
+    return dataclasses.replace(timing, end_to_end_ms=statistics.median(timing.samples_ms))
 
 
 def of_host(call: Callable[[], object], device: str, plan: SamplingPlan, before: Callable[[], object]) -> Timing:
@@ -137,10 +135,15 @@ def of_host(call: Callable[[], object], device: str, plan: SamplingPlan, before:
             device_clock.wait()
 
     with _old_objects_spared():
-        sampler = host_clock.WallSampler(call, ready)
-        warmups = _warm_up(sampler.sample, plan)
-        samples, stop_reason, missing = _samples(sampler.sample, plan)
-        sampler.require_same_time(samples)
+        return _by_wall_clock(call, plan, ready)
+
+
+def _by_wall_clock(call: Callable[[], object], plan: SamplingPlan, before: Callable[[], object]) -> Timing:
+    """Samples from a call until it returns."""
+    sampler = host_clock.WallSampler(call, before)
+    warmups = _warm_up(sampler.sample, plan)
+    samples, stop_reason, missing = _samples(sampler.sample, plan)
+    sampler.require_same_time(samples)
     return Timing(samples, "perf_counter", "warm", warmups, stop_reason, missing)
 
 

@@ -48,7 +48,7 @@ class Session:
         """What is timed on this machine; memory is no time."""
         on_gpu = self.machine.device == "cuda"
         keys = suite.planned(suite.table(self.machine.suite), quick=self.quick, backend=self.backend, on_gpu=on_gpu)
-        return suite.absent_once([key for key in keys if key.mode != "memory"], self.machine.device)
+        return suite.absent_once([key for key in keys if key.mode not in suite.IN_CHILDREN], self.machine.device)
 
     @cached_property
     def watch(self) -> GpuWatch | None:

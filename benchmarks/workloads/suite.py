@@ -26,6 +26,8 @@ RANDOM = "random"
 PREFILLS = ("prefill-forward", "prefill-forward-backward")
 HOSTED = tuple(HOST + mode for mode in PREFILLS)
 MODES = (*PREFILLS, "decode", *PARTS, "train-step", "train-loop", *HOSTED, "first-step", "memory")
+IN_CHILDREN = MODES[-2:]
+"""What is measured in processes of its own, one for each figure."""
 DEFAULT_MODES = MODES[:-1]
 """Memory takes a child process per case and a couple of minutes: it runs when `--cases` names it."""
 

@@ -17,7 +17,6 @@ from benchmarks.cases.work import Work
 from benchmarks.workloads import roofline
 from benchmarks.workloads.train_step import (
     CHECKED_TOKENS,
-    Batch,
     check_model,
     draw,
     kernel,
@@ -28,6 +27,7 @@ from benchmarks.workloads.train_step import (
 )
 from nsa import loss
 from nsa.model import DecoderLM
+from nsa.train.trainer import Batch
 
 COMPILED = {"compile": "default", "reduce-overhead": "reduce-overhead"}
 """The mode of `torch.compile` for each way of launching; none is eager."""

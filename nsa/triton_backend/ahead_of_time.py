@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-import nsa
+from nsa import NSAConfig, nsa_attention
 from nsa.triton_backend import architecture as served
 from nsa.triton_backend import decode, dispatch, tuning
 
@@ -137,6 +137,6 @@ def call(heads: Heads, queries: int, keys: int, *, backward: bool = True) -> Non
     num_heads = heads.group * heads.num_kv_heads
     q, gates = draw(queries, num_heads, heads.dk), draw(queries, num_heads, 3)
     k, v = draw(keys, heads.num_kv_heads, heads.dk), draw(keys, heads.num_kv_heads, heads.dv)
-    o = nsa.nsa_attention(q, k, v, gates, nsa.NSAConfig(), backend="triton")
+    o = nsa_attention(q, k, v, gates, NSAConfig(), backend="triton")
     if backward:
         torch.autograd.grad(o, (q, k, v, gates), torch.zeros_like(o))

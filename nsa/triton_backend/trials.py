@@ -15,7 +15,14 @@ import torch
 import triton
 from torch import Tensor
 
-import nsa
+from nsa import (
+    NSAConfig,
+    compress,
+    compressed_attention,
+    select_blocks,
+    selected_attention,
+    window_attention,
+)
 from nsa.triton_backend import ahead_of_time, candidates, dispatch, tuning
 from nsa.triton_backend.ahead_of_time import Heads
 from nsa.triton_backend.architecture import shared_kib
@@ -114,7 +121,7 @@ class Workload:
     dtype: torch.dtype = torch.bfloat16
     device: str = "cuda"
     batch: int = 1
-    config: nsa.NSAConfig = field(default_factory=nsa.NSAConfig)
+    config: NSAConfig = field(default_factory=NSAConfig)
     given: tuple[Tensor, Tensor, Tensor] | None = field(default=None, compare=False)
     """q, k and v to time it on; random ones if None."""
 
@@ -159,15 +166,15 @@ class Workload:
     def _part(self, part: str) -> Callable[[], tuple[Tensor, ...]]:
         config, (q, k, v) = self.config, self.inputs
         if part == "window":
-            return lambda: nsa.window_attention(q, k, v, config, backend="triton")
-        k_cmp, v_cmp = nsa.compress(k, config), nsa.compress(v, config)
+            return lambda: window_attention(q, k, v, config, backend="triton")
+        k_cmp, v_cmp = compress(k, config), compress(v, config)
         if part == "compressed":
-            return lambda: nsa.compressed_attention(q, k_cmp, v_cmp, config, backend="triton")
-        _, lse = nsa.compressed_attention(q.detach(), k_cmp.detach(), v_cmp.detach(), config, backend="triton")
+            return lambda: compressed_attention(q, k_cmp, v_cmp, config, backend="triton")
+        _, lse = compressed_attention(q.detach(), k_cmp.detach(), v_cmp.detach(), config, backend="triton")
         if part == "choice":
-            return lambda: (nsa.select_blocks(q, k_cmp, config, lse=lse, backend="triton"),)
-        blocks = nsa.select_blocks(q, k_cmp, config, lse=lse, backend="triton")
-        return lambda: nsa.selected_attention(q, k, v, blocks, config, backend="triton")
+            return lambda: (select_blocks(q, k_cmp, config, lse=lse, backend="triton"),)
+        blocks = select_blocks(q, k_cmp, config, lse=lse, backend="triton")
+        return lambda: selected_attention(q, k, v, blocks, config, backend="triton")
 
 
 def difference(found: list[Tensor], wanted: list[Tensor]) -> str | None:

@@ -102,9 +102,13 @@ def modules(backend: str, device: str, documents: Tensor | None) -> dict[str, Pu
     return {**layers, "model": PublicCall(lm.ModelConfig, (_DIM, 1, *_SIZES[1:]), model, through_model)}
 
 
+NO_ATTENTION = (nsa.tune,)
+"""Functions that compute nothing of a model."""
+
+
 def functions_missing_in(entries: Mapping[str, PublicCall]) -> list[str]:
     """Functions that `nsa` exports and no entry calls."""
-    called = {entry.call for entry in entries.values()}
+    called = {*NO_ATTENTION, *(entry.call for entry in entries.values())}
     return [name for name in nsa.__all__ if inspect.isfunction(getattr(nsa, name)) and getattr(nsa, name) not in called]
 
 

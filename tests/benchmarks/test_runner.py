@@ -24,6 +24,7 @@ from benchmarks.history.records import Record
 from benchmarks.timing import memory
 from benchmarks.timing.latency import SamplingPlan
 from benchmarks.workloads import attention
+from benchmarks.workloads.train_step import TINY
 from nsa import NSAConfig
 from tests.benchmarks.synthetic import FINGERPRINT, GREEN, key
 from tests.harness import workers
@@ -64,6 +65,39 @@ def test_measures_a_train_step(implementation: str) -> None:
     assert (record.outcome, record.reason) == (CaseOutcome.PASSED, None)
     assert record.correctness is not None
     assert [check.name for check in record.correctness.checks] == ["logits", "dparameters", "loss, fresh inputs"]
+
+
+@pytest.mark.parametrize("implementation", ["nsa", "sdpa-math"])
+def test_measures_a_loop_of_ones_own(implementation: str) -> None:
+    config = dataclasses.asdict(TINY.nsa) if implementation == "nsa" else None
+    sizes = {"heads": 2, "num_kv_heads": 1, "model": "tiny", "config": config}
+    record = measure(key("train-loop", implementation, length=32, **sizes))
+    assert (record.outcome, record.reason) == (CaseOutcome.PASSED, None)
+    assert record.correctness is not None
+    assert [check.name for check in record.correctness.checks] == ["logits", "dparameters", "loss, fresh inputs"]
+
+
+def test_a_loop_is_compiled_as_its_launch_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+
+    def compile_(model: torch.nn.Module, *, mode: str) -> torch.nn.Module:
+        compiled.append(mode)
+        return model
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    sizes = {"heads": 2, "num_kv_heads": 1, "model": "tiny", "config": dataclasses.asdict(TINY.nsa)}
+    for launch in ("eager", "compile", "reduce-overhead"):
+        runner.prepare(key("train-loop", length=32, launch=launch, **sizes), "cpu")
+    assert compiled == ["default", "reduce-overhead"]
+
+
+def test_measures_the_hosts_time_and_counts_launches() -> None:
+    record = measure(key("host-prefill-forward-backward"))
+    assert (record.outcome, record.reason) == (CaseOutcome.PASSED, None)
+    assert (record.tokens_per_s, record.flops, record.clock) == (None, None, "perf_counter")
+    assert record.launches_per_call is not None
+    assert record.launches_per_call > 100  # PyTorch's operators, on a CPU
+    assert measure(key()).launches_per_call is None
 
 
 def scaled_output(factor: float) -> Callable[..., object]:

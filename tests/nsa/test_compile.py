@@ -163,7 +163,8 @@ def test_reduce_overhead_replays_one_graph_with_the_numbers_of_an_eager_call(
         found = [x.clone() for x in outcome(compiled, inputs)]
     for one, wanted in zip(found, outcome(kernels, inputs), strict=True):
         torch.testing.assert_close(one, wanted)
-    assert counters["inductor"]["cudagraph_skips"] == 0
+    if device.type == "cuda":
+        assert counters["inductor"]["cudagraph_skips"] == 0
     assert counters["stats"]["unique_graphs"] == 1
 
 
