@@ -1,4 +1,4 @@
-"""What the inputs are to follow: of an atlas the quantiles over its heads, between its lengths a line over their logarithm."""
+"""What the inputs are to follow: quantiles over the heads of an atlas, and between its lengths a line."""
 
 from __future__ import annotations
 
