@@ -12,14 +12,12 @@ from torch import Tensor
 
 from benchmarks.cases import recorded
 from benchmarks.cases.key import Key
-from benchmarks.cases.recorded import DECODE_STEPS, Sizes
+from benchmarks.cases.recorded import Sizes
 from nsa import NSAConfig
 from nsa.geometry import num_compressed_blocks
 
 KINDS = ("random", *recorded.KINDS)
 """How q and k are drawn; a key names it."""
-_SEEDS_APART = 2**33
-"""Between the seeds of a case's tensors, of its steps and of its topics: more than any crc32 and seed of a run."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +52,22 @@ def draw(key: Key, device: str, seed: int = 0, step: int = 0) -> Problem:
     """
     if key.inputs not in KINDS:
         raise ValueError(f"key.inputs must be one of {', '.join(KINDS)}; got {key.inputs!r}")
-    shape = (key.batch, key.num_queries, key.num_keys, key.heads, key.num_kv_heads, key.head_dim_k, key.head_dim_v)
-    seed += zlib.crc32(repr(shape).encode())
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = _generator(key, device, seed)
     q, k, v = _queries(key, generator), *_keys_and_values(key, generator)
     problem = Problem(q, k, v, _gates(key, generator))
     if step:
-        of_step = torch.Generator(device).manual_seed(seed + _SEEDS_APART * step)
+        of_step = _generator(key, device, seed, "step", step)
         problem = dataclasses.replace(problem, q=_queries(key, of_step), gates=_gates(key, of_step))
     if key.inputs != "random":
         sizes = Sizes(key.batch, key.num_queries, key.num_keys, key.num_kv_heads, key.head_dim_k)
-        of_topics = torch.Generator(device).manual_seed(seed + _SEEDS_APART * DECODE_STEPS)
-        recorded.put_topics(problem.q, problem.k, key.inputs, sizes, of_topics, step)
+        recorded.put_topics(problem.q, problem.k, key.inputs, sizes, _generator(key, device, seed, "topics"), step)
     return problem
+
+
+def _generator(key: Key, device: str, seed: int, *of: object) -> torch.Generator:
+    """Of the case's tensors, or of something beside them by its name: on a CPU the lowest 32 bits of a seed count."""
+    shape = (key.batch, key.num_queries, key.num_keys, key.heads, key.num_kv_heads, key.head_dim_k, key.head_dim_v)
+    return torch.Generator(device).manual_seed(zlib.crc32(repr((*shape, *of)).encode()) + seed)
 
 
 def _queries(key: Key, generator: torch.Generator) -> Tensor:

@@ -57,13 +57,13 @@ def test_q_k_and_v_have_unit_variance(kind: str, dtype: str, head_dim: int) -> N
 def test_decode_steps_that_follow_share_their_keys_and_nearly_their_topic() -> None:
     step = key("decode", length=512, inputs="recorded", heads=4, num_kv_heads=2, head_dim_k=64, head_dim_v=64)
     drawn = [inputs.draw(step, "cpu", step=i) for i in range(DECODE_STEPS)]
+    assert len({p.gates.sum().item() for p in drawn}) == len(drawn)
     for p in drawn[1:]:
         assert torch.equal(p.k, drawn[0].k)
         assert torch.equal(p.v, drawn[0].v)
-        assert not torch.equal(p.gates, drawn[0].gates)
     topics = torch.stack([p.q[0, 0, 0, :32] for p in drawn])
     others = torch.stack([inputs.draw(step, "cpu", seed=i).q[0, 0, 0, :32] for i in range(1, 9)])
-    assert torch.cosine_similarity(topics[:-1], topics[1:], dim=-1).mean().item() > 0.3
+    assert 0.3 < torch.cosine_similarity(topics[:-1], topics[1:], dim=-1).mean().item() < 0.99
     assert torch.cosine_similarity(others[:-1], others[1:], dim=-1).mean().item() < 0.2
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 
@@ -51,6 +52,24 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     monkeypatch.setattr(latency, "measure", five_calls)
     monkeypatch.setattr(cuda_graphs, "capture", lambda call: call)
     return Log()
+
+
+@pytest.mark.parametrize("launch", ["eager", "graph"])
+@pytest.mark.parametrize(("cache", "expected"), [("warm", "acdac"), ("cold", "ababa")])
+def test_warm_calls_go_through_the_steps_that_follow(
+    cache: str, expected: str, launch: str, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cold ones find nothing of the step before, so that a copy will do."""
+    monkeypatch.setattr(rotating_inputs, "_has_room", lambda work: True)
+    shared = torch.ones(4)
+    work = dataclasses.replace(
+        log.work("a", shared, copy=lambda: log.work("b", torch.ones(4))),
+        following=lambda: [log.work(name, shared) for name in "cd"],
+    )
+    all_steps = RotatingInputs(work, key(cache=cache, launch=launch), "cpu")
+    all_steps.time(SamplingPlan(1, 0.0, 1.0))
+    assert "".join(log.calls) == expected
+    assert torch.equal(shared, torch.ones(4))  # touched once by each step, and left as it was
 
 
 @pytest.mark.parametrize("launch", ["eager", "graph"])

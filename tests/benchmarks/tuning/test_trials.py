@@ -13,12 +13,14 @@ import torch
 
 pytest.importorskip("triton")
 
+from benchmarks.cases import inputs
 from benchmarks.timing import latency
 from benchmarks.tuning import run
 from harness import jsonl
 from nsa.triton_backend import hopper, tuning
 from nsa.triton_backend.trials import Workload, difference
 from nsa.triton_backend.tuning import LaunchConfig
+from tests.benchmarks.synthetic import key
 
 SMALL = LaunchConfig(16, 16, 1, 1)
 
@@ -36,6 +38,15 @@ def test_a_candidate_that_is_right_is_timed(workload: Workload, kernel: str) -> 
     assert trial.outcome == "measured", trial.detail
     assert trial.latency_ms is not None
     assert trial.latency_ms > 0
+
+
+def test_recorded_inputs_are_those_of_the_benches(device: torch.device) -> None:
+    sizes = {"heads": 2, "num_kv_heads": 1, "head_dim_k": 16, "head_dim_v": 16, "config": None}
+    for kind in ("random", "recorded"):
+        tried = Workload(86, "narrow", 2, 16, 16, 1, 40, torch.float32, device.type, kind)
+        drawn = inputs.draw(key("prefill-forward-backward", length=40, inputs=kind, **sizes), device.type)
+        assert all(torch.equal(x, y) for x, y in zip(tried.inputs, (drawn.q, drawn.k, drawn.v), strict=True))
+        assert all(x.requires_grad for x in tried.inputs)
 
 
 def test_a_candidate_is_launched_and_a_wrong_one_is_found(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,6 +82,7 @@ def test_a_trial_is_on_the_disk_before_the_next_one_begins(workload: Workload, t
     assert not damaged
     (line,) = found
     assert line.trial == first
+    assert line.inputs == "random"
     assert (line.group, line.head_dim_k, line.head_dim_v, line.kv_heads, line.tokens) == (2, 16, 16, 1, 40)
     assert line.fingerprint.torch == torch.__version__
 

@@ -18,8 +18,10 @@ from torch import Tensor
 import nsa
 from benchmarks import runner
 from benchmarks.baselines import BASELINES
+from benchmarks.cases import inputs
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome
+from benchmarks.cases.recorded import DECODE_STEPS
 from benchmarks.commands import options
 from benchmarks.correctness.verify import IncorrectError
 from benchmarks.history.store import Store
@@ -156,6 +158,34 @@ def test_a_part_that_remembers_is_stopped(mode: str) -> None:
     assert work.recheck(work.call, 3).passed
     with pytest.raises(IncorrectError):
         work.recheck(cached, 4)
+
+
+@pytest.mark.parametrize("implementation", ["nsa", "sdpa-flash"])
+@pytest.mark.parametrize("mode", ["prefill-forward-backward", "decode"])
+def test_recorded_inputs_are_measured_behind_the_oracle_and_say_what_they_follow(
+    mode: str, implementation: str
+) -> None:
+    the_key = key(mode, implementation, 200, inputs="recorded", head_dim_k=32, head_dim_v=32)
+    record = runner.measure(the_key, "cpu", PLAN, FINGERPRINT, "true").record
+    assert record.outcome is CaseOutcome.PASSED, record.reason
+    assert record.inputs_follow == inputs.followed(the_key)
+
+
+def test_decode_steps_follow_one_another_on_the_keys_of_the_first() -> None:
+    the_key = key("decode", length=200, batch=2, inputs="recorded", head_dim_k=32, head_dim_v=32)
+    first = attention.prepare(the_key, "cpu")
+    assert first.following is not None
+    works = [first, *first.following()]
+    assert len(works) == DECODE_STEPS
+    for step, work in enumerate(works):
+        wanted = inputs.draw(the_key, "cpu", step=step)
+        assert torch.equal(work.inputs["q"], wanted.q)
+        assert all(work.inputs[name] is first.inputs[name] for name in ("k", "v", "k_compressed", "v_compressed"))
+    last = works[-1]
+    assert last.redraw is not None
+    last.redraw(5)
+    assert torch.equal(last.inputs["q"], inputs.draw(the_key, "cpu", 5, DECODE_STEPS - 1).q)
+    assert attention.prepare(dataclasses.replace(the_key, inputs="random"), "cpu").following is None
 
 
 def test_a_case_that_cannot_fit_is_not_tried_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
