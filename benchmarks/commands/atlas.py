@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps",
         type=_count,
-        default=2000,
+        default=3000,
         metavar="N",
         help="tasks: optimiser steps of each model (default: %(default)s)",
     )

@@ -141,7 +141,11 @@ class Plan:
     lr: float = 1e-3
 
     def stages(self, first: int) -> list[tuple[int, int]]:
-        """(length, steps) from `first` on, doubled up to each length that is asked at; steps shared evenly."""
+        """(length, steps) from `first` on, doubled up to each length that is asked at.
+
+        Half of the steps are taken at the first one, where the task is learnt; the others share the rest evenly.
+        Raises ValueError where they are too few.
+        """
         lengths: list[int] = []
         for asked in self.lengths:
             length = 2 * lengths[-1] if lengths else min(first, asked)
@@ -149,8 +153,13 @@ class Plan:
                 lengths.append(length)
                 length *= 2
             lengths.append(asked)
-        each, rest = divmod(self.steps, len(lengths))
-        return [(length, each + (number < rest)) for number, length in enumerate(lengths)]
+        if len(lengths) == 1:
+            return [(lengths[0], self.steps)]
+        if self.steps < (least := 2 * (len(lengths) - 1)):
+            raise ValueError(f"steps must be at least {least} for the lengths {lengths}; got {self.steps}")
+        each = self.steps // 2 // (len(lengths) - 1)
+        begin = self.steps - each * (len(lengths) - 1)
+        return [(length, each if number else begin) for number, length in enumerate(lengths)]
 
 
 @dataclass(frozen=True)

@@ -70,10 +70,12 @@ def test_the_choice_is_too_small_for_every_statement() -> None:
         assert task.variables > paper.n_sel - paper.init_blocks - paper.local_blocks
 
 
-def test_lengths_grow_by_doubling_and_share_the_steps() -> None:
-    assert Plan((8192, 32768), 60, 1).stages(1024) == [(1024 << i, 10) for i in range(6)]
-    assert Plan((100, 900), 9, 1).stages(1024) == [(100, 2), (200, 2), (400, 2), (800, 2), (900, 1)]
+def test_lengths_grow_by_doubling_and_the_first_takes_half_of_the_steps() -> None:
+    assert Plan((8192, 32768), 100, 1).stages(1024) == [(1024, 50), *((2048 << i, 10) for i in range(5))]
+    assert Plan((100, 900), 19, 1).stages(1024) == [(100, 11), (200, 2), (400, 2), (800, 2), (900, 2)]
     assert Plan((8192,), 7, 1).stages(8192) == [(8192, 7)]
+    with pytest.raises(ValueError, match="steps must be at least 10"):
+        Plan((32768,), 9, 1).stages(1024)
 
 
 def test_both_models_get_the_same_texts(monkeypatch: pytest.MonkeyPatch) -> None:
