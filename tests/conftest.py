@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from harness import forced
 from harness.triton_interpreter import compute_in_bfloat16
 from tests import quick
 from tests.laws.parts import Parts, why_absent
+from tests.nsa.parallel.pool import Pool
 
 _COMMON = {
     "deadline": None,
@@ -91,6 +93,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """Eight CPU processes over Gloo, started once."""
+    started = Pool(tmp_path_factory.mktemp("ranks"))
+    yield started
+    started.close()
 
 
 @pytest.fixture(scope="session", params=["reference", "torch", "triton"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
@@ -166,14 +165,12 @@ class _LayerContext:
 def _mean(x: Tensor, plan: Plan, run: backends.ParallelBackend) -> Tensor:
     """phi = avg: x [B, S, H, D] -> [B, own blocks, H, D]."""
     rows = HaloRows.apply(x, plan.source_halo)
-    return _joined([run.compress(rows[:, own.rows], own.layout)[:, : own.count] for own in plan.blocks], rows)
+    blocks = [run.compress(rows[:, own.rows], own.layout)[:, : own.count] for own in plan.blocks]
+    return torch.cat(blocks, 1) if blocks else rows[:, :0]
 
 
 def _learned(phi: nn.Module, x: Tensor, plan: Plan) -> Tensor:
-    """The same by the layer's phi."""
+    """The same by the layer's phi, which is called even without a block: its weights get a gradient on every rank."""
     rows = HaloRows.apply(x, plan.source_halo)
-    return _joined([phi(rows[:, own.rows], own.layout.cu_seqlens)[:, : own.count] for own in plan.blocks], rows)
-
-
-def _joined(blocks: Sequence[Tensor], rows: Tensor) -> Tensor:
-    return torch.cat(list(blocks), 1) if blocks else rows[:, :0]
+    blocks = [phi(rows[:, own.rows], own.layout.cu_seqlens)[:, : own.count] for own in plan.blocks]
+    return torch.cat(blocks or [phi(rows[:, :0])], 1)

@@ -1,0 +1,1 @@
+"""Attention over several ranks, timed against one of them."""
