@@ -75,6 +75,26 @@ NUM_DIFFERENTIABLE = 4
 """The first so many of an output."""
 
 
+class Saved(NamedTuple):
+    """What the backward pass needs of an `Output`: neither o, which its caller may free, nor the counts."""
+
+    lse_compressed: Tensor
+    lse_selected: Tensor
+    lse_window: Tensor
+    block_indices: Tensor
+    o_compressed: Tensor
+    o_selected: Tensor
+    o_window: Tensor
+    k_compressed: Tensor
+    v_compressed: Tensor
+    finite_compressed: Tensor
+    finite_window: Tensor
+
+    @classmethod
+    def of(cls, output: Sequence[Tensor]) -> Saved:
+        return cls(*output[1:5], *output[8:])
+
+
 def forward(q: Tensor, given: Inputs, gates: Tensor, layout: Layout, scale: float) -> Output:
     """o [B, S, Hq, Dv] of q [B, S, Hq, Dk] and gates [B, S, Hq, 3]; scale > 0."""
     layout, q = located(layout), unit_stride(q)
@@ -111,27 +131,27 @@ def forward(q: Tensor, given: Inputs, gates: Tensor, layout: Layout, scale: floa
 
 def backward(
     gradients: Sequence[Tensor | None],
-    q: Tensor, given: Inputs, gates: Tensor, output: Output, layout: Layout, scale: float,
+    q: Tensor, given: Inputs, gates: Tensor, saved: Saved, layout: Layout, scale: float,
 ) -> tuple[Tensor, Inputs, Tensor]:  # fmt: skip
     """(dq, those of `given`, of the gates) from those of o and of the three lse, where None is 0."""
     layout, q = located(layout), unit_stride(q)
     k, v = map(unit_stride, given.selected)
     k_win, v_win = (k, v) if given.window is None else given.window
-    k_cmp, v_cmp = (output.k_compressed, output.v_compressed) if given.compressed is None else given.compressed
+    k_cmp, v_cmp = (saved.k_compressed, saved.v_compressed) if given.compressed is None else given.compressed
     do, *dlse = gradients
-    branches = output.o_compressed, output.o_selected, output.o_window
+    branches = saved.o_compressed, saved.o_selected, saved.o_window
     rows, dgates = gated_sum.backward_branches(
-        torch.zeros_like(output.o) if do is None else do, branches, gates, output[1:NUM_DIFFERENTIABLE], dlse
+        torch.zeros_like(saved.o_window) if do is None else do, branches, gates, saved[:3], dlse
     )
     # a branch's do is freed behind it
     dq_win, *window_parts = compressed_window.gradients(
-        q, k_win, v_win, output.finite_window, *rows.pop(), *layout.window_interval, *layout.window_queries, 1, scale
+        q, k_win, v_win, saved.finite_window, *rows.pop(), *layout.window_interval, *layout.window_queries, 1, scale
     )
     dq_cmp, *parts = compressed_window.gradients(
-        q, k_cmp, v_cmp, output.finite_compressed, *rows.pop(0), *layout.compressed_interval,
+        q, k_cmp, v_cmp, saved.finite_compressed, *rows.pop(0), *layout.compressed_interval,
         *layout.compressed_queries, MAX_SPLITS, scale,
     )  # fmt: skip
-    dq, *of_selected = selected.gradients(q, k, v, *rows.pop(), output.block_indices, layout, scale, (dq_cmp, dq_win))
+    dq, *of_selected = selected.gradients(q, k, v, *rows.pop(), saved.block_indices, layout, scale, (dq_cmp, dq_win))
     of_window = [part[0] for part in window_parts]
     return dq, _of_inputs(given, parts, of_selected, of_window, layout), dgates
 

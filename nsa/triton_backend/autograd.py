@@ -100,7 +100,7 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, *more: Any) -> attention.Output:
         *tensors, gates, layout, scale = more
         output = attention.forward(q, attention.paired(tensors), gates, layout, scale)
-        ctx.save_for_backward(q, *tensors, gates, *output)
+        ctx.save_for_backward(q, *tensors, gates, *attention.Saved.of(output))
         ctx.more = layout, scale
         ctx.mark_non_differentiable(*output[attention.NUM_DIFFERENTIABLE :])
         ctx.set_materialize_grads(False)
@@ -110,7 +110,7 @@ class Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         q, *tensors = ctx.saved_tensors
-        tensors, gates, output = tensors[:8], tensors[8], attention.Output(*tensors[9:])
+        tensors, gates, saved = tensors[:8], tensors[8], attention.Saved(*tensors[9:])
         given, upstream = attention.paired(tensors), gradients[: attention.NUM_DIFFERENTIABLE]
-        dq, of_given, dgates = attention.backward(upstream, q, given, gates, output, *ctx.more)
+        dq, of_given, dgates = attention.backward(upstream, q, given, gates, saved, *ctx.more)
         return dq, *attention.flat(of_given), dgates, None, None

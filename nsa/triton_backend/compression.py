@@ -92,7 +92,7 @@ def _of_blocks(PART, token, lo, last, slots, part, b, h, HKV, SLOT_TOKEN, SLOT_U
         there = real & (slot >= lo) & (slot < slots)
         first = tl.load(SLOT_TOKEN + slot, mask=there, other=0)
         there &= tl.load(SLOT_USED + slot, mask=there, other=0) != 0
-        there &= (first <= token) & (token < first + L)
+        there &= first <= token  # else it is the next document's
         row = ((b * slots + slot) * HKV + h) * D
         for number in range(splits):
             acc += load_rows(PART + number * part, row, there, D, DP).to(tl.float32)

@@ -205,7 +205,7 @@ KEYS_AND_VALUES = (
 )
 NUM_TENSORS = 8
 REST = "Tensor gates, Tensor? cu_seqlens, int[] numbers, float scale"
-OUTPUTS = ", ".join(f"Tensor {name}" for name in whole.Output._fields)
+SAVED = ", ".join(f"Tensor {name}" for name in whole.Saved._fields)
 
 
 @custom_op(
@@ -240,14 +240,14 @@ def _(q: Tensor, *more: Any) -> tuple[Tensor, ...]:
 @custom_op(
     "nsa::attention_backward",
     mutates_args=(),
-    schema=f"(Tensor? do, Tensor? dlse_cmp, Tensor? dlse_sel, Tensor? dlse_win, Tensor q, {KEYS_AND_VALUES}, {OUTPUTS},"
+    schema=f"(Tensor? do, Tensor? dlse_cmp, Tensor? dlse_sel, Tensor? dlse_win, Tensor q, {KEYS_AND_VALUES}, {SAVED},"
     f" {REST}) -> ({', '.join((NUM_TENSORS + 2) * ['Tensor'])})",
 )
 def _attention_backward(*inputs: Any) -> tuple[Tensor, ...]:
     *tensors, gates, cu_seqlens, numbers, scale = inputs
-    upstream, q, tensors, output = tensors[:4], tensors[4], tensors[5:13], whole.Output(*tensors[13:])
+    upstream, q, tensors, saved = tensors[:4], tensors[4], tensors[5:13], whole.Saved(*tensors[13:])
     layout = _layout(q, tensors[0].shape[1], cu_seqlens, numbers)
-    dq, of_given, dgates = whole.backward(upstream, q, whole.paired(tensors), gates, output, layout, scale)
+    dq, of_given, dgates = whole.backward(upstream, q, whole.paired(tensors), gates, saved, layout, scale)
     # an operator gives tensors: one without rows where there is none
     return dq, *(q.new_empty(0) if x is None else x for x in whole.flat(of_given)), dgates
 
@@ -261,7 +261,7 @@ _attention_backward.register_fake(
 
 def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, numbers, scale = inputs
-    ctx.save_for_backward(*tensors, *output)
+    ctx.save_for_backward(*tensors, *whole.Saved.of(output))
     ctx.more = numbers, scale
     ctx.mark_non_differentiable(*output[whole.NUM_DIFFERENTIABLE :])
     ctx.set_materialize_grads(False)
@@ -269,9 +269,9 @@ def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
 
 def _attention_gradients(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     q, *tensors = ctx.saved_tensors
-    tensors, (gates, cu_seqlens), output = tensors[:NUM_TENSORS], tensors[8:10], tensors[10:]
+    tensors, (gates, cu_seqlens), saved = tensors[:NUM_TENSORS], tensors[8:10], tensors[10:]
     upstream = gradients[: whole.NUM_DIFFERENTIABLE]
-    dq, *found = _attention_backward(*upstream, q, *tensors, *output, gates, cu_seqlens, *ctx.more)
+    dq, *found = _attention_backward(*upstream, q, *tensors, *saved, gates, cu_seqlens, *ctx.more)
     of_given = (None if x is None else dx for x, dx in zip(tensors, found[:-1], strict=True))
     return dq, *of_given, found[-1], None, None, None
 

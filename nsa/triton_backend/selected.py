@@ -168,14 +168,16 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv); lse (base 2) and delta are those of `launch.backward_rows`, do is contiguous.
 
-    `more_dq`, those of the other branches, contiguous, are added to dq. `wide` leaves dk and dv in float32.
+    `more_dq`, those of the other branches, contiguous, are added to dq; the first may be overwritten. `wide` leaves dk
+    and dv in float32.
     """
     q, k, v, block_indices = unit_stride(q), unit_stride(k), unit_stride(v), block_indices.contiguous()
     (_, length, heads, _), num_kv_heads = q.shape, k.shape[2]
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    kernel = variant("selected_backward_q", q, k, v, *_blocks(layout, block_indices))
+    in_place = more_dq is not None and kernel is Variant.KV_MAJOR  # each program reads what it overwrites
+    dq = more_dq[0] if more_dq is not None and in_place else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if dq.numel() == 0:
         return dq, k.new_zeros(k.shape), v.new_zeros(v.shape)
-    kernel = variant("selected_backward_q", q, k, v, *_blocks(layout, block_indices))
     if kernel is Variant.HOPPER:
         with on_device(q):
             hopper.selected.backward_q(q, k, v, do, block_indices, layout, scale, lse, delta, dq)
