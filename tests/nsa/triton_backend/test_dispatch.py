@@ -40,6 +40,7 @@ def test_many_queries_in_small_groups_take_the_kv_stationary_kernel(
 
 @pytest.fixture
 def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architecture, "FORCED", None)
     monkeypatch.setattr(architecture, "of_gpu", lambda _: 90)
     monkeypatch.setattr(hopper, "AVAILABLE", True)
     monkeypatch.setattr(dispatch, "interpreted", lambda: False)
