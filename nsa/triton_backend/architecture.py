@@ -79,7 +79,8 @@ def require_fit(architecture: int, metadata: Mapping[str, Any], ptx: str | None)
 
 
 def force(architecture: int) -> None:
-    """Have Triton generate code for this architecture in all of the process, and refuse what would not fit there.
+    """Have Triton generate code for this architecture in this process (and, by TRITON_OVERRIDE_ARCH, which Triton sets,
+    in its children), and refuse kernels of this package that do not fit.
 
     Raises ValueError where this version of Triton cannot be told to.
     """
@@ -87,7 +88,9 @@ def force(architecture: int) -> None:
     if not hasattr(getattr(knobs, "runtime", None), "override_arch") or not hasattr(knobs.compilation, "listener"):
         raise ValueError(f"{VARIABLE} needs Triton 3.6 or newer; this is {triton.__version__}")
 
-    def compiled(*, metadata: Mapping[str, Any], metadata_group: Mapping[str, str], **_: Any) -> None:
+    def compiled(*, src: Any, metadata: Mapping[str, Any], metadata_group: Mapping[str, str], **_: Any) -> None:
+        if not str(getattr(getattr(src, "fn", None), "__module__", "")).startswith(f"{__package__}."):
+            return  # torch.compile's, or another package's
         paths = [Path(path) for name, path in metadata_group.items() if name.endswith(".ptx")]
         require_fit(architecture, metadata, paths[0].read_text() if paths else None)
 

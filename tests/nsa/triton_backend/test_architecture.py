@@ -59,6 +59,7 @@ def test_a_gpu_that_is_not_newer_is_refused(here: int, monkeypatch: pytest.Monke
 
 
 def test_a_forced_gpu_takes_its_table_and_no_kernel_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architecture, "FORCED", None)
     monkeypatch.setattr(architecture, "of_gpu", lambda _: 90)
     monkeypatch.setattr(hopper, "AVAILABLE", True)
     monkeypatch.setattr(dispatch, "interpreted", lambda: False)
@@ -108,9 +109,8 @@ def test_a_triton_that_cannot_be_told_to_is_refused(monkeypatch: pytest.MonkeyPa
         architecture.force(86)
 
 
-def test_an_h200_that_is_forced_is_given_what_an_rtx_3090_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(architecture.VARIABLE, "sm86")
-    found = answer("compile_forced")
+def test_an_h200_that_is_forced_is_given_what_an_rtx_3090_would_be() -> None:
+    found = answer("compile_forced", forced="sm86")
     assert not [name for name in found["launched"] if name.startswith("hopper.")]
     assert found["kernel"]["instructions"] == ["mma.sync"]
     assert found["kernel"]["target"] == "sm_90a"  # assembled for the GPU that is there
@@ -118,9 +118,8 @@ def test_an_h200_that_is_forced_is_given_what_an_rtx_3090_would_be(monkeypatch: 
     assert "shared memory (sm86, forced)" in found["of_hopper"]["refused"]
 
 
-def test_one_that_is_not_forced_is_given_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_not_forced_is_given_its_own() -> None:
     """What the test before looks for is there where nothing is forced."""
-    monkeypatch.delenv(architecture.VARIABLE, raising=False)
     found = answer("compile_forced")
     assert bool([name for name in found["launched"] if name.startswith("hopper.")]) is hopper.AVAILABLE
     assert "wgmma" in found["kernel"]["instructions"]

@@ -52,6 +52,7 @@ def test_wide_groups_take_it_where_l2_holds_no_head(monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architecture, "FORCED", None)
     monkeypatch.setattr(architecture, "of_gpu", lambda _: 90)
     monkeypatch.setattr(hopper, "AVAILABLE", True)
     monkeypatch.setattr(dispatch, "interpreted", lambda: False)
