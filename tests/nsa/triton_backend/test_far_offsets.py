@@ -6,6 +6,7 @@ import math
 import mmap
 import multiprocessing
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -68,8 +69,14 @@ def same(found: list[Tensor], wanted: list[Tensor]) -> None:
         assert torch.equal(a, b), f"result {number}"
 
 
+def go_by_block() -> None:
+    """From here on in this process, the selected branch loops over blocks of keys wherever it can."""
+    mock.patch.object(dispatch, "sooner_by_block", return_value=True).start()
+
+
 def batch_rows_far_apart() -> None:
     """Row 2 begins 2.4·10⁹ elements behind row 0, though its stride has 32 bits."""
+    go_by_block()
     x = draw(3, 9, 12)
     k_cmp, v_cmp = (nsa.compress(x[name], CONFIG, backend="torch") for name in "kv")
     wanted = results(x, CONFIG, (k_cmp, v_cmp))
@@ -79,6 +86,7 @@ def batch_rows_far_apart() -> None:
 
 def tokens_far_apart() -> None:
     """Key 269 is the first behind 2³¹ elements; a tile of 256 tokens still spans fewer."""
+    go_by_block()
     x = draw(1, 9, TOKENS)
     k_cmp, v_cmp = x["k"].clone(), x["v"].clone()
     wanted = results(x, BY_TOKEN, (k_cmp, v_cmp))
@@ -91,6 +99,7 @@ def tokens_far_apart() -> None:
 def tokens_far_apart_kv_major() -> None:
     """The selected branch, forward, where the loop goes over blocks of keys."""
     dispatch.KV_MAJOR_MIN_QUERIES = 1
+    go_by_block()
     x, stride = draw(1, 6, TOKENS), launch.MAX_OFFSET // 268
     blocks = torch.tensor([1, 30, 73], dtype=torch.int32).expand(1, 6, 1, 3)
     k, v = (far(x[name], 1, stride) for name in "kv")

@@ -22,6 +22,7 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks, and several tiles of one block, in a short text."""
     monkeypatch.setattr(dispatch, "KV_MAJOR_MIN_QUERIES", 1)
+    monkeypatch.setattr(dispatch, "sooner_by_block", lambda call, **_: call.group <= 16)
     monkeypatch.setattr(selected_kv_major, "CHUNK", 24)
     monkeypatch.setattr(selected_kv_major, "FORWARD_PAIRS", 8)
     monkeypatch.setattr(selected_kv_major, "INDEXED", 48)
@@ -74,9 +75,8 @@ def test_blocks_as_wide_as_a_tile_and_others_agree_with_the_oracle(device: torch
         torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-5)
 
 
-def test_groups_of_16_may_go_by_block(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def test_groups_of_16_may_go_by_block(device: torch.device) -> None:
     """As they do where L2 holds no head: the oracle's numbers, and the same bits each time."""
-    monkeypatch.setattr(dispatch, "sooner_by_block", lambda *_, **__: True)
     inputs = draw(device, 18, 26, 16, 1, 16)
     calls = [dispatch.variant(f"selected_{name}", *inputs[:3], 8) for name in ("forward", "backward_q")]
     assert calls == [dispatch.Variant.KV_MAJOR] * 2
