@@ -45,9 +45,8 @@ def main() -> None:
         if num_documents is not None:
             documents = torch.arange(num_documents + 1, dtype=torch.int32).clamp(max=3) * 100
             documents[3:] = BATCH * TOKENS
-        own = names(
-            launches([Workload("train", BATCH, TOKENS, 4, 2, 16, 16, MODEL.nsa, num_documents=num_documents)], 90)
-        )
+        workload = Workload(kind, BATCH, TOKENS, 4, 2, 16, 16, MODEL.nsa, num_documents=num_documents)
+        own = names(launches([workload], 90))
         wanted = names(asked(documents))
         answer[word] = {"asked": len(wanted), "missing": [name for key, name in wanted.items() if key not in own]}
     print(json.dumps(answer))
