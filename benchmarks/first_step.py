@@ -32,8 +32,9 @@ from harness.isolate import Child
 FAILED = 3
 """Exit code of a process that tells what went wrong."""
 STEPPED = "first_step"
-_SAMPLES_OF_PLAN = 3
-"""A process for so many samples that the plan wants of others: each takes seconds."""
+_FEWER = 4
+"""Processes than the plan wants samples of others, since each takes seconds: 6 in a full run, which are enough for an
+interval, and 2 in a quick one, whose record says that they are few."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def measure(key: Key, device: str, plan: SamplingPlan, deadline_s: float, seed: 
             "TRITON_CACHE_DIR": str(Path(caches, "triton")),
             "TORCHINDUCTOR_CACHE_DIR": str(Path(caches, "inductor")),
         }
-        for _ in range(1 + max(plan.min_samples // _SAMPLES_OF_PLAN, 1)):
+        for _ in range(1 + max(plan.min_samples - _FEWER, 1)):
             seconds, correctness = _one(task, environment, deadline_s)
             taken_s.append(seconds)
     assert correctness is not None

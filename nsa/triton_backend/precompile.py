@@ -22,6 +22,9 @@ from nsa.io import cannot_write
 from nsa.triton_backend.ahead_of_time import Launch
 from nsa.triton_backend.compile_log import Compilation, listening
 
+MOST_JOBS = 16
+"""Each holds PyTorch and a compiler, half a GiB."""
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -67,11 +70,12 @@ def distinct(launches: Iterable[Launch]) -> list[Launch]:
 
 
 def compile_all(launches: Sequence[Launch], jobs: int | None = None) -> Iterator[Compiled]:
-    """Compile distinct launches, each as it is done; `jobs` processes, by default one for each usable core.
+    """Compile distinct launches, each as it is done; `jobs` processes, by default one for each usable core, at most
+    `MOST_JOBS`.
 
     One that fails is reported, and the others go on. Raises ValueError for fewer than one job.
     """
-    jobs = len(os.sched_getaffinity(0)) if jobs is None else jobs
+    jobs = min(len(os.sched_getaffinity(0)), MOST_JOBS) if jobs is None else jobs
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1; got {jobs}")
     if jobs == 1 or len(launches) < 2:

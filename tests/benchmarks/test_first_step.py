@@ -16,7 +16,7 @@ from benchmarks.timing.latency import SamplingPlan
 from benchmarks.workloads.train_step import TINY
 from tests.benchmarks.synthetic import FINGERPRINT, GREEN, key
 
-PLAN = SamplingPlan(min_samples=9, min_time_s=0.0, wall_limit_s=5.0)
+PLAN = SamplingPlan(min_samples=7, min_time_s=0.0, wall_limit_s=5.0)
 SIZES = {"heads": 2, "model": "tiny", "config": dataclasses.asdict(TINY.nsa)}
 
 

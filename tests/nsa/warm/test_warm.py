@@ -82,6 +82,15 @@ def test_the_cache_key_does_not_depend_on_what_was_launched_first() -> None:
     assert alone != after  # Triton's own keys do: with a version where they do not, `with_settled_key` may go
 
 
+def test_a_model_under_autocast_asks_for_no_other_kernels(tmp_path: Path) -> None:
+    done = run("tests.nsa.warm.signatures_of_a_model", cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert [answer[word]["missing"] for word in ("rows", "packed")] == [[], []]
+    assert answer["rows"]["asked"] >= 15
+    assert "compressed_window._backward_q" in answer["prompt"]["missing"]  # it sees what is left out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
