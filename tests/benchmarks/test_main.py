@@ -28,7 +28,7 @@ def run(*arguments: str) -> int:
 
 
 def test_measures_writes_records_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cases = "prefill-forward/*/s512/*"
+    cases = "prefill-forward/*/s512/float32/nsa,prefill-forward/*/s512/float32/sdpa-flash"
     assert run("--quick", "--gpu", "cpu", "--cases", cases, "--out", str(tmp_path)) == 0
     *_, page_line, last = capsys.readouterr().out.splitlines()
     summary = json.loads(last)
@@ -51,7 +51,7 @@ def test_a_wrong_result_fails_the_run(
 
     monkeypatch.setattr(attention, "nsa_attention", broken)
     monkeypatch.setattr(worker, "run", runner.run)  # in this process, where it is broken
-    assert run("--quick", "--gpu", "cpu", "--cases", "prefill-forward/*/s512/*/nsa", "--out", str(tmp_path)) == 1
+    assert run("--quick", "--gpu", "cpu", "--cases", "prefill-forward/*/s512/float32/nsa", "--out", str(tmp_path)) == 1
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["faults"] == ["prefill-forward/8x2x64/b1/s512/float32/nsa"]
 
