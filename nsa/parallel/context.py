@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -61,7 +62,7 @@ class ContextParallel:
                     f"many there are: give order=head_tail({num_tokens}, {self.ranks})"
                 )
             return orders.head_tail(num_tokens, self.ranks)
-        return orders.deal_documents(bounds, self.ranks, config)
+        return _dealt(bounds, self.ranks, config)
 
     def documents(self, cu_seqlens: Tensor | Sequence[int] | None) -> tuple[int, ...] | None:
         """The bounds of the documents on the host; one tensor is read once, however many layers ask."""
@@ -147,6 +148,12 @@ class ContextParallel:
         for i, name in enumerate(values):
             if differing := [rank for rank in range(self.ranks) if table[rank][i] != table[0][i]]:
                 raise ValueError(f"{name} must be the same on all ranks; rank {differing[0]} has another than rank 0")
+
+
+@functools.lru_cache(maxsize=PLANS)
+def _dealt(bounds: tuple[int, ...], ranks: int, config: NSAConfig) -> TokenOrder:
+    """`deal_documents`, once for all layers."""
+    return orders.deal_documents(bounds, ranks, config)
 
 
 def _version(x: Tensor) -> int:

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 MOST = 8
-PATIENCE_S = 300.0
-"""For an answer; a rank that waits for one that failed gives up before."""
-_COLLECTIVE = datetime.timedelta(seconds=60)
+PATIENCE_S = 1200.0
+"""For an answer; a rank that waits for one that failed gives up before. So long that no busy machine gets there."""
+_COLLECTIVE = datetime.timedelta(seconds=900)
 
 Work = Callable[..., Any]
 """Runs on every rank as work(mesh of P ranks, *arguments); what it returns can be pickled."""

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nsa import NSAConfig
 from nsa.parallel import ContextParallel, TokenOrder
+from regression.detectors.memory import poisoned_allocations
 from tests.nsa.parallel import cases, faults, laws
 from tests.nsa.parallel.cases import SMALL, Case, Result, on_rank, one_device
 from tests.nsa.parallel.pool import Pool
@@ -86,6 +87,19 @@ def _twice(mesh: DeviceMesh, case: Case) -> bool:
 
 def test_gradients_repeat_bit_for_bit(pool: Pool) -> None:
     assert all(pool.run(4, _twice, CASES["documents"]))
+
+
+def _poisoned(mesh: DeviceMesh, case: Case) -> Result:
+    """With NaN in all that is allocated and not written."""
+    with poisoned_allocations():
+        assert torch.empty_like(torch.ones(3)).isnan().all()
+        return on_rank(mesh, case)
+
+
+def test_nothing_is_left_unwritten(pool: Pool) -> None:
+    case = CASES["documents"]
+    parts = pool.run(4, _poisoned, case)
+    assert not laws.wrong(case, cases.joined(case, case.dealt(4), parts), _one("documents"))
 
 
 def _later_changed(mesh: DeviceMesh, case: Case, cut: int) -> tuple[bool, bool]:

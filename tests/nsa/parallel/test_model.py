@@ -104,6 +104,15 @@ def _rewritten(mesh: DeviceMesh) -> tuple[tuple[int, ...] | None, ...]:
     return first, context.documents(cu_seqlens)
 
 
+def _dealt_twice(mesh: DeviceMesh) -> bool:
+    context = ContextParallel(mesh)
+    return context.order(48, SMALL, (0, 20, 48)) is context.order(48, SMALL, [0, 20, 48])
+
+
+def test_documents_are_dealt_once_for_all_layers(pool: Pool) -> None:
+    assert pool.run(1, _dealt_twice) == [True]
+
+
 def test_documents_that_were_written_over_are_read_again(pool: Pool) -> None:
     assert pool.run(1, _rewritten) == [((0, 20, 48), (0, 30, 48))]
 

@@ -16,7 +16,7 @@ from tests.nsa.train.runs import settings, train
 
 STEADY = ("--set", "train.lr_schedule=constant", "--set", "train.val_every=5")
 SHARED = ("--set", "runtime.context_parallel=2")
-_PATIENCE_S = 300.0
+_PATIENCE_S = 900.0
 
 
 def _run(folder: Path, *arguments: str, ranks: int) -> str:
