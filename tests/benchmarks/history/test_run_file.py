@@ -56,6 +56,7 @@ EVERYTHING = Record(
     clocks=ClockSummary(1200, 1500.0, 402.5, 61, {"power_cap": 2, "hardware_slowdown+thermal": 1}, -0.05),
     gpu_conditions={"waited": "waited 3 s for python (pid 1) to end"},
     case_s=2.25,
+    launches_per_call=57,
     flops=2.5e13,
     bytes_moved=12345670.0,
     anchor=Anchor("0123456789abcdef", "2" * 16),
@@ -133,6 +134,7 @@ def test_a_record_of_a_quick_run_takes_six_hundred_bytes(tmp_path: Path) -> None
         stop_reason="precise_enough",
         unmet=None,
         gpu_conditions={},
+        launches_per_call=None,  # of the host's modes alone
     )
     path = written(tmp_path, on_a_gpu, command=COMMAND)
     (_, _), (_, line) = read_lines(path)
