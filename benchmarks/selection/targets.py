@@ -10,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.atlas import record
 from benchmarks.atlas.record import Atlas, HeadCurves, LengthCurves
+from benchmarks.cases import recorded
 from benchmarks.cases.recorded import KINDS
 from benchmarks.selection.curves import Curves
 from harness import schema
@@ -64,6 +66,15 @@ def of_study() -> dict[str, list[Target]]:
         kind: _at_lengths([_of_study(one, study.source) for one in known])
         for kind, known in zip(KINDS, curves, strict=True)
     }
+
+
+def of_table(results: Path) -> dict[str, list[Target]]:
+    """What today's table of laws was fitted to: the atlas that it names, below a folder of results, or the study.
+
+    Raises ValueError or OSError where that atlas cannot be read.
+    """
+    named = recorded.table().atlas
+    return of_study() if named is None else of_atlas(record.read(results / record.FOLDER / named))
 
 
 def of_atlas(atlas: Atlas) -> dict[str, list[Target]]:

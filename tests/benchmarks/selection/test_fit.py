@@ -51,7 +51,8 @@ def test_what_is_searched_is_a_law_whatever_the_numbers(distance: Mapping[int, f
 def test_the_table_holds_what_was_fitted_and_is_read_again() -> None:
     fits = [fit.Fit(kind, LAW, {"jaccard 1": 0.01, "union 2": -0.03}) for kind in KINDS]
     assert fits[0].worst == ("union 2", -0.03)
-    text = fit.table(fits)
+    text = fit.table(fits, None)
+    assert json.loads(text)["atlas"] is None
     assert json.loads(text)["recorded_p10"] == [json.loads(json.dumps(dataclasses.asdict(LAW)))]
 
 
@@ -70,11 +71,11 @@ def test_the_command_writes_a_table_that_is_read(
     table = tmp_path / "recorded.json"
     assert front.main(["fit-inputs", "--table", str(table)]) == 0
     monkeypatch.setattr(recorded, "TABLE", table)
-    recorded.laws.cache_clear()
+    recorded.table.cache_clear()
     try:
         assert recorded.law("recorded-p90", 4096) == LAW
     finally:
-        recorded.laws.cache_clear()
+        recorded.table.cache_clear()
 
 
 def test_a_curve_that_is_missed_writes_nothing(
