@@ -70,22 +70,30 @@ class Law:
 
 
 @dataclass(frozen=True)
-class _Table:
+class Table:
+    """What tables/recorded.json holds."""
+
+    atlas: str | None
+    """The file of results/atlas that the laws are fitted to; None where it is the study's figures."""
     recorded: tuple[Law, ...]
     recorded_p10: tuple[Law, ...]
     recorded_p90: tuple[Law, ...]
 
+    @property
+    def laws(self) -> Mapping[str, tuple[Law, ...]]:
+        """Of each kind, by ascending length."""
+        return dict(zip(KINDS, (self.recorded, self.recorded_p10, self.recorded_p90), strict=True))
+
 
 @cache
-def laws() -> Mapping[str, tuple[Law, ...]]:
-    """The fitted laws of each kind, by ascending length."""
-    table = schema.build(_Table, json.loads(TABLE.read_bytes()), "recorded")
-    return dict(zip(KINDS, (table.recorded, table.recorded_p10, table.recorded_p90), strict=True))
+def table() -> Table:
+    """The fitted laws, and what they are fitted to."""
+    return schema.build(Table, json.loads(TABLE.read_bytes()), "recorded")
 
 
 def law(kind: str, num_keys: int) -> Law:
     """The law fitted at the length that is nearest by its logarithm. KeyError for another kind."""
-    return min(laws()[kind], key=lambda one: abs(math.log(one.num_keys / num_keys)))
+    return min(table().laws[kind], key=lambda one: abs(math.log(one.num_keys / num_keys)))
 
 
 @dataclass(frozen=True)

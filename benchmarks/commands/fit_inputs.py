@@ -21,7 +21,10 @@ SUMMARY = "fit the inputs `recorded` to what a trained model selects"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which curves, and how long to search."""
     parser.add_argument(
-        "--atlas", type=Path, metavar="FILE", help="a file of results/atlas (default: the study's few figures)"
+        "--atlas",
+        type=Path,
+        metavar="FILE",
+        help="a file of results/atlas, which is committed with the table (default: the study's few figures)",
     )
     parser.add_argument(
         "--evaluations",
@@ -50,6 +53,6 @@ def main(arguments: argparse.Namespace) -> int:
     if missed:
         print(f"not written: a curve is off by more than {fit.TOLERANCE:.0%}; more --evaluations may help")
         return 1
-    atomic_write(arguments.table, fit.table(fits))
+    atomic_write(arguments.table, fit.table(fits, arguments.atlas and arguments.atlas.name))
     print(arguments.table)
     return 0

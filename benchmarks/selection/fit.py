@@ -93,7 +93,7 @@ def _law(x: NDArray[np.float64], target: Target) -> Law:
     return Law(target.num_keys, rounded, tuple(map(float, followed)), spread, apart, target.source)
 
 
-def table(fits: Sequence[Fit]) -> str:
-    """The fits as tables/recorded.json."""
+def table(fits: Sequence[Fit], atlas: str | None) -> str:
+    """The fits as tables/recorded.json; `atlas` names the file of results/atlas, None the study."""
     laws = {kind.replace("-", "_"): [dataclasses.asdict(one.law) for one in fits if one.kind == kind] for kind in KINDS}
-    return json.dumps(laws, indent=1) + "\n"
+    return json.dumps({"atlas": atlas, **laws}, indent=1) + "\n"

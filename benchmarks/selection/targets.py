@@ -10,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.atlas import record
 from benchmarks.atlas.record import Atlas, HeadCurves, LengthCurves
+from benchmarks.cases import recorded
 from benchmarks.cases.recorded import KINDS
 from benchmarks.selection.curves import Curves
 from harness import schema
@@ -19,6 +21,7 @@ STUDY = Path(__file__).with_name("study.json")
 """Figures of a study, which knows one curve per length and neither distances nor popularity."""
 LENGTHS = (8192, 16384, 32768, 65536, 131072)
 """Tokens; a law is fitted at each."""
+_FURTHEST = 2
 _QUANTILES = {"recorded": 0.5, "recorded-p10": 0.1, "recorded-p90": 0.9}
 """Of how alike neighbouring queries choose, over layers and key/value heads."""
 
@@ -57,7 +60,7 @@ class _Study:
 
 
 def of_study() -> dict[str, list[Target]]:
-    """By kind of inputs, a target for each of LENGTHS."""
+    """By kind of inputs, a target for each of LENGTHS up to 64k."""
     study = schema.build(_Study, json.loads(STUDY.read_bytes()), "study")
     curves = (study.recorded, study.recorded_p10, study.recorded_p90)
     return {
@@ -66,10 +69,21 @@ def of_study() -> dict[str, list[Target]]:
     }
 
 
+def of_table(results: Path) -> dict[str, list[Target]]:
+    """What today's table of laws was fitted to: the atlas that it names, below a folder of results, or the study.
+
+    Raises ValueError or OSError where that atlas cannot be read.
+    """
+    named = recorded.table().atlas
+    return of_study() if named is None else of_atlas(record.read(results / record.FOLDER / named))
+
+
 def of_atlas(atlas: Atlas) -> dict[str, list[Target]]:
-    """By kind of inputs, a target for each of LENGTHS. The curves of `recorded` are medians over layers and heads;
-    those of the other kinds the tenth from the end, of Jaccard indices and unions alone: distances and popularity of
-    other heads may not go with them."""
+    """By kind of inputs, a target for each of LENGTHS, up to twice the atlas's longest.
+
+    The curves of `recorded` are medians over layers and heads; those of the other kinds the tenth from the end, of
+    Jaccard indices and unions alone: distances and popularity of other heads may not go with them.
+    """
     commit = (atlas.commit or "unknown")[:10]
     source = f"atlas of {atlas.fingerprint.machine}, {atlas.fingerprint.utc[:10]}, commit {commit}"
     return {kind: _at_lengths([_of_atlas(one, kind, source) for one in atlas.lengths]) for kind in KINDS}
@@ -103,7 +117,9 @@ def _nearer(head: HeadCurves, edge: float) -> float:
 
 
 def _at_lengths(known: Sequence[Target]) -> list[Target]:
-    return [_at(known, num_keys) for num_keys in LENGTHS]
+    """Up to twice the longest that is known: a line drawn further meets curves that no selection has."""
+    longest = max(one.num_keys for one in known)
+    return [_at(known, num_keys) for num_keys in LENGTHS if num_keys <= _FURTHEST * longest]
 
 
 def _at(known: Sequence[Target], num_keys: int) -> Target:

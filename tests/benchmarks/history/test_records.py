@@ -143,6 +143,7 @@ def test_no_impossible_sample_is_kept(samples_ms: tuple[float, ...]) -> None:
         {"head_dim_v": 8},
         {"mode": "decode", "num_queries": 1, "batch": 8},
         {"mode": "decode", "num_queries": 4, "inputs": "local", "cache": "cold", "launch": "graph"},
+        {"inputs": "recorded-p10", "cache": "cold"},
         {"num_queries": 16, "cache": "cold", "implementation": "sdpa-flash"},
         {"mode": "part-selected", "dtype": "bfloat16"},
     ],

@@ -55,6 +55,15 @@ def test_an_empty_folder_gives_a_page_that_says_so(tmp_path: Path) -> None:
     assert "No run is recorded yet" in Page(build(tmp_path).index).text
 
 
+def test_a_machine_s_page_says_what_its_recorded_inputs_follow(tmp_path: Path) -> None:
+    followed = {"recorded": "at 64 tokens: a study <b>", "random": None}
+    write(tmp_path, *(dataclasses.replace(passed(key(inputs=x)), inputs_follow=y) for x, y in followed.items()))
+    found, damaged = run_file.read_all(tmp_path)
+    assert not damaged
+    assert {record.key.inputs: record.inputs_follow for record in found} == followed
+    assert "recorded at 64 tokens: a study <b>" in Page(build(tmp_path).index.parent / "machine-cpu.html").text
+
+
 def test_pictures_lie_beside_the_page(tmp_path: Path) -> None:
     for length in (64, 128, 256):
         write(

@@ -51,7 +51,8 @@ def test_what_is_searched_is_a_law_whatever_the_numbers(distance: Mapping[int, f
 def test_the_table_holds_what_was_fitted_and_is_read_again() -> None:
     fits = [fit.Fit(kind, LAW, {"jaccard 1": 0.01, "union 2": -0.03}) for kind in KINDS]
     assert fits[0].worst == ("union 2", -0.03)
-    text = fit.table(fits)
+    text = fit.table(fits, None)
+    assert json.loads(text)["atlas"] is None
     assert json.loads(text)["recorded_p10"] == [json.loads(json.dumps(dataclasses.asdict(LAW)))]
 
 
@@ -70,11 +71,11 @@ def test_the_command_writes_a_table_that_is_read(
     table = tmp_path / "recorded.json"
     assert front.main(["fit-inputs", "--table", str(table)]) == 0
     monkeypatch.setattr(recorded, "TABLE", table)
-    recorded.laws.cache_clear()
+    recorded.table.cache_clear()
     try:
         assert recorded.law("recorded-p90", 4096) == LAW
     finally:
-        recorded.laws.cache_clear()
+        recorded.table.cache_clear()
 
 
 def test_a_curve_that_is_missed_writes_nothing(
@@ -106,7 +107,7 @@ def test_the_study_has_a_target_for_each_length_and_says_what_it_is() -> None:
     found = targets.of_study()
     assert set(found) == set(KINDS)
     for of_kind in found.values():
-        assert [one.num_keys for one in of_kind] == list(targets.LENGTHS)
+        assert [one.num_keys for one in of_kind] == [8192, 16384, 32768, 65536]
     said = {one.num_keys: one.said for one in found["recorded"]}
     assert said[8192] == "trained, 8k"
     assert said[16384].startswith("interpolated from 8192 and 32768 tokens")

@@ -15,6 +15,7 @@ from benchmarks.cases.key import NSA, Key
 from benchmarks.cases.recorded import Law, Topics
 from benchmarks.selection import sampling, targets
 from benchmarks.selection.fit import TOLERANCE
+from harness.repository import ROOT
 from nsa import NSAConfig
 
 SMALL, LARGE = (8192, 4, 1, 64, "float32"), (65536, 4, 16, 128, "bfloat16")
@@ -24,7 +25,7 @@ SMALL, LARGE = (8192, 4, 1, 64, "float32"), (65536, 4, 16, 128, "bfloat16")
 @cache
 def target(kind: str, num_keys: int) -> targets.Target:
     """The one that the kind's law was fitted to."""
-    return next(one for one in targets.of_study()[kind] if one.num_keys == num_keys)
+    return next(one for one in targets.of_table(ROOT / "results")[kind] if one.num_keys == num_keys)
 
 
 def deviations(kind: str, size: tuple[int, int, int, int, str], device: str, seeds: int) -> dict[str, float]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 
+from benchmarks.atlas import record
 from benchmarks.atlas.record import LAGS, SCHEMA, UNIONS, Atlas, HeadCurves, LengthCurves, Trained
+from benchmarks.cases import recorded
 from benchmarks.cases.recorded import KINDS
 from benchmarks.selection import targets
 from tests.benchmarks.synthetic import FINGERPRINT
@@ -58,3 +63,14 @@ def test_lengths_that_were_not_measured_say_so() -> None:
     assert found[16384].curves.popularity == pytest.approx(7.0)
     (only,) = {one.said for one in targets.of_atlas(atlas(8192))["recorded"]} - {"median over layers and heads"}
     assert only == "as at 8192 tokens (median over layers and heads)"
+
+
+def test_a_table_names_the_atlas_that_it_is_held_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert targets.of_table(tmp_path) == targets.of_study()
+    file = record.write(tmp_path, atlas(8192))
+    fitted = dataclasses.replace(recorded.table(), atlas=file.name)
+    monkeypatch.setattr(recorded, "table", lambda: fitted)
+    assert targets.of_table(tmp_path) == targets.of_atlas(atlas(8192))
+    file.unlink()
+    with pytest.raises(FileNotFoundError):
+        targets.of_table(tmp_path)
