@@ -28,7 +28,7 @@ def main() -> None:
         call(Heads(group, dk, dv), LENGTH, LENGTH, backward="forward" not in sys.argv)
     needs, versions = {}, Counter[str]()
     for launch in launches:
-        if "by-block" in sys.argv and not launch.name.startswith("selected_kv_major."):
+        if "by-block" in sys.argv and not launch.name.startswith(("selected_kv_major.", "partial_sums.")):
             continue
         versions[launch.name] += 1
         needs[f"{launch.name} {versions[launch.name]}"] = dataclasses.asdict(launch.needs())
