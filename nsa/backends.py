@@ -174,7 +174,7 @@ def whole_call(name: str, run: Backend) -> WholeCall:
         return by_parts(run)
     from nsa import triton_backend  # as in `load`
 
-    return triton_backend.attend
+    return triton_backend.attend if run is triton_backend else by_parts(run)
 
 
 def by_parts(run: Backend) -> WholeCall:

@@ -23,6 +23,7 @@ from benchmarks.ab.starter import PairStarter
 from benchmarks.cases.key import NSA, Key
 from benchmarks.commands import options
 from benchmarks.timing import gpu_watch
+from benchmarks.workloads.suite import RANDOM
 from harness import fingerprint, machines
 from harness.machines import Machine
 from nsa import NSAConfig
@@ -64,7 +65,7 @@ _QUICK_EVERY = 4
 
 
 def keys(machine: Machine) -> list[Key]:
-    """The cases: on a GPU those of the quick suite that do not take long, on a CPU prefill.
+    """The cases, on random inputs: on a GPU those of the quick suite that do not take long, on a CPU prefill.
 
     On a CPU decode waits for memory, which the host's other guests use as well: its calls differ by 7 %. What
     `compare` could have seen there is in each of its answers.
@@ -72,7 +73,11 @@ def keys(machine: Machine) -> list[Key]:
     if machine.device == "cuda":
         quick = options.nsa_cases(machine, None, quick=True)
         return [
-            key for key in quick if not key.mode.startswith("part-") and key.batch * key.num_queries <= _MOST_QUERIES
+            key
+            for key in quick
+            if key.inputs == RANDOM
+            and not key.mode.startswith("part-")
+            and key.batch * key.num_queries <= _MOST_QUERIES
         ]
     config = dataclasses.asdict(NSAConfig())
     return [

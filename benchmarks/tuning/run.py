@@ -59,7 +59,6 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--kernels: {kernel} does not serve --heads {arguments.heads} here")
     if not arguments.dry_run:
         gpu_watch.begin(machines.machine(None, machines.visible_gpu()))
-        workload = dataclasses.replace(workload, given=drawn(workload, arguments.inputs))
     for kernel in kernels:
         current = table.of(kernel, width, group)
         found = candidates.candidates(current)
@@ -70,6 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.dry_run:
             print("\n".join(f"  {tuned}" for tuned in fitting))
             continue
+        if workload.given is None:
+            workload = dataclasses.replace(workload, given=drawn(workload, arguments.inputs))
         trials = list(_tried(kernel, fitting, table, workload, arguments.inputs, arguments.out))
         best = candidates.best(trials)
         print(f"  {_ms(trials[0])} -> {_ms(best)} ms: {best.tuned}", flush=True)

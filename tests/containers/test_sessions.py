@@ -271,4 +271,7 @@ def test_the_recipe_for_a_new_gpu_is_one_entry(monkeypatch: pytest.MonkeyPatch, 
     here = machines.machine(EXAMPLE, gpu)
     assert (here.id, here.title, here.memory_gb, here.suite) == (EXAMPLE, gpu.name, 32, "24gb")
     quick = suite.planned(suite.table(here.suite), quick=True, backend="auto", on_gpu=True)
-    assert {key.mode for key in quick} >= set(suite.DEFAULT_MODES)
+    assert {key.mode for key in quick} >= set(suite.DEFAULT_MODES) - {
+        "train-loop",
+        "first-step",
+    }  # not within 8 minutes

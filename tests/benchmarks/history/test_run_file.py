@@ -57,6 +57,7 @@ EVERYTHING = Record(
     gpu_conditions={"waited": "waited 3 s for python (pid 1) to end"},
     case_s=2.25,
     launches_per_call=57,
+    inputs_follow="an atlas",
     flops=2.5e13,
     bytes_moved=12345670.0,
     anchor=Anchor("0123456789abcdef", "2" * 16),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import subprocess
 import sys
@@ -43,7 +44,8 @@ def test_a_candidate_that_is_right_is_timed(workload: Workload, kernel: str) -> 
 def test_recorded_inputs_are_those_of_the_benches(device: torch.device) -> None:
     sizes = {"heads": 2, "num_kv_heads": 1, "head_dim_k": 16, "head_dim_v": 16, "config": None}
     for kind in ("random", "recorded"):
-        tried = Workload(86, "narrow", 2, 16, 16, 1, 40, torch.float32, device.type, kind)
+        tried = Workload(86, "narrow", 2, 16, 16, 1, 40, torch.float32, device.type)
+        tried = dataclasses.replace(tried, given=run.drawn(tried, kind))
         drawn = inputs.draw(key("prefill-forward-backward", length=40, inputs=kind, **sizes), device.type)
         assert all(torch.equal(x, y) for x, y in zip(tried.inputs, (drawn.q, drawn.k, drawn.v), strict=True))
         assert all(x.requires_grad for x in tried.inputs)
@@ -76,7 +78,7 @@ def test_a_candidate_that_the_device_refuses_is_kept_as_failed(
 
 def test_a_trial_is_on_the_disk_before_the_next_one_begins(workload: Workload, tmp_path: Path) -> None:
     table = tuning.table(86)
-    trials = run._tried("scores", [SMALL, SMALL], table, workload, tmp_path)
+    trials = run._tried("scores", [SMALL, SMALL], table, workload, "random", tmp_path)
     first = next(trials)
     found, damaged = jsonl.read(tmp_path / "tuning" / "sm86.jsonl", run.TrialRecord)
     assert not damaged
@@ -132,7 +134,8 @@ def test_a_kernel_that_no_candidate_serves_is_passed_over_unless_it_was_named(
 ) -> None:
     monkeypatch.setattr(run, "fits", lambda *_: False)
     monkeypatch.setattr(run, "_architecture", lambda _: 90)
-    given = {"dry_run": False, "architecture": 90, "heads": "6,64,64", "kv_heads": 2, "tokens": 64, "out": tmp_path}
+    given = {"dry_run": False, "architecture": 90, "heads": "6,64,64", "kv_heads": 2, "tokens": 64}
+    given |= {"inputs": "random", "out": tmp_path}
     assert run.run(argparse.Namespace(**given, kernels=None)) == 0
     assert "hopper.scores: 0 of " in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"hopper.scores does not serve --heads 6,64,64"):
