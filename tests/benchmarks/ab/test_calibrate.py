@@ -166,7 +166,7 @@ def test_on_a_gpu_cases_of_each_kind_are_calibrated() -> None:
     names = [key.name for key in keys]
     assert {key.mode for key in keys} == {"prefill-forward", "prefill-forward-backward", "decode", "train-step"}
     assert {key.launch for key in keys} == {"eager", "graph"}
-    assert len(set(names)) == len(names) == 34
+    assert len(set(names)) == len(names) == 32
 
 
 def test_pairs_of_other_conditions_are_left_alone(tmp_path: Path) -> None:

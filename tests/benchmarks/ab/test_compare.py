@@ -192,7 +192,7 @@ def test_a_machine_noisier_than_its_calibration_is_told(
     a_calibration(tmp_path / "results", sd)
     answered(lambda key, i: samples(10.0, 10.0 * 1.02 ** (-1) ** i))
     run(tmp_path, "HEAD~1", "HEAD", cases="prefill-forward")
-    assert ("times as much as at the calibration: 7 of 7 cases are judged by that" in capsys.readouterr().out) is said
+    assert ("times as much as at the calibration: 10 of 10 cases are judged by that" in capsys.readouterr().out) is said
     found, _ = result.read(tmp_path / "results")
     assert {one.rules.noise.sd > sd for one in found} == {said}
 

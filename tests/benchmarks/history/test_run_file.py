@@ -136,6 +136,7 @@ def test_a_record_of_a_quick_run_takes_six_hundred_bytes(tmp_path: Path) -> None
         unmet=None,
         gpu_conditions={},
         launches_per_call=None,  # of the host's modes alone
+        inputs_follow=None,  # of recorded inputs alone
     )
     path = written(tmp_path, on_a_gpu, command=COMMAND)
     (_, _), (_, line) = read_lines(path)
