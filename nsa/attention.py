@@ -282,7 +282,7 @@ def nsa_attention(
             views = KVView(k_cmp, v_cmp), KVView(k_sel, v_sel), KVView(k_win, v_win)
             decoded = step(q, *views, lengths, gates, config, scale)
             return (decoded.o, Aux.of(decoded, name)) if return_aux else decoded.o
-        call = backends.whole_call(name, run)
+        call = backends.whole_call(run)
         selected, window = (k_sel, v_sel), (k_win, v_win)
         o, block_indices, lses, reads = call(q, selected, window, (k_cmp, v_cmp), pools, gates, layout, scale)
     if not return_aux:

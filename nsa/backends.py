@@ -168,13 +168,10 @@ def decoder(backend: str, q: Tensor, *others: Tensor) -> Decoder | None:
     return triton_backend.decode_attention
 
 
-def whole_call(name: str, run: Backend) -> WholeCall:
-    """The function for a whole call: the backend's own where it has one, else its parts one after the other."""
-    if name != "triton":
-        return by_parts(run)
-    from nsa import triton_backend  # as in `load`
-
-    return triton_backend.attend if run is triton_backend else by_parts(run)
+def whole_call(run: Backend) -> WholeCall:
+    """The function for a whole call: the backend's own `attend` where it has one, else its parts in turn."""
+    own: WholeCall | None = getattr(run, "attend", None)
+    return by_parts(run) if own is None else own
 
 
 def by_parts(run: Backend) -> WholeCall:

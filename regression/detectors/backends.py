@@ -97,7 +97,7 @@ def in_every_backend(part: str, fault: Callable[..., Any]) -> Iterator[None]:
 
 def replacing(part: str, fault: Callable[..., Any]) -> list[Fault]:
     """The fault for each backend that can be imported; a call that is one function there is made of parts again."""
-    found = [Fault(backends, "whole_call", lambda _, run: backends.by_parts(run), proves=False)]
+    found = [Fault(backends, "whole_call", backends.by_parts, proves=False)]
     for name in backends.NAMES[1:]:
         try:
             found.append(Fault(backends.load(name), part, fault))

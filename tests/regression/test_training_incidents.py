@@ -82,6 +82,12 @@ def test_a_silent_fallback_alone_is_seen() -> None:
         assert "in silence" in found(dead_route.product(SilentStep(("reference", "torch", "triton"), "cpu")))
 
 
+def test_a_backend_that_has_a_whole_call_is_seen_to_run() -> None:
+    """None of its parts is called then."""
+    pytest.importorskip("triton")
+    assert found(dead_route.product(SilentStep(("reference", "torch", "triton"), "cpu"))) == ""
+
+
 def test_a_wrong_record_alone_is_seen() -> None:
     healthy = backends.choose
     with mock.patch.object(backends, "choose", lambda asked, q, v: ("torch", healthy(asked, q, v)[1])):
