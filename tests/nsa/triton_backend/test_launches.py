@@ -131,7 +131,7 @@ def test_a_gpu_runs_as_many(heads: tuple[int, int, int]) -> None:
 
     step()
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         step()
         torch.cuda.synchronize()
     names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
