@@ -21,8 +21,6 @@ _FLUSH_L2_SIZES = 2
 _CALIBRATION_CYCLES = 2_000_000
 _SPARE_WAIT_MS = 0.05  # by how much waiting for the work may take longer than waiting for an idle GPU
 _UNJOINED_SHARE = 0.1
-_JOIN_ROUNDS = 3
-_JOIN_ROUND_SAMPLES = 9
 
 
 class UnjoinedWorkError(Exception):
@@ -90,22 +88,14 @@ class EventSampler:
             self._flush.zero_()
 
     def require_joined(self, latency_ms: float) -> None:
-        """Raises UnjoinedWorkError where the GPU, at the call's last event, was not done.
-
-        A process that starts on the same GPU can delay a whole round of samples, as was seen in one of some 500 cases
-        of a calibration. Work on another stream is there in every call, so several rounds must agree.
-        """
-        after_ms = [statistics.median(self._after_ms)]
-        while after_ms[-1] > _SPARE_WAIT_MS + _UNJOINED_SHARE * latency_ms:
-            if len(after_ms) == _JOIN_ROUNDS:
-                raise UnjoinedWorkError(
-                    f"the GPU worked for {min(after_ms):.3g} ms after the call's end, which took {latency_ms:.3g} ms by"
-                    " its stream: work on another stream is not waited for"
-                )
-            self._after_ms.clear()
-            for _ in range(_JOIN_ROUND_SAMPLES):
-                self.sample()
-            after_ms.append(statistics.median(self._after_ms))
+        """Raises UnjoinedWorkError where, since this was asked last, the GPU was mostly not done at a call's end."""
+        after_ms = statistics.median(self._after_ms)
+        self._after_ms.clear()
+        if after_ms > _SPARE_WAIT_MS + _UNJOINED_SHARE * latency_ms:
+            raise UnjoinedWorkError(
+                f"the GPU worked for {after_ms:.3g} ms after the call's end, which took {latency_ms:.3g} ms by its"
+                " stream: work on another stream is not waited for"
+            )
 
     def _sample(self, spin_cycles: int) -> tuple[float, bool]:
         """(ms, whether the GPU had not come to the first event when everything was queued)."""

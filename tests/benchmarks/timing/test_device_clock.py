@@ -155,35 +155,3 @@ def test_work_after_the_call_s_end_is_refused(gpu: SimulatedGPU) -> None:
 def test_honest_work_is_not_refused(gpu: SimulatedGPU) -> None:
     clock = sampler(gpu, lambda: gpu.kernel(1e-6))
     clock.require_joined(statistics.median(clock.sample() for _ in range(5)))
-
-
-def test_work_of_another_process_for_a_while_is_not_refused(gpu: SimulatedGPU) -> None:
-    calls = 0
-
-    def call() -> None:
-        nonlocal calls
-        calls += 1
-        gpu.kernel(1e-6)
-        gpu.elsewhere(1e-3 if calls <= 12 else 0.0)
-
-    clock = sampler(gpu, call)
-    taken = [clock.sample() for _ in range(5)]
-    assert calls <= 12
-    clock.require_joined(statistics.median(taken))
-
-
-def test_work_on_another_stream_is_refused_after_three_rounds(gpu: SimulatedGPU) -> None:
-    calls = 0
-
-    def call() -> None:
-        nonlocal calls
-        calls += 1
-        gpu.kernel(1e-6)
-        gpu.elsewhere(1e-3)
-
-    clock = sampler(gpu, call)
-    taken = [clock.sample() for _ in range(5)]
-    before = calls
-    with pytest.raises(UnjoinedWorkError):
-        clock.require_joined(statistics.median(taken))
-    assert calls == before + 2 * 9
