@@ -45,8 +45,9 @@ BACKWARD = {
 BY_QUERY = {"selected._forward": 1, "gated_sum._forward": 1}
 """In place of the index, the KV-stationary forward and its merge: 16 heads per group."""
 DQ_BY_QUERY = {"selected._backward_q": 1, "launch._add": 1}
-SORT_KERNELS = 8
-"""At most, of one radix sort on a GPU."""
+SORT_KERNELS = 6
+"""At most, of one radix sort on a GPU, beside its memsets and its copy."""
+_NO_KERNELS = ("Memset", "Memcpy")
 
 
 def printed(names: list[str]) -> str:
@@ -117,7 +118,7 @@ def test_views_and_allocations_are_no_launches() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(12, 2, 64), (32, 2, 128)], ids=str)
 def test_a_gpu_runs_as_many(heads: tuple[int, int, int]) -> None:
-    """By CUPTI's own records; a sort is several kernels there."""
+    """By CUPTI's own records; there a sort is several kernels, and clears its counters by the copy engine."""
     (heads_q, heads_kv, dim), length = heads, 2048
     shapes = (heads_q, dim), (heads_kv, dim), (heads_kv, dim), (heads_q, 3)
     inputs = [
@@ -137,5 +138,6 @@ def test_a_gpu_runs_as_many(heads: tuple[int, int, int]) -> None:
     names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     if not names:
         pytest.skip("CUPTI records nothing on this machine")
+    kernels = [name for name in names if not name.startswith(_NO_KERNELS)]
     most = sum(FORWARD.values()) + sum(BACKWARD.values()) + 2 * SORT_KERNELS
-    assert len(names) <= most, printed(names)
+    assert len(kernels) <= most, printed(names)
