@@ -118,7 +118,7 @@ def test_views_and_allocations_are_no_launches() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(12, 2, 64), (32, 2, 128)], ids=str)
 def test_a_gpu_runs_as_many(heads: tuple[int, int, int]) -> None:
-    """By CUPTI's own records; there a sort is several kernels, and clears its counters by the copy engine."""
+    """By CUPTI's own records; there a sort is several kernels, beside memsets and a copy."""
     (heads_q, heads_kv, dim), length = heads, 2048
     shapes = (heads_q, dim), (heads_kv, dim), (heads_kv, dim), (heads_q, 3)
     inputs = [
