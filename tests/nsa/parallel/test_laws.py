@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from nsa import NSAConfig
-from nsa.parallel import ContextParallel, TokenOrder
+from nsa.config import BRANCHES
+from nsa.parallel import ContextParallel, TokenOrder, plan
 from regression.detectors.memory import poisoned_allocations
 from tests.nsa.parallel import cases, faults, laws
 from tests.nsa.parallel.cases import SMALL, Case, Result, on_rank, one_device
@@ -78,6 +80,24 @@ def test_kernels_over_two_ranks(pool: Pool, device: torch.device) -> None:
     one, got = one_device(case), _shared(pool, 2, case)
     assert set(laws.wrong(case, got, one)) <= {"dq"}
     torch.testing.assert_close(got.gradients["q"], one.gradients["q"])
+
+
+def _in_steps_of(mesh: DeviceMesh, grid: int, case: Case) -> Result:
+    with mock.patch.dict(plan.GRID, {case.backend: grid}):
+        return on_rank(mesh, case)
+
+
+def test_kernels_that_are_given_parts_of_tensors(pool: Pool, device: torch.device) -> None:
+    """Pieces of whole steps are not padded, so not copied; going backward, each kv head is a part of a tensor."""
+    if device.type == "cuda":
+        pytest.skip("these ranks are CPU processes")
+    config = NSAConfig(l=4, d=2, l_sel=8, n_sel=3, w=8)
+    case = Case(32, heads=4, num_kv_heads=2, dk=16, dv=16, config=config, backend="triton")
+    got, one = cases.joined(case, case.dealt(2), pool.run(2, _in_steps_of, 8, case)), one_device(case)
+    rounded = {"o", "dq", "dgates", *(f"lse of {branch}" for branch in BRANCHES)}
+    assert set(laws.wrong(case, got, one)) <= rounded
+    torch.testing.assert_close(got.o, one.o)
+    torch.testing.assert_close(got.gradients, one.gradients)
 
 
 def _twice(mesh: DeviceMesh, case: Case) -> bool:

@@ -140,3 +140,29 @@ def test_at_real_sizes(
         documents = torch.tensor([0, 5, 1500, 1500, 4099, keys], dtype=torch.int32, device=device)
     inputs = draw(device, queries, keys, heads, torch.bfloat16, sharing)
     agree(*inputs, Layout(queries, keys, nsa.NSAConfig(), device, documents), tolerance=2**-6)
+
+
+@pytest.mark.parametrize("branch", ["compressed", "selected", "window"])
+def test_a_part_of_a_tensor_goes_backward_as_its_copy_does(branch: str, device: torch.device) -> None:
+    """As a rank that shares a sequence asks for one kv head after the other (`nsa.parallel.branches`)."""
+    q, gates, (pair, *_) = draw(device, 24, 24, (4, 2, 16, 16), torch.float32, "all")
+    layout, q, do = Layout(24, 24, CONFIG, device), q.detach(), gates.detach()[..., :1].expand(1, 24, 4, 16)
+    source = [x.detach() for x in pair]
+    k_cmp, v_cmp = (triton_backend.compress(x, layout) for x in source)
+    chosen = triton_backend.select_blocks(q, k_cmp, layout, 0.3)
+    k, v = (k_cmp, v_cmp) if branch == "compressed" else source
+    more = [chosen] if branch == "selected" else []
+    o, lse, _ = getattr(triton_backend, f"{branch}_attention")(q, k, v, *more, layout, 0.3)
+    heads, kv_head = slice(2, 4), slice(1, 2)
+    of_query = [x[:, :, heads] for x in (do, torch.ones_like(lse), q, o, lse)]
+    of_key = [x[:, :, kv_head] for x in (k, v, *more)]
+    backward = getattr(triton_backend, f"{branch}_attention_backward")
+
+    def gradients(
+        do: Tensor, dlse: Tensor, q: Tensor, o: Tensor, lse: Tensor, k: Tensor, v: Tensor, *more: Tensor
+    ) -> Any:
+        return backward(do, dlse, q, k, v, o, lse, *more, layout, 0.3)
+
+    parts, copies = gradients(*of_query, *of_key), gradients(*(x.contiguous() for x in (*of_query, *of_key)))
+    for one, other in zip(parts, copies, strict=True):
+        assert torch.equal(one, other)
