@@ -70,6 +70,12 @@ def enter(
     return read(variables)
 
 
+def leave(variables: MutableMapping[str, str] = os.environ) -> None:
+    """Take back what was asked for, where a forced process does work on the CPU."""
+    for name in (_ARCHITECTURE, _MEMORY):
+        variables.pop(name, None)
+
+
 def machine(found: Machine, gpu: Gpu | None, forced: Forced | None) -> Machine:
     """The machine under the name of what it is forced to. Raises ValueError where it cannot be."""
     if forced is None:
@@ -140,12 +146,20 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def cap_memory() -> None:
-    """Have PyTorch's allocator refuse what is above the cap, in this process, as a smaller GPU would."""
+    """Have PyTorch's allocator refuse what is above the cap, in this process, as a smaller GPU would.
+
+    From the moment at which the process uses the GPU: one that never does can still be forked.
+    """
     forced = read()
     if forced is None or forced.memory_gb is None:
         return
     import torch
 
-    if torch.cuda.is_available():
+    most = forced.memory_gb * _GB
+
+    def cap() -> None:
         total = torch.cuda.mem_get_info()[1]
-        torch.cuda.set_per_process_memory_fraction(min(forced.memory_gb * _GB / total, 1.0))
+        torch.cuda.set_per_process_memory_fraction(min(most / total, 1.0))
+
+    if torch.cuda.is_available():
+        torch.cuda._lazy_call(cap)  # type: ignore[no-untyped-call]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import os
 import re
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from benchmarks.commands import run as bench_run
 from benchmarks.history import run_file, speedup
 from benchmarks.history.records import Record
 from benchmarks.workloads import attention
+from harness import forced
 from harness.repository import ROOT
 from regression.contract import Evidence, Incident, ReproVerdict, Step
 from regression.injection import Fault, injected
@@ -66,8 +68,12 @@ _REPLAYED = "toy-config-run"  # the incident that takes least
 
 
 def product(step: Step) -> Evidence:
-    """Try the gates of the benches, this suite's own through a pipe, unknown baselines, and the scripts of CI."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Try the gates of the benches, this suite's own through a pipe, unknown baselines, and the scripts of CI.
+
+    On the CPU whatever the device, so that nothing is forced there: a gate has no architecture.
+    """
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ):
+        forced.leave()
         wrong = _blind("benchmarks run", lambda broken: _bench(broken, Path(folder)), step)
         wrong += _zero_for_unknown(*run_file.read_all(Path(folder))[0])
         wrong += _blind("benchmarks compare", lambda broken: _compare(broken, Path(folder)), step)

@@ -113,6 +113,7 @@ def gpu_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], list[flo
     def install(free_gb: float, total_gb: float) -> list[float]:
         fractions: list[float] = []
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free_gb * 1e9), int(total_gb * 1e9)))
         monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
         return fractions
@@ -133,6 +134,31 @@ def test_memory_is_capped_for_the_allocator_and_for_what_is_predicted(
     forced.cap_memory()
     assert fractions == [pytest.approx(40 / 141)]
     assert forced.memory_bytes() == (40 * 10**9, 40 * 10**9)
+
+
+def test_memory_is_capped_when_the_gpu_is_first_used(
+    gpu_of: Callable[[float, float], list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that does not use it must stay one that can be forked, as resume-drift does."""
+    fractions, queued = gpu_of(138.0, 141.0), list[tuple[Callable[[], None], object]]()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "_queued_calls", queued)
+    forced.enter("sm80", 40, variables := {})
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    forced.cap_memory()
+    assert not fractions
+    for call, _ in queued:
+        call()
+    assert fractions == [pytest.approx(40 / 141)]
+
+
+def test_what_is_done_on_the_cpu_is_not_forced() -> None:
+    variables = {"NSA_ENGINE": "none"}
+    assert forced.enter("sm86", 24, variables) == AS_3090
+    forced.leave(variables)
+    assert variables == {"NSA_ENGINE": "none"}
+    forced.leave(variables)
 
 
 def test_what_others_hold_is_not_free_under_a_cap(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import itertools
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,22 @@ def test_a_gate_that_breaks_has_not_fired(code: int, out: str, seen: list[str]) 
         return blind_gate.GateResult(code, out) if broken else blind_gate.GateResult(0, "")
 
     assert blind_gate._blind("a gate", gate, STEP, "dup-blocks") == seen
+
+
+def test_the_gates_of_a_forced_run_are_tried_unforced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They work on the CPU, which cannot be forced: the benches would end with 2 before any gate."""
+    seen: list[str | None] = []
+
+    def gate(name: str, *_: object) -> list[str]:
+        seen.append(os.environ.get("NSA_FORCE_ARCH"))
+        return []
+
+    monkeypatch.setenv("NSA_FORCE_ARCH", "sm86")
+    monkeypatch.setattr(blind_gate, "_blind", gate)
+    monkeypatch.setattr(blind_gate, "_zero_for_unknown", lambda *_: [])
+    assert blind_gate.product(STEP).wrong == ()
+    assert seen == [None] * 3
+    assert os.environ["NSA_FORCE_ARCH"] == "sm86"
 
 
 def test_a_detector_of_names_that_is_blind_is_not_outvoted_by_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
