@@ -162,4 +162,4 @@ def cap_memory() -> None:
         torch.cuda.set_per_process_memory_fraction(min(most / total, 1.0))
 
     if torch.cuda.is_available():
-        torch.cuda._lazy_call(cap)  # type: ignore[no-untyped-call]
+        torch.cuda._lazy_call(cap)

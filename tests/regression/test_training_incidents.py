@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
