@@ -6,6 +6,7 @@ None is what is not told.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ class GpuSettings:
     """Whether this user may fix the clocks."""
     virtual: bool | None
     """Whether it is a vGPU, whose multiprocessors other guests use in turn."""
+    board: str | None = None
+    """Tells GPUs of one kind apart: the start of a hash of its UUID. None in records from before it was kept."""
 
     @property
     def capped(self) -> bool:
@@ -110,6 +113,7 @@ def settings() -> GpuSettings | None:
         _flag("nvmlDeviceGetDisplayActive"),
         True if as_root else None if restricted is None else not restricted,
         None if virtualisation is None or virtual is None else virtualisation == virtual,
+        hashlib.sha256(_uuid().encode()).hexdigest()[:12],
     )
 
 

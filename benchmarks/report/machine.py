@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from benchmarks.history import accepted
 from benchmarks.history import launches as launch_history
 from benchmarks.history import memory as memory_history
+from benchmarks.history import repeats as repeat_history
 from benchmarks.history.memory import MemoryTrend
 from benchmarks.history.speedup import BaselineComparison
 from benchmarks.history.store import Store
-from benchmarks.report import case_pages, changes, launches, lengths, machine_tables, memory, trends, verdicts
+from benchmarks.report import case_pages, changes, launches, lengths, machine_tables, memory, repeats, trends, verdicts
 from benchmarks.report.case_pages import CasePage, ReportContext
 from benchmarks.report.folder import ReportFolder
 from benchmarks.report.table import Cell, ReportTable
@@ -43,6 +44,9 @@ class MachineSection:
     memory: ReportTable
     memory_trends: Sequence[MemoryTrend]
     launches: ReportTable
+    repeats: ReportTable
+    """Runs of the same sources under the same conditions."""
+    repeats_goal: str
     missing: ReportTable
     unmeasured: ReportTable
     doubtful: ReportTable
@@ -90,6 +94,8 @@ def build(
         memory=memory.table(peaks, memory.limit_mib(newest.device), context.repository),
         memory_trends=peaks,
         launches=launches.table(launch_history.trends(visits), context.repository),
+        repeats=repeats.table(repeat_history.find(history)),
+        repeats_goal=repeats.goal(),
         missing=machine_tables.missing(here),
         unmeasured=machine_tables.unmeasured(visits, runs[-1].utc),
         doubtful=machine_tables.doubtful(here),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 from harness import nvml
 from tests.fake_nvml import process
 from tests.fake_nvml.boards import BOARDS, OnGpu, Refused
-from tests.fake_nvml.library import FUNCTIONS, real
+from tests.fake_nvml.library import FUNCTIONS, UUID, real
 
 A100 = BOARDS["a100-80gb-sxm"]
 REFUSALS = ("NOT_SUPPORTED", "NO_PERMISSION", "FUNCTION_NOT_FOUND", "ABSENT")
@@ -36,7 +37,8 @@ def _no_administrator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_fields_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     process.install(monkeypatch, A100)
-    assert nvml.settings() == nvml.GpuSettings(400.0, 400.0, True, False, True, False)
+    board = hashlib.sha256(UUID.encode()).hexdigest()[:12]
+    assert nvml.settings() == nvml.GpuSettings(400.0, 400.0, True, False, True, False, board)
     assert nvml.limits() == nvml.ClockLimits(1410, 1410, 400.0)
     assert (nvml.driver(), nvml.temperature_c(), nvml.slowdown_c(), nvml.processes()) == ("580.82.07", 41, 92, [])
 
