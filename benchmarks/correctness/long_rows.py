@@ -45,7 +45,8 @@ class LongComparison:
     rows: int
     """Query rows compared."""
     found: Mapping[str, float]
-    """By tensor, its first rows apart (`FIRST_ROWS`); of "block_indices" by how much a block left out beats one taken, infinite for no legal choice."""
+    """By tensor, its first rows apart (`FIRST_ROWS`); of "block_indices" by how much a block left out beats one taken,
+    infinite for what is no legal choice."""
     own: Mapping[str, float]
     """What PyTorch makes in the measured type."""
     mass: float
@@ -223,9 +224,9 @@ class _Head:
 
     def _sums(self, wide: torch.dtype, narrow: torch.dtype | None) -> _Sums:
         k, v = (x[0, slice(*self.document), self.head].to(wide) for x in (self.problem.k, self.problem.v))
-        means = [block_means(x[None, :, None], self.config)[0, :, 0] for x in (k, v)]
-        sums = _Sums(k, v, *means, narrow)
-        sums.k_compressed, sums.v_compressed = (sums.rounded(x) for x in means)
+        k_means, v_means = (block_means(x[None, :, None], self.config)[0, :, 0] for x in (k, v))
+        sums = _Sums(k, v, k_means, v_means, narrow)
+        sums.k_compressed, sums.v_compressed = map(sums.rounded, (sums.k_compressed, sums.v_compressed))
         if self.answer.gradients:
             sums.zero()
         return sums
@@ -256,7 +257,7 @@ class _Head:
         return self.config.n_sel * self.config.l_sel
 
     def _rows(self, sums: _Sums, chunk: Chunk, chosen: Tensor) -> _Rows:
-        """The three branches of these rows with the blocks [R, n]; what comes to keys and values is added to the sums."""
+        """The three branches of these rows with the blocks [R, n]; what comes to keys and values goes to the sums."""
         config, position = self.config, chunk.positions[:, None]
         q, gates = (self._of(x, chunk.rows).to(sums.k.dtype) for x in (self.problem.q, self.problem.gates))
         d_o = None if self.answer.d_o is None else self._of(self.answer.d_o, chunk.rows).to(q.dtype)
@@ -320,7 +321,7 @@ class _Branch:
 
 
 def _mass(scores: Tensor, chosen: Tensor, chunk: Chunk, config: NSAConfig) -> float:
-    """The least share, over the rows, that chosen blocks [R, 1, n] hold of the scores [R, blocks] of the best choice."""
+    """Over the rows the least share that chosen blocks [R, 1, n] hold of the scores [R, blocks] of the best choice."""
     current = (chunk.positions // config.l_sel)[:, None]
     block = torch.arange(scores.shape[1], device=scores.device)
     order = scores.masked_fill(geometry.is_forced(block, current, config), math.inf)

@@ -156,7 +156,14 @@ def test_a_name_is_read_back(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "context-parallel/4x2x16/b1/s64/float32/p2/p4/nsa", "nsa", "train-step/125m/b1/s64/float32/nsa", "decode/4x2x16/b1/s64/float32/cold/warm/nsa"]
+    "name",
+    [
+        "",
+        "context-parallel/4x2x16/b1/s64/float32/p2/p4/nsa",
+        "nsa",
+        "train-step/125m/b1/s64/float32/nsa",
+        "decode/4x2x16/b1/s64/float32/cold/warm/nsa",
+    ],
 )
 def test_a_name_that_does_not_say_all_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="is no name of a case"):
@@ -165,7 +172,7 @@ def test_a_name_that_does_not_say_all_is_refused(name: str) -> None:
 
 def test_documents_are_the_whole_sequence() -> None:
     for documents in ((30, 33), (64, 0)):
-        with pytest.raises(ValueError, match="key.documents must add up to the 64 tokens"):
+        with pytest.raises(ValueError, match=r"key\.documents must add up to the 64 tokens"):
             key(documents=documents)
 
 
