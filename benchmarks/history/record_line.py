@@ -106,6 +106,7 @@ class _Shared(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     exposed_ms: float
     received_gb: float
     imbalance: float
+    gather_gb_per_s: float
     compared_tokens: int
 
     def __post_init__(self) -> None:

@@ -92,13 +92,15 @@ class SharedSequence:
     """Bytes that arrive at a rank / 1e9, of the rank that gets most."""
     imbalance: float
     """By which share the most loaded rank sees more compressed keys than the mean."""
+    gather_gb_per_s: float
+    """GB that arrive at a rank in a second where all gather the keys and values and do nothing else."""
     compared_tokens: int
     """Length of the sequence on which the ranks were compared with one of them, and that one with the oracle."""
 
     def __post_init__(self) -> None:
         if self.one_rank_ms is not None and not 0 < self.one_rank_ms < math.inf:
             raise ValueError(f"one_rank_ms must be finite and above 0; got {self.one_rank_ms}")
-        for name in ("exposed_ms", "received_gb", "imbalance"):
+        for name in ("exposed_ms", "received_gb", "imbalance", "gather_gb_per_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and at least 0; got {getattr(self, name)}")
 

@@ -102,7 +102,8 @@ def measure(
         [statistics.median(waited), received[0] / 1e9, peak], context.group, device
     )
     imbalance = order.imbalance(_config(key), context.documents(cu_seqlens))
-    shared = SharedSequence(one_ms, exposed_ms, received_gb, imbalance, checked.num_keys)
+    rate = _gather_gb_per_s(own, samples, context)
+    shared = SharedSequence(one_ms, exposed_ms, received_gb, imbalance, rate, checked.num_keys)
     return ParallelTime(correctness, tuple(times), shared, most_mib if device.type == "cuda" else None)
 
 
@@ -206,6 +207,16 @@ def _alone_ms(
     """The median of the rank that is fastest: the ideal is not to gain from a slow one."""
     times = _samples(lambda: _one(key, x, d_o, cu_seqlens), samples, context.group)
     return -_most([-statistics.median(times)], context.group, d_o.device)[0]
+
+
+def _gather_gb_per_s(own: Problem, samples: int, context: ContextParallel) -> float:
+    """What arrives at a rank, where all gather as many keys as the shortest of them holds, and the values."""
+    rows = -int(_most([-own.k.shape[1]], context.group, own.k.device)[0])
+    sent = torch.cat([x[:, :rows].flatten() for x in (own.k, own.v)])
+    out = sent.new_empty(context.ranks * sent.numel())
+    times = _samples(lambda: dist.all_gather_into_tensor(out, sent, group=context.group), samples, context.group)
+    slowest_ms = _most([statistics.median(times)], context.group, sent.device)[0]
+    return (out.nbytes - sent.nbytes) / slowest_ms / 1e6
 
 
 def _samples(call: Callable[[], object], count: int, group: dist.ProcessGroup) -> list[float]:

@@ -177,12 +177,16 @@ def test_documents_are_the_whole_sequence() -> None:
 
 
 def test_shares_of_several_ranks() -> None:
-    of_two = dataclasses.replace(passed(key(ranks=2), 5.0), shared=SharedSequence(9.0, 0.25, 1.0, 0.0, 64))
+    of_two = dataclasses.replace(passed(key(ranks=2), 5.0), shared=SharedSequence(9.0, 0.25, 1.0, 0.0, 300.0, 64))
     assert of_two.share_of_ideal == pytest.approx(9.0 / 2 / 5.0)
     assert of_two.exposed_share == pytest.approx(0.05)
-    too_long = dataclasses.replace(of_two, shared=SharedSequence(None, 0.25, 1.0, 0.0, 64))
+    too_long = dataclasses.replace(of_two, shared=SharedSequence(None, 0.25, 1.0, 0.0, 300.0, 64))
     assert too_long.share_of_ideal is None
     assert passed(key()).exposed_share is None
-    for wrong in ((0.0, 0.25, 1.0, 0.0, 64), (9.0, -0.25, 1.0, 0.0, 64), (9.0, 0.25, float("nan"), 0.0, 64)):
+    for wrong in (
+        (0.0, 0.25, 1.0, 0.0, 1.0, 64),
+        (9.0, -0.25, 1.0, 0.0, 1.0, 64),
+        (9.0, 0.25, float("nan"), 0.0, 1.0, 64),
+    ):
         with pytest.raises(ValueError, match="must be finite"):
             SharedSequence(*wrong)

@@ -61,7 +61,7 @@ EVERYTHING = Record(
     flops=2.5e13,
     bytes_moved=12345670.0,
     anchor=Anchor("0123456789abcdef", "2" * 16),
-    shared=SharedSequence(2.4, 0.0125, 0.25, 0.0, 64),
+    shared=SharedSequence(2.4, 0.0125, 0.25, 0.0, 310.5, 64),
 )
 RECORDS = {
     "passed": passed(key()),
@@ -78,7 +78,7 @@ RECORDS = {
     "a name with a path": passed(key(implementation="../$x")),
     "several ranks": dataclasses.replace(
         passed(key("context-parallel", ranks=2, documents=(30, 34))),
-        shared=SharedSequence(None, 0.5, 0.25, 0.01, 64),
+        shared=SharedSequence(None, 0.5, 0.25, 0.01, 310.5, 64),
     ),
     "everything": EVERYTHING,
 }
