@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -90,7 +91,7 @@ class Key:
     def case(self) -> str:
         """What all implementations share: decode/8x2x64/b4/s16384/float32, then a word for each thing that is not
         usual: "q16" where a prefill continues or a decode takes 16 tokens, the kind of inputs ("recorded"), "cold",
-        the launch where it is not eager, "p8" for 8 ranks, "docs-30-66" for packed documents of so many tokens."""
+        the launch where it is not eager, "p8" for 8 ranks, "docs-30-66x2" for documents of 30, 66 and 66 tokens."""
         usual = (("inputs", "random"), ("cache", "warm"), ("launch", "eager"))
         words = [f"/{getattr(self, name)}" for name, value in usual if getattr(self, name) != value]
         if self.num_queries != (1 if self.mode == "decode" else self.num_keys):
@@ -98,7 +99,7 @@ class Key:
         if self.ranks != 1:
             words.append(f"/p{self.ranks}")
         if self.documents is not None:
-            words.append(f"/docs-{'-'.join(map(str, self.documents))}")
+            words.append(f"/{_documents_word(self.documents)}")
         return f"{self.mode}/{self.what}/b{self.batch}/s{self.num_keys}/{self.dtype}{''.join(words)}"
 
     @cached_property
@@ -138,9 +139,7 @@ class Key:
             cache="cold" if "cold" in words else "warm",
             launch=next((word for word in words if word in LAUNCHES), "eager"),
             ranks=next((int(word[1:]) for word in words if _RANKS.fullmatch(word)), 1),
-            documents=next(
-                (tuple(map(int, word.split("-")[1:])) for word in words if _DOCUMENTS.fullmatch(word)), None
-            ),
+            documents=next((_documents(word) for word in words if _DOCUMENTS.fullmatch(word)), None),
         )
         if key.name != name:
             raise ValueError(f"{name!r} is no name of a case; its parts make {key.name!r}")
@@ -154,7 +153,19 @@ _NAME = re.compile(
 )
 _QUERIES = re.compile(r"q\d+", re.ASCII)
 _RANKS = re.compile(r"p\d+", re.ASCII)
-_DOCUMENTS = re.compile(r"docs(-\d+)+", re.ASCII)
+_DOCUMENTS = re.compile(r"docs(-\d+(x\d+)?)+", re.ASCII)
 _SIZES = re.compile("|".join(one.pattern for one in (_QUERIES, _RANKS, _DOCUMENTS)), re.ASCII)
 """Words that stand for numbers."""
 _WORDS = ("cold", *LAUNCHES[1:])
+
+
+def _documents_word(documents: tuple[int, ...]) -> str:
+    """Their lengths, equal ones that follow one another once, with their number."""
+    runs = [(length, len(list(same))) for length, same in itertools.groupby(documents)]
+    return "-".join(["docs", *(f"{length}x{count}" if count > 1 else f"{length}" for length, count in runs)])
+
+
+def _documents(word: str) -> tuple[int, ...]:
+    """The lengths that a word names."""
+    runs = [(length, int(count or 1)) for length, _, count in (one.partition("x") for one in word.split("-")[1:])]
+    return tuple(int(length) for length, count in runs for _ in range(count))

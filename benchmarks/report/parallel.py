@@ -176,6 +176,7 @@ def _picture(
             axis.set_ylabel(unit)
             axis.grid(True, axis="y", **style.GRID)
         axes[0].axhline(100, color=style.GREY, linewidth=0.8)
+        axes[0].set_ylim(top=max(105.0, axes[0].get_ylim()[1]))
         labels = style.over_lengths(axes[-1], [point[0] for points in lines.values() for point in points], {})
         style.headline(figure, title)
         style.frame(figure, bottom=labels + legend)

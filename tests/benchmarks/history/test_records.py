@@ -148,6 +148,7 @@ def test_no_impossible_sample_is_kept(samples_ms: tuple[float, ...]) -> None:
         {"mode": "part-selected", "dtype": "bfloat16"},
         {"mode": "context-parallel", "ranks": 8, "inputs": "recorded-p10"},
         {"mode": "context-parallel", "ranks": 2, "documents": (30, 34)},
+        {"documents": (12, 12, 12, 3, 25)},
     ],
 )
 def test_a_name_is_read_back(changes: dict[str, Any]) -> None:
