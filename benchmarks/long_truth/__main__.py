@@ -23,18 +23,17 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.cases import inputs
 from benchmarks.cases.key import NSA, Key
-from benchmarks.commands import options
-from benchmarks.correctness.verify import NonFiniteError
+from benchmarks.cases.outcome import OracleCheck
 from benchmarks.long_truth import check, compression, positions, sizes
 from benchmarks.long_truth.check import LongTruth, Say
-from harness import fingerprint, machines
+from harness import environment, fingerprint, machines
 from harness.arguments import Parser
 from harness.fingerprint import Fingerprint
 from nsa import NSAConfig
@@ -42,6 +41,7 @@ from nsa.io import atomic_write
 from nsa.parallel import ContextParallel
 from nsa.train import distributed
 
+_Found = TypeVar("_Found")
 _SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)(?::(\d+))?", re.ASCII)
 _PACKED_SHAPE = "2x1x16"
 """Of the packed documents: small, since 2^24 tokens are many."""
@@ -68,7 +68,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--compression", action="store_true", help="compressed keys past 2^31 elements too: 70 GiB")
     found.add_argument("--sizes", action="store_true", help="print which tensors cross 2^31 elements, and run nothing")
     found.add_argument(
-        "--out", type=Path, help=f"folder whose laws/ gets the summary (default: {options.RESULTS}; on a CPU none)"
+        "--out",
+        type=Path,
+        help=f"folder whose laws/ gets the summary (default: {environment.read().results}; on a CPU none)",
     )
     return found
 
@@ -120,9 +122,7 @@ def run(
     for key in keys:
         summary.add(key.case, partial(_checked, key, asked, context, say))
     if not asked.no_positions:
-        rotary = positions.rotary(torch.device(asked.device))
-        summary.count(rotary.name, passed=rotary.passed)
-        say(f"{rotary.name}: error {rotary.error} of {rotary.budget} allowed")
+        summary.add_checks("rotary positions", lambda: [positions.rotary(torch.device(asked.device))])
         length, past = _packed_size(asked.device)
         of_documents, compared = positions.packed(case(asked, _PACKED_SHAPE, 1), length, past)
         summary.add(
@@ -130,9 +130,8 @@ def run(
             partial(_checked, of_documents, asked, context, say, compared),
         )
     if asked.compression:
-        for one in compression.check(torch.device(asked.device), getattr(torch, asked.dtype)):
-            summary.count(one.name, passed=one.passed)
-            say(f"{one.name}: error {one.error} of {one.budget:.3g} allowed")
+        dtype = getattr(torch, asked.dtype)
+        summary.add_checks("compression", lambda: compression.check(torch.device(asked.device), dtype))
     return summary.content(identity, asked, round(time.perf_counter() - begin, 1))
 
 
@@ -171,19 +170,9 @@ class _Summary:
             self._failures.append(name)
 
     def add(self, name: str, measure: Callable[[], LongTruth]) -> None:
-        """One case. What does not fit is skipped where this process is alone: other ranks would wait for it."""
-        try:
-            found = measure()
-        except NonFiniteError as error:
-            self.count(f"{name}: {error}", passed=False)
-            self._say(f"{name}: WRONG: {error}")
-            return
-        except torch.OutOfMemoryError as error:
-            if self._ranks > 1:
-                raise
-            self._not_run[name] = str(error).splitlines()[0]
-            self._say(f"{name}: does not fit: {self._not_run[name]}")
-            torch.cuda.empty_cache()
+        """One case."""
+        found = self._tried(name, measure)
+        if found is None:
             return
         for one in found.checks:
             self.count(f"{name}: {one.name}", passed=one.passed)
@@ -191,6 +180,28 @@ class _Summary:
         told = {field.name: getattr(found, field.name) for field in dataclasses.fields(found) if field.name != "checks"}
         checks = {one.name: [one.error, one.budget] for one in found.checks}
         self._cases.append({**told, "name": name, "checks": checks})
+
+    def add_checks(self, name: str, measure: Callable[[], Sequence[OracleCheck]]) -> None:
+        """Checks that are no case."""
+        for one in self._tried(name, measure) or ():
+            self.count(one.name, passed=one.passed)
+            self._say(f"{one.name}: {_error(one)} of {one.budget:.3g} allowed")
+
+    def _tried(self, name: str, measure: Callable[[], _Found]) -> _Found | None:
+        """What it gives. Alone this process goes on after an error, and skips what does not fit; with others it ends,
+        since they would wait for it."""
+        try:
+            return measure()
+        except Exception as error:
+            if self._ranks > 1:
+                raise
+            why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            if isinstance(error, torch.OutOfMemoryError):
+                self._not_run[name] = why
+            else:
+                self.count(f"{name}: {why}", passed=False)
+            self._say(f"{name}: {why}")
+            return None
 
     def content(self, identity: Fingerprint, asked: argparse.Namespace, seconds: float) -> dict[str, Any]:
         """The summary as it is written."""
@@ -222,20 +233,24 @@ def _table(name: str, found: LongTruth) -> str:
         f"  past 2^31 elements: {', '.join(found.crossed) or 'no tensor'}; least mass {found.mass:.6f}",
     ]
     for one in found.checks:
-        error = "not finite" if one.error is None else f"{one.error:.3g}"
-        lines.append(f"  {'ok   ' if one.passed else 'WRONG'} {one.name:<42} {error:>10} of {one.budget:.3g}")
+        lines.append(f"  {'ok   ' if one.passed else 'WRONG'} {one.name:<42} {_error(one):>10} of {one.budget:.3g}")
     return "\n".join(lines)
+
+
+def _error(one: OracleCheck) -> str:
+    return "not finite" if one.error is None else f"{one.error:.3g}"
 
 
 def _write(asked: argparse.Namespace, summary: dict[str, Any]) -> None:
     """The summary below laws/, and the last line, which says where."""
-    folder = asked.out or (options.RESULTS if asked.device == "cuda" else None)
+    folder = asked.out or (environment.read().results if asked.device == "cuda" else None)
     path = None
     if folder is not None:
-        identity, day = summary["fingerprint"], summary["utc"][:10].replace("-", "")
+        identity = summary["fingerprint"]
+        day, moment = summary["utc"][:10].replace("-", ""), summary["utc"][11:19].replace(":", "")
         commit = (identity["commit"] or "0" * 10)[:10]
         suffix = "" if summary["ranks"] == 1 else f"-{summary['ranks']}-ranks"
-        path = Path(folder) / "laws" / f"{identity['machine']}-{day}-{commit}-long-truth{suffix}.json"
+        path = Path(folder) / "laws" / f"{identity['machine']}-{day}-{commit}-long-truth{suffix}-{moment}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, json.dumps(summary, indent=1) + "\n")
     told = {name: summary[name] for name in ("passed", "failed", "skipped", "failures", "seconds")}

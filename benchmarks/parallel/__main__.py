@@ -20,14 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.cases import inputs
 from benchmarks.cases.key import CONTEXT_PARALLEL, NSA, Key
-from benchmarks.commands import options
 from benchmarks.correctness.verify import IncorrectError
 from benchmarks.history import run_file
 from benchmarks.history.records import Record
 from benchmarks.history.samples import RawSamples
 from benchmarks.parallel import record
 from benchmarks.parallel.measure import measure
-from harness import fingerprint, machines
+from harness import environment, fingerprint, machines
 from harness.arguments import Parser
 from nsa import NSAConfig
 from nsa.train import distributed
@@ -48,7 +47,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--seed", type=int, default=1, help="of the rows that are compared")
     found.add_argument("--no-alone", action="store_true", help="the sequence does not fit on one rank")
     found.add_argument("--check-tokens", type=int, help="compare at this length, where one rank cannot do all")
-    options.add_out(found)
+    results = environment.read().results
+    found.add_argument("--out", type=Path, default=results, metavar="DIR", help=f"(default: {results})")
     return found
 
 

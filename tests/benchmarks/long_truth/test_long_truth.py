@@ -167,6 +167,19 @@ def test_an_illegal_choice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrong(truth()) == {"block_indices"}
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("backward", [True, False])
+def test_what_is_right_passes_on_a_gpu(*, backward: bool) -> None:
+    case = dataclasses.replace(
+        CASE, dtype="bfloat16", num_queries=8192, num_keys=8192, heads=32, head_dim_k=128, head_dim_v=128,
+        config=dataclasses.asdict(NSAConfig()), backend_asked="auto",
+    )  # fmt: skip
+    found = check.check(case, torch.device("cuda"), backward=backward, say=lambda text: None)
+    assert wrong(found) == set()
+    assert found.rows == 8192
+    assert found.peak_gib is not None
+
+
 def _shared(mesh: DeviceMesh, fault: bool) -> LongTruth:
     with pytest.MonkeyPatch.context() as patch:
         if fault:
@@ -259,6 +272,21 @@ def test_a_wrong_case_fails_the_summary(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(nsa, "nsa_attention", with_fault(1, changed(200, 1.01), gradient=True))
     summary = program.run(asked, [program.case(asked, "2x1x16", 300)], say=lambda text: None)
     assert summary["failures"] == ["prefill-forward-backward/2x1x16/b1/s300/float32: dk"]
+
+
+def test_what_ends_with_an_error_fails_and_what_does_not_fit_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = iter([RuntimeError("an illegal\nmemory access"), torch.OutOfMemoryError("CUDA out of memory")])
+
+    def ending(*inputs: Any, **more: Any) -> tuple[Tensor, Aux]:
+        raise next(errors)
+
+    monkeypatch.setattr(nsa, "nsa_attention", ending)
+    asked = _asked("--no-positions")
+    keys = [program.case(asked, "2x1x16", tokens) for tokens in (300, 400)]
+    summary = program.run(asked, keys, say=lambda text: None)
+    assert summary["failures"] == [f"{keys[0].case}: RuntimeError: an illegal"]
+    assert summary["skipped_because"] == {keys[1].case: "OutOfMemoryError: CUDA out of memory"}
+    assert summary["passed"] == 0
 
 
 def test_shapes_by_name() -> None:
