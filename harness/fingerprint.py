@@ -25,8 +25,9 @@ from harness.peak import MeasuredPeak
 MEASURING = (
     "benchmarks/baselines", "benchmarks/cases", "benchmarks/correctness", "benchmarks/errors.py",
     "benchmarks/first_step.py",
-    "benchmarks/memory_worker.py", "benchmarks/runner.py", "benchmarks/timing", "benchmarks/watched.py",
-    "benchmarks/workloads",    "harness/nvml.py",
+    "benchmarks/memory_worker.py", "benchmarks/parallel/measure.py",
+    "benchmarks/runner.py", "benchmarks/timing", "benchmarks/watched.py",
+    "benchmarks/workloads", "harness/nvml.py",
 )  # fmt: skip
 """What decides how a figure comes about; a page or a command that changes makes none incomparable."""
 NOT_MEASURING = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ CACHES = ("warm", "cold")
 LAUNCHES = ("eager", "graph", "compile", "reduce-overhead")
 HOST = "host-"
 """What the modes that time the host alone begin with."""
+CONTEXT_PARALLEL = "context-parallel"
+"""Forward and backward of one sequence over several ranks (`benchmarks.parallel`)."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Key:
 
     mode: str
     """"prefill-forward", "prefill-forward-backward", "decode", "part-..." of the forward, "train-step",
-    "train-loop", "first-step", "memory", or "host-..." of the first two."""
+    "train-loop", "first-step", "memory", "host-..." of the first two, or "context-parallel"."""
     implementation: str
     """"nsa", or the baseline by name ("sdpa-flash")."""
     backend_asked: str | None
@@ -55,17 +58,23 @@ class Key:
     launch: str = "eager"
     """"eager": every kernel is launched by the host; "graph": a captured CUDA graph is replayed; "compile" and
     "reduce-overhead": the modes of `torch.compile`, where a loop of one's own has it."""
+    ranks: int = 1
+    """GPUs, or processes on a CPU, that share each sequence."""
+    documents: tuple[int, ...] | None = None
+    """Tokens of each packed document; None for one document that is the whole sequence."""
 
     OLD_NAMES: ClassVar[Mapping[str, str]] = {"kv_heads": "num_kv_heads"}
     SIZES = ("batch", "num_queries", "num_keys", "heads", "num_kv_heads", "head_dim_k", "head_dim_v")
 
     def __post_init__(self) -> None:
-        for name in self.SIZES:
+        for name in (*self.SIZES, "ranks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"key.{name} must be at least 1; got {getattr(self, name)}")
         for name, known in (("cache", CACHES), ("launch", LAUNCHES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"key.{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}")
+        if self.documents is not None and (sum(self.documents) != self.num_keys or min(self.documents) < 1):
+            raise ValueError(f"key.documents must add up to the {self.num_keys} tokens; got {self.documents}")
 
     @property
     def what(self) -> str:
@@ -82,11 +91,15 @@ class Key:
     def case(self) -> str:
         """What all implementations share: decode/8x2x64/b4/s16384/float32, then a word for each thing that is not
         usual: "q16" where a prefill continues or a decode takes 16 tokens, the kind of inputs ("recorded"), "cold",
-        the launch where it is not eager."""
+        the launch where it is not eager, "p8" for 8 ranks, "docs-30-66x2" for documents of 30, 66 and 66 tokens."""
         usual = (("inputs", "random"), ("cache", "warm"), ("launch", "eager"))
         words = [f"/{getattr(self, name)}" for name, value in usual if getattr(self, name) != value]
         if self.num_queries != (1 if self.mode == "decode" else self.num_keys):
             words.insert(0, f"/q{self.num_queries}")
+        if self.ranks != 1:
+            words.append(f"/p{self.ranks}")
+        if self.documents is not None:
+            words.append(f"/{_documents_word(self.documents)}")
         return f"{self.mode}/{self.what}/b{self.batch}/s{self.num_keys}/{self.dtype}{''.join(words)}"
 
     @cached_property
@@ -122,9 +135,11 @@ class Key:
             head_dim_k=head_dim_k,
             head_dim_v=int(parts["head_dim_v"] or head_dim_k),
             config=None,
-            inputs=next((word for word in words if not (_QUERIES.fullmatch(word) or word in _WORDS)), "random"),
+            inputs=next((word for word in words if not (_SIZES.fullmatch(word) or word in _WORDS)), "random"),
             cache="cold" if "cold" in words else "warm",
             launch=next((word for word in words if word in LAUNCHES), "eager"),
+            ranks=next((int(word[1:]) for word in words if _RANKS.fullmatch(word)), 1),
+            documents=next((_documents(word) for word in words if _DOCUMENTS.fullmatch(word)), None),
         )
         if key.name != name:
             raise ValueError(f"{name!r} is no name of a case; its parts make {key.name!r}")
@@ -137,4 +152,20 @@ _NAME = re.compile(
     re.ASCII,
 )
 _QUERIES = re.compile(r"q\d+", re.ASCII)
+_RANKS = re.compile(r"p\d+", re.ASCII)
+_DOCUMENTS = re.compile(r"docs(-\d+(x\d+)?)+", re.ASCII)
+_SIZES = re.compile("|".join(one.pattern for one in (_QUERIES, _RANKS, _DOCUMENTS)), re.ASCII)
+"""Words that stand for numbers."""
 _WORDS = ("cold", *LAUNCHES[1:])
+
+
+def _documents_word(documents: tuple[int, ...]) -> str:
+    """Their lengths, equal ones that follow one another once, with their number."""
+    runs = [(length, len(list(same))) for length, same in itertools.groupby(documents)]
+    return "-".join(["docs", *(f"{length}x{count}" if count > 1 else f"{length}" for length, count in runs)])
+
+
+def _documents(word: str) -> tuple[int, ...]:
+    """The lengths that a word names."""
+    runs = [(length, int(count or 1)) for length, _, count in (one.partition("x") for one in word.split("-")[1:])]
+    return tuple(int(length) for length, count in runs for _ in range(count))

@@ -37,7 +37,7 @@ class RowComparison:
 
 
 @dataclass
-class _Errors:
+class RowErrors:
     """Per row, how far an implementation is from the truth, and the truth's size, of one tensor."""
 
     off: list[Tensor] = field(default_factory=list)
@@ -116,10 +116,10 @@ class _Comparison:
     answer: Answer
     blocks: Tensor | None
     rows: Tensor
-    found: defaultdict[str, _Errors] = field(default_factory=lambda: defaultdict(_Errors))
-    eager: defaultdict[str, _Errors] = field(default_factory=lambda: defaultdict(_Errors))
+    found: defaultdict[str, RowErrors] = field(default_factory=lambda: defaultdict(RowErrors))
+    eager: defaultdict[str, RowErrors] = field(default_factory=lambda: defaultdict(RowErrors))
     choices: list[tuple[float, float]] = field(default_factory=list)
-    """`_choice_errors` of each chunk."""
+    """`choice_errors` of each chunk."""
 
     @property
     def backward(self) -> bool:
@@ -187,13 +187,13 @@ class _Comparison:
                 self.eager[name].add(eager.gradients[name], truth.gradients[name])
         chosen = self._chosen(b, chunk)
         if self.config is not None and chosen is not None and truth.scores is not None and eager.scores is not None:
-            self.choices.append(_choice_errors(truth.scores, eager.scores, chosen, chunk, self.config))
+            self.choices.append(choice_errors(truth.scores, eager.scores, chosen, chunk, self.config))
 
     def _chosen(self, b: int, chunk: Chunk) -> Tensor | None:
         return None if self.blocks is None else self.blocks[b, chunk.rows]
 
 
-def _choice_errors(scores: Tensor, own: Tensor, chosen: Tensor, chunk: Chunk, config: NSAConfig) -> tuple[float, float]:
+def choice_errors(scores: Tensor, own: Tensor, chosen: Tensor, chunk: Chunk, config: NSAConfig) -> tuple[float, float]:
     """(by how much a row's best block left out beats its worst one taken, infinite for what is no legal choice; the
     largest error of a score in the measured type), both relative to the row's largest score."""
     current = (chunk.positions // config.l_sel)[:, None]  # [R, 1]

@@ -194,6 +194,11 @@ def block_scores(q: Tensor, source: KeyValues, chunk: Chunk, config: NSAConfig) 
     unseen = torch.arange(keys.shape[0], device=q.device) >= visible
     wide = torch.promote_types(s.dtype, torch.float32)
     p = s.masked_fill(unseen, -math.inf).softmax(-1, dtype=wide).masked_fill(unseen, 0.0).sum(2)  # [R, Hkv, seen]
+    return selection_scores(p, blocks, config)
+
+
+def selection_scores(p: Tensor, blocks: int, config: NSAConfig) -> Tensor:
+    """Eq. 9: the scores [R, Hkv, blocks] of selection blocks from those of compressed ones [R, Hkv, seen]."""
     offsets, step = geometry.overlap_offsets(config), config.l_sel // config.d
     weights = torch.tensor(geometry.overlap_weights(config), dtype=p.dtype, device=p.device)
     before = -offsets.start

@@ -19,7 +19,7 @@ import msgspec  # decodes and checks a line in a fifth of the time that Python's
 
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome, Correctness, OracleCheck
-from benchmarks.history.records import Anchor, Record, check_figures
+from benchmarks.history.records import Anchor, Record, SharedSequence, check_figures
 from benchmarks.history.samples import RawSamples, SampleSummary
 from benchmarks.peak_memory import OutOfMemory
 from benchmarks.timing.clocks import ClockSummary
@@ -99,6 +99,20 @@ class _Anchor(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     nsa_sha256: str
 
 
+class _Shared(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """The fields of `SharedSequence`, in this order."""
+
+    one_rank_ms: float | None
+    exposed_ms: float
+    received_gb: float
+    imbalance: float
+    gather_gb_per_s: float
+    compared_tokens: int
+
+    def __post_init__(self) -> None:
+        SharedSequence.__post_init__(self)  # type: ignore[arg-type]
+
+
 class RecordLine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A line as it stands; its values were checked when it was read."""
 
@@ -137,6 +151,7 @@ class RecordLine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
     launches_per_call: int | None = None
     anchor: _Anchor | None = None
     inputs_follow: str | None = None
+    shared: _Shared | None = None
 
     def __post_init__(self) -> None:
         if self.gate is not None:
@@ -171,6 +186,7 @@ def encode(record: Record, *, with_command: bool) -> str:
         samples=_Samples(*map(_rounded, vars(record.samples).values())) if record.samples else None,
         out_of_memory=record.out_of_memory,
         anchor=_Anchor(record.anchor.commit, record.anchor.nsa_sha256) if record.anchor else None,
+        shared=_Shared(*map(_rounded, vars(record.shared).values())) if record.shared else None,
         clocks=ClockLine(*(_rounded(x, _CLOCK_DIGITS) for x in vars(record.clocks).values()))
         if record.clocks
         else None,
@@ -233,6 +249,7 @@ def record(line: RecordLine, key: Key, fingerprint: Fingerprint, command: str | 
         clocks=ClockSummary(*_values(line.clocks)) if line.clocks else None,
         out_of_memory=line.out_of_memory,
         anchor=Anchor(*_values(line.anchor)) if line.anchor else None,
+        shared=SharedSequence(*_values(line.shared)) if line.shared else None,
         **{name: getattr(line, name) for name in (*_SAME, *_FIGURES)},
     )
 

@@ -19,10 +19,10 @@ from harness.peak import MIB
 
 NUMBERS = (
     "latency_ms", "samples", "interval_ms", "end_to_end_ms", "tokens_per_s", "peak_mem_mib", "compile_s",
-    "other_load", "launches_per_call",
+    "other_load", "launches_per_call", "shared",
 )  # fmt: skip
 """What was measured: None unless PASSED."""
-TIMES = ("latency_ms", "interval_ms", "end_to_end_ms", "samples", "tokens_per_s", "compile_s")
+TIMES = ("latency_ms", "interval_ms", "end_to_end_ms", "samples", "tokens_per_s", "compile_s", "shared")
 """What tells how fast it was."""
 _ABOVE_ZERO = ("latency_ms", "end_to_end_ms", "tokens_per_s", "flops", "bytes_moved")
 _NOT_NEGATIVE = (
@@ -78,6 +78,31 @@ class Anchor:
     commit: str
     nsa_sha256: str
     """Hash of its nsa/, as in a fingerprint."""
+
+
+@dataclass(frozen=True)
+class SharedSequence:
+    """What is known of a sequence that several ranks share, beside their time."""
+
+    one_rank_ms: float | None
+    """Of the fastest rank alone in the same processes, the median; None where the sequence does not fit on one."""
+    exposed_ms: float
+    """For how long the slowest rank's computation stood waiting for communication, the median; measured apart."""
+    received_gb: float
+    """Bytes that arrive at a rank / 1e9, of the rank that gets most."""
+    imbalance: float
+    """By which share the most loaded rank sees more compressed keys than the mean."""
+    gather_gb_per_s: float
+    """GB that arrive at a rank in a second where all gather the keys and values and do nothing else."""
+    compared_tokens: int
+    """Length of the sequence on which the ranks were compared with one of them, and that one with the oracle."""
+
+    def __post_init__(self) -> None:
+        if self.one_rank_ms is not None and not 0 < self.one_rank_ms < math.inf:
+            raise ValueError(f"one_rank_ms must be finite and above 0; got {self.one_rank_ms}")
+        for name in ("exposed_ms", "received_gb", "imbalance", "gather_gb_per_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and at least 0; got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -145,6 +170,8 @@ class Record:
 
     inputs_follow: str | None = None
     """Of recorded inputs: which recorded curves, of which quantile and length, the selection follows; else None."""
+    shared: SharedSequence | None = None
+    """Of several ranks; None of one, and in earlier records."""
 
     OLD_NAMES: ClassVar[Mapping[str, str]] = {"gate": "correctness"}
 
@@ -170,6 +197,18 @@ class Record:
     def tb_per_s(self) -> float | None:
         """TB/s reached, by the case's own count; None where that or the latency is unknown."""
         return None if self.bytes_moved is None or self.latency_ms is None else self.bytes_moved / self.latency_ms / 1e9
+
+    @property
+    def share_of_ideal(self) -> float | None:
+        """One rank's time over the number of ranks, over their time; None where it was not measured."""
+        if self.shared is None or self.shared.one_rank_ms is None or self.latency_ms is None:
+            return None
+        return self.shared.one_rank_ms / self.key.ranks / self.latency_ms
+
+    @property
+    def exposed_share(self) -> float | None:
+        """The part of the time that the slowest rank waits for communication; None of one rank."""
+        return None if self.shared is None or self.latency_ms is None else self.shared.exposed_ms / self.latency_ms
 
     @property
     def share_of_limit(self) -> float | None:

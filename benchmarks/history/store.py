@@ -142,7 +142,10 @@ class Store:
         wanted = {
             row.file
             for row in self._rows
-            if row.fingerprint.utc >= since and machine in (None, row.fingerprint.machine)
+            if row.fingerprint.utc >= since
+            and machine in (None, row.fingerprint.machine)
+            and mode in (None, row.key.mode)
+            and implementation in (None, row.key.implementation)
         }
         return [
             record

@@ -1,18 +1,20 @@
 """One sequence over several ranks: its time beside that of one rank alone, what communication is waited for, bytes.
 
 The ideal is one rank's time over their number. A figure is given only after the ranks' outputs, choices and gradients
-agreed with one rank's in the same process, on the sequence that is timed or, where that does not fit on one, on a
-shorter one of the same kind.
+agreed with one rank's in the same process, and that one's with float64, on the sequence that is timed or, where that
+does not fit on one rank, on a shorter one of the same kind.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 from unittest import mock
 
@@ -22,188 +24,199 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import nsa
-from benchmarks.correctness.verify import IncorrectError
-from nsa.parallel import ContextParallel, context_parallel_attention, exchange
+from benchmarks.cases import inputs
+from benchmarks.cases.inputs import Problem
+from benchmarks.cases.key import Key
+from benchmarks.cases.outcome import Correctness, OracleCheck
+from benchmarks.correctness import long_rows, tolerance
+from benchmarks.correctness.long_rows import LongComparison
+from benchmarks.correctness.row_sampling import TIMED_SEED
+from benchmarks.correctness.verify import Answer, require_passed
+from benchmarks.history.records import SharedSequence
+from harness.peak import MIB
+from nsa.parallel import ContextParallel, TokenOrder, context_parallel_attention, exchange
 
 WARM_UP = 3
 EXACT = ("o", "block_indices", "dq")
 """What must be one rank's in every bit on a CPU; on a GPU within a unit in the last place."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sequence that is timed; normal inputs, uniform gates."""
-
-    tokens: int
-    heads: int
-    num_kv_heads: int
-    head_dim_k: int
-    head_dim_v: int
-    dtype: str
-    documents: tuple[int, ...] | None = None
-    """Tokens of each packed document; None for one."""
-    config: nsa.NSAConfig = dataclasses.field(default_factory=nsa.NSAConfig)
-
-    def inputs(self, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
-        """q, k, v, gates and the gradient of the output, the same on every rank."""
-        generator, dtype = torch.Generator(device).manual_seed(seed), getattr(torch, self.dtype)
-        sizes = {
-            "q": (self.heads, self.head_dim_k),
-            "k": (self.num_kv_heads, self.head_dim_k),
-            "v": (self.num_kv_heads, self.head_dim_v),
-            "upstream": (self.heads, self.head_dim_v),
-        }
-        drawn = {
-            name: torch.randn(1, self.tokens, *size, generator=generator, device=device, dtype=dtype)
-            for name, size in sizes.items()
-        }
-        gates = torch.rand(1, self.tokens, self.heads, 3, generator=generator, device=device, dtype=dtype)
-        return {**drawn, "gates": gates}
-
-    def cu_seqlens(self, device: torch.device) -> Tensor | None:
-        """int32 [N+1], or None."""
-        if self.documents is None:
-            return None
-        return torch.tensor([0, *self.documents], device=device).cumsum(0, dtype=torch.int32)
+INPUTS = ("q", "k", "v", "gates")
 
 
 @dataclass(frozen=True)
 class ParallelTime:
-    """Forward and backward of one shape over `ranks` ranks."""
+    """Forward and backward of one case over its ranks."""
 
-    shape: Shape
-    ranks: int
-    backend: str
-    parallel_ms: float
-    """Median over the samples of the slowest rank."""
+    correctness: Correctness
     samples_ms: tuple[float, ...]
-    one_ms: float | None
-    """Of the fastest rank alone, the median; None where the sequence does not fit there."""
-    share_of_ideal: float | None
-    """one_ms / ranks / parallel_ms."""
-    exposed_ms: float
-    """For how long the slowest rank's computation stood waiting for communication, the median."""
-    received_gb: float
-    """Bytes that arrive at a rank / 1e9, of the rank that gets most."""
-    imbalance: float
-    """By which share the most loaded rank has more work than the mean."""
+    """Of the slowest rank."""
+    shared: SharedSequence
     peak_mem_mib: float | None
-    """Of the rank that takes most; None on a CPU."""
-    checked_tokens: int
-    """Length at which the ranks were compared with one."""
-    greatest_difference: dict[str, float]
-    """From one rank, by tensor, over the greatest entry."""
+    """Above the inputs, of the rank that takes most; None on a CPU."""
 
 
 def measure(
-    mesh: DeviceMesh, shape: Shape, *, backend: str = "auto", samples: int = 10, alone: bool = True,
-    check_tokens: int | None = None,
-) -> ParallelTime:  # fmt: skip
+    mesh: DeviceMesh, key: Key, *, samples: int = 10, alone: bool = True, check_tokens: int | None = None, seed: int = 1
+) -> ParallelTime:
     """Check, then time; every rank of the mesh calls it and gets the same.
 
-    Raises IncorrectError where the ranks do not give what one of them does.
+    Args:
+        mesh: of `key.ranks` ranks.
+        key: the case; `key.backend_asked` computes it.
+        samples: how many calls are timed, together and alone.
+        alone: time one rank alone too, which the sequence must fit on.
+        check_tokens: compare on the first tokens of the case; None for all of them.
+        seed: of the rows that are compared.
+
+    Raises IncorrectError where the ranks do not give what one of them does, or that one not what float64 does.
     """
-    device = torch.device(mesh.device_type)
-    checked = shape if check_tokens is None else _shortened(shape, check_tokens)
-    differences = check(mesh, checked, device, backend)
-    whole = shape.inputs(device)
-    context = ContextParallel(mesh)
-    cu_seqlens = shape.cu_seqlens(device)
-    order = context.order(shape.tokens, shape.config, cu_seqlens)
-    own = {name: context.shard(x, order) for name, x in whole.items()}
-    one_ms = _alone_ms(shape, whole, cu_seqlens, backend, samples, context) if alone else None
-    del whole
+    device, context = torch.device(mesh.device_type), ContextParallel(mesh)
+    if context.ranks != key.ranks:
+        raise ValueError(f"the mesh must have the {key.ranks} ranks of the case; got {context.ranks}")
+    checked = key if check_tokens is None else _shortened(key, check_tokens)
+    correctness = check(context, checked, device, seed)
+    whole, cu_seqlens = inputs.draw(key, device.type, TIMED_SEED), cu_seqlens_of(key, device)
+    generator = torch.Generator(device).manual_seed(TIMED_SEED)
+    d_o = torch.randn(*whole.q.shape[:3], key.head_dim_v, generator=generator, device=device, dtype=whole.q.dtype)
+    order = context.order(key.num_keys, _config(key), cu_seqlens)
+    own, own_d_o = whole.map(lambda x: context.shard(x, order)), context.shard(d_o, order)
+    one_ms = _alone_ms(key, whole, d_o, cu_seqlens, samples, context) if alone else None
+    del whole, d_o
+
+    def together() -> object:
+        return _together(key, own, own_d_o, cu_seqlens, context)
+
+    standing = 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    waited: list[float] = []
+        standing = torch.cuda.memory_allocated()
     with _counted(context) as received:
-        _shared(shape, own, cu_seqlens, context, backend)
-    times = _samples(lambda: _shared(shape, own, cu_seqlens, context, backend), samples, context.group)
-    times = _most(times, context.group, device)  # a call ends when the slowest rank ends
-    peak = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else None
+        together()
+    times = _most(_samples(together, samples, context.group), context.group, device)
+    peak = (torch.cuda.max_memory_allocated() - standing) / MIB if device.type == "cuda" else 0.0
+    waited = []
     for _ in range(samples):
-        with _waiting() as spans:
-            _shared(shape, own, cu_seqlens, context, backend)
-        waited.append(spans())
-    parallel_ms = statistics.median(times)
-    peaks = _most([peak or 0.0], context.group, device)
-    return ParallelTime(
-        shape, context.ranks, backend, parallel_ms, tuple(times), one_ms,
-        None if one_ms is None else one_ms / context.ranks / parallel_ms,
-        _most([statistics.median(waited)], context.group, device)[0],
-        _most([received[0] / 1e9], context.group, device)[0],
-        order.imbalance(shape.config, context.documents(cu_seqlens)),
-        peaks[0] if peak is not None else None, checked.tokens, differences,
+        with _waiting() as waited_ms:
+            together()
+        waited.append(waited_ms())
+    exposed_ms, received_gb, most_mib = _most(
+        [statistics.median(waited), received[0] / 1e9, peak], context.group, device
+    )
+    imbalance = order.imbalance(_config(key), context.documents(cu_seqlens))
+    rate = _gather_gb_per_s(own, samples, context)
+    shared = SharedSequence(one_ms, exposed_ms, received_gb, imbalance, rate, checked.num_keys)
+    return ParallelTime(correctness, tuple(times), shared, most_mib if device.type == "cuda" else None)
+
+
+def check(context: ContextParallel, key: Key, device: torch.device, seed: int) -> Correctness:
+    """The ranks beside one of them, that one beside float64, on the inputs that are timed. Raises IncorrectError."""
+    problem, cu_seqlens = inputs.draw(key, device.type, TIMED_SEED), cu_seqlens_of(key, device)
+    documents = list(pairwise(accumulate((0, *(key.documents or (key.num_keys,))))))
+    config, most_pairs = _config(key), long_rows.MOST_PAIRS[device.type]
+    rows = long_rows.rows_to_compare(documents, key.heads, config, seed, most_pairs, device)
+    like_o = problem.q.new_empty(1).expand(*problem.q.shape[:3], key.head_dim_v)
+    d_o = long_rows.output_gradient(like_o, rows, seed)
+    order = context.order(key.num_keys, config, cu_seqlens)
+    own, own_d_o = problem.map(lambda x: context.shard(x, order)), context.shard(d_o, order)
+    one, _ = _one(key, problem, d_o, cu_seqlens)
+    found, path = _together(key, own, own_d_o, cu_seqlens, context)
+    differences = _differences(found, one, context, order, device)
+    gradients = {name: x for name, x in one.items() if name.startswith("d")}
+    share = range(context.rank, key.num_kv_heads, context.ranks)
+    compared = long_rows.compare(
+        problem, config, Answer(one["o"], d_o, gradients), one["block_indices"], rows, documents=documents,
+        kv_heads=share,
     )  # fmt: skip
+    every: list[LongComparison] = [compared] * context.ranks
+    dist.all_gather_object(every, compared, group=context.group)
+    exact = device.type == "cpu" and path == "torch"
+    beside_one = tuple(_beside_one(name, error, key, exact=exact) for name, error in differences.items())
+    checks = (*long_rows.worst_of(every).checks(), *beside_one)
+    return require_passed(Correctness(rows.numel(), checks, path, seed, key.num_queries))
 
 
-def check(mesh: DeviceMesh, shape: Shape, device: torch.device, backend: str) -> dict[str, float]:
-    """The greatest difference of each tensor from one rank's. Raises IncorrectError where it is too large."""
-    whole, cu_seqlens, context = shape.inputs(device, seed=1), shape.cu_seqlens(device), ContextParallel(mesh)
-    order = context.order(shape.tokens, shape.config, cu_seqlens)
-    own = {name: context.shard(x, order) for name, x in whole.items()}
-    wanted = _one(shape, whole, cu_seqlens, backend)
-    found = _shared(shape, own, cu_seqlens, context, backend)
-    names, ulp = sorted(found), torch.finfo(getattr(torch, shape.dtype)).eps
-    differences = []
-    for name in names:
-        ours, one = found[name], context.shard(wanted[name], order)
+def _beside_one(name: str, difference: float, key: Key, *, exact: bool) -> OracleCheck:
+    """`exact`: what is computed for each query alone is one rank's in every bit."""
+    ulp = torch.finfo(getattr(torch, key.dtype)).eps
+    allowed = 0.0 if name == "block_indices" or (exact and name in EXACT) else 4 * ulp
+    return tolerance.check(f"{name}, {key.ranks} ranks beside one", difference, allowed)
+
+
+def _differences(
+    found: dict[str, Tensor], one: dict[str, Tensor], context: ContextParallel, order: TokenOrder, device: torch.device
+) -> dict[str, float]:
+    """The greatest difference of each tensor from one rank's, over its greatest entry; of choices their share."""
+    differences = {}
+    for name, ours in sorted(found.items()):
+        theirs = context.shard(one[name], order)
         if name == "block_indices":
-            differences.append((ours != one).double().mean().item() if ours.numel() else 0.0)
+            difference = (ours != theirs).double().mean().item() if ours.numel() else 0.0
         else:
-            most = one.abs().max().item() if one.numel() else 0.0
-            differences.append(((ours.double() - one.double()).abs().max().item() / most) if most else 0.0)
-    worst = dict(zip(names, _most(differences, context.group, device), strict=True))
-    for name, difference in worst.items():
-        allowed = 0.0 if name in EXACT and device.type == "cpu" and backend == "torch" else ulp * 4
-        allowed = 0.0 if name == "block_indices" else allowed
-        if not difference <= allowed:
-            raise IncorrectError(
-                f"{name} of {context.ranks} ranks is {difference:.3g} from one's; allowed {allowed:.3g}"
-            )
-    return worst
+            most = theirs.abs().max().item() if theirs.numel() else 0.0
+            difference = ((ours.double() - theirs.double()).abs().max().item() / most) if most else 0.0
+        differences[name] = difference if math.isfinite(difference) else math.inf  # a maximum may pass over NaN
+    return dict(zip(differences, _most(list(differences.values()), context.group, device), strict=True))
 
 
-def _shortened(shape: Shape, tokens: int) -> Shape:
+def _shortened(key: Key, tokens: int) -> Key:
     """The first tokens of it."""
-    if shape.documents is None:
-        return dataclasses.replace(shape, tokens=tokens)
+    if key.documents is None:
+        return dataclasses.replace(key, num_queries=tokens, num_keys=tokens)
     kept: list[int] = []
-    for length in shape.documents:
+    for length in key.documents:
         kept.append(min(length, tokens - sum(kept)))
-    return dataclasses.replace(shape, tokens=tokens, documents=tuple(kept))
+    documents = tuple(length for length in kept if length)
+    return dataclasses.replace(key, num_queries=tokens, num_keys=tokens, documents=documents)
 
 
-def _one(shape: Shape, x: dict[str, Tensor], cu_seqlens: Tensor | None, backend: str) -> dict[str, Tensor]:
-    return _called(nsa.nsa_attention, shape, x, cu_seqlens, backend)
+def _config(key: Key) -> nsa.NSAConfig:
+    assert key.config is not None
+    return nsa.NSAConfig.from_mapping(key.config)
 
 
-def _shared(
-    shape: Shape, x: dict[str, Tensor], cu_seqlens: Tensor | None, context: ContextParallel, backend: str
-) -> dict[str, Tensor]:
-    return _called(context_parallel_attention, shape, x, cu_seqlens, backend, mesh=context)
+def cu_seqlens_of(key: Key, device: torch.device) -> Tensor | None:
+    """int32 [N+1], or None where nothing is packed."""
+    if key.documents is None:
+        return None
+    return torch.tensor([0, *key.documents], device=device).cumsum(0, dtype=torch.int32)
+
+
+def _one(key: Key, x: Problem, d_o: Tensor, cu_seqlens: Tensor | None) -> tuple[dict[str, Tensor], str]:
+    return _called(nsa.nsa_attention, key, x, d_o, cu_seqlens)
+
+
+def _together(
+    key: Key, x: Problem, d_o: Tensor, cu_seqlens: Tensor | None, context: ContextParallel
+) -> tuple[dict[str, Tensor], str]:
+    return _called(context_parallel_attention, key, x, d_o, cu_seqlens, mesh=context)
 
 
 def _called(
-    attention: Callable[..., Any], shape: Shape, x: dict[str, Tensor], cu_seqlens: Tensor | None, backend: str,
-    **more: Any,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Forward and backward."""
-    leaves = [x[name].detach().requires_grad_() for name in ("q", "k", "v", "gates")]
-    o, aux = attention(*leaves, shape.config, cu_seqlens=cu_seqlens, backend=backend, return_aux=True, **more)
-    gradients = torch.autograd.grad(o, leaves, x["upstream"])
-    names = "dq", "dk", "dv", "dgates"
-    return {"o": o.detach(), "block_indices": aux.block_indices, **dict(zip(names, gradients, strict=True))}
+    attention: Callable[..., Any], key: Key, x: Problem, d_o: Tensor, cu_seqlens: Tensor | None, **more: Any
+) -> tuple[dict[str, Tensor], str]:
+    """Forward and backward: every tensor by name, and the backend that ran."""
+    leaves = [x.tensors[name].detach().requires_grad_() for name in INPUTS]
+    o, aux = attention(*leaves, _config(key), cu_seqlens=cu_seqlens, backend=key.backend_asked, return_aux=True, **more)
+    gradients = torch.autograd.grad(o, leaves, d_o)
+    named = {f"d{name}": gradient for name, gradient in zip(INPUTS, gradients, strict=True)}
+    return {"o": o.detach(), "block_indices": aux.block_indices, **named}, aux.backend
 
 
 def _alone_ms(
-    shape: Shape, whole: dict[str, Tensor], cu_seqlens: Tensor | None, backend: str, samples: int,
-    context: ContextParallel,
-) -> float:  # fmt: skip
+    key: Key, x: Problem, d_o: Tensor, cu_seqlens: Tensor | None, samples: int, context: ContextParallel
+) -> float:
     """The median of the rank that is fastest: the ideal is not to gain from a slow one."""
-    times = _samples(lambda: _one(shape, whole, cu_seqlens, backend), samples, context.group)
-    device = whole["q"].device
-    return -_most([-statistics.median(times)], context.group, device)[0]
+    times = _samples(lambda: _one(key, x, d_o, cu_seqlens), samples, context.group)
+    return -_most([-statistics.median(times)], context.group, d_o.device)[0]
+
+
+def _gather_gb_per_s(own: Problem, samples: int, context: ContextParallel) -> float:
+    """What arrives at a rank, where all gather as many keys as the shortest of them holds, and the values."""
+    rows = -int(_most([-own.k.shape[1]], context.group, own.k.device)[0])
+    sent = torch.cat([x[:, :rows].flatten() for x in (own.k, own.v)])
+    out = sent.new_empty(context.ranks * sent.numel())
+    times = _samples(lambda: dist.all_gather_into_tensor(out, sent, group=context.group), samples, context.group)
+    slowest_ms = _most([statistics.median(times)], context.group, sent.device)[0]
+    return (out.nbytes - sent.nbytes) / slowest_ms / 1e6
 
 
 def _samples(call: Callable[[], object], count: int, group: dist.ProcessGroup) -> list[float]:

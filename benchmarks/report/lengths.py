@@ -25,6 +25,7 @@ TITLES = {
     "train-step": "Train step",
     "train-loop": "Train step, a loop of one's own",
     "first-step": "First step of a new process",
+    "context-parallel": "Context parallelism, forward + backward",
     "host-prefill-forward": "Host time of a prefill, forward",
     "host-prefill-forward-backward": "Host time of a prefill, forward + backward",
 }

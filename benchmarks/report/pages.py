@@ -22,6 +22,7 @@ from benchmarks.ab import result
 from benchmarks.history import accepted, speedup
 from benchmarks.history import alerts as kept
 from benchmarks.history import mutants as recorded
+from benchmarks.history.records import Record
 from benchmarks.history.store import Store
 from benchmarks.report import (
     alerts,
@@ -35,6 +36,7 @@ from benchmarks.report import (
     machine,
     memory,
     mutants,
+    parallel,
     proof,
     published,
 )
@@ -51,6 +53,7 @@ from harness import forced
 INDEX = "index.html"
 FURTHER_PAGES = {
     "What ran where": "proof.html", "Atlas": "atlas.html", "Estimates": "estimates.html",
+    "Several GPUs": "parallel.html",
     "Calibration": "calibration.html", "Incidents": "ledger.html",
 }  # fmt: skip
 TITLE = "Native Sparse Attention: is it slower?"
@@ -147,6 +150,12 @@ def build(results: Path, settings: ReportSettings | None = None) -> Report:
         ),
     )  # fmt: skip
     write("estimates.html", "Estimated, not measured: GPUs without a record", "estimates.html", e=estimated)
+    ranks, lengths = parallel.MODELLED
+    write(
+        "parallel.html", "One sequence over several GPUs", "parallel.html", ranks=ranks, tokens=lengths[-1],
+        s=parallel.show(folder, [record for one in machine_pages for record in one.parallel], repository),
+        command=parallel.COMMAND,
+    )  # fmt: skip
     index = write(
         INDEX, TITLE, "index.html", machines=machines, answers=answers, settings=settings, CaseState=CaseState,
         runs=[last_run(m.id, m.device, m.utc, now, settings.overdue_days) for m in machines],
@@ -187,6 +196,8 @@ class _MachinePages:
     damaged: list[str]
     written: frozenset[str]
     """Names of the files in the folder."""
+    parallel: list[Record]
+    """What the page of several GPUs needs."""
 
 
 def _machines(results: Path, settings: ReportSettings) -> list[_MachinePages]:
@@ -222,6 +233,7 @@ def _pages_of(results: Path, settings: ReportSettings, name: str) -> _MachinePag
         max((run.utc for run in stored.runs(name)), default=""),
         [f"{line.path.relative_to(results)}:{line.line}: {line.why}" for line in stored.damaged()],
         folder.written,
+        parallel.records(stored, name),
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome, Correctness, OracleCheck
-from benchmarks.history.records import Record
+from benchmarks.history.records import Record, SharedSequence
 from benchmarks.history.samples import RawSamples, SampleSummary
 from harness import fingerprint
 from harness.peak import MeasuredPeak
@@ -146,6 +146,9 @@ def test_no_impossible_sample_is_kept(samples_ms: tuple[float, ...]) -> None:
         {"inputs": "recorded-p10", "cache": "cold"},
         {"num_queries": 16, "cache": "cold", "implementation": "sdpa-flash"},
         {"mode": "part-selected", "dtype": "bfloat16"},
+        {"mode": "context-parallel", "ranks": 8, "inputs": "recorded-p10"},
+        {"mode": "context-parallel", "ranks": 2, "documents": (30, 34)},
+        {"documents": (12, 12, 12, 3, 25)},
     ],
 )
 def test_a_name_is_read_back(changes: dict[str, Any]) -> None:
@@ -154,8 +157,37 @@ def test_a_name_is_read_back(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "nsa", "train-step/125m/b1/s64/float32/nsa", "decode/4x2x16/b1/s64/float32/cold/warm/nsa"]
+    "name",
+    [
+        "",
+        "context-parallel/4x2x16/b1/s64/float32/p2/p4/nsa",
+        "nsa",
+        "train-step/125m/b1/s64/float32/nsa",
+        "decode/4x2x16/b1/s64/float32/cold/warm/nsa",
+    ],
 )
 def test_a_name_that_does_not_say_all_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="is no name of a case"):
         Key.from_name(name)
+
+
+def test_documents_are_the_whole_sequence() -> None:
+    for documents in ((30, 33), (64, 0)):
+        with pytest.raises(ValueError, match=r"key\.documents must add up to the 64 tokens"):
+            key(documents=documents)
+
+
+def test_shares_of_several_ranks() -> None:
+    of_two = dataclasses.replace(passed(key(ranks=2), 5.0), shared=SharedSequence(9.0, 0.25, 1.0, 0.0, 300.0, 64))
+    assert of_two.share_of_ideal == pytest.approx(9.0 / 2 / 5.0)
+    assert of_two.exposed_share == pytest.approx(0.05)
+    too_long = dataclasses.replace(of_two, shared=SharedSequence(None, 0.25, 1.0, 0.0, 300.0, 64))
+    assert too_long.share_of_ideal is None
+    assert passed(key()).exposed_share is None
+    for wrong in (
+        (0.0, 0.25, 1.0, 0.0, 1.0, 64),
+        (9.0, -0.25, 1.0, 0.0, 1.0, 64),
+        (9.0, 0.25, float("nan"), 0.0, 1.0, 64),
+    ):
+        with pytest.raises(ValueError, match="must be finite"):
+            SharedSequence(*wrong)

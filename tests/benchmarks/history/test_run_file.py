@@ -18,7 +18,7 @@ from benchmarks.__main__ import main
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome, Correctness, OracleCheck
 from benchmarks.history import run_file, samples
-from benchmarks.history.records import Anchor, Record
+from benchmarks.history.records import Anchor, Record, SharedSequence
 from benchmarks.history.run_file import DamagedLine
 from benchmarks.history.samples import RawSamples, SampleSummary
 from benchmarks.peak_memory import OutOfMemory
@@ -61,6 +61,7 @@ EVERYTHING = Record(
     flops=2.5e13,
     bytes_moved=12345670.0,
     anchor=Anchor("0123456789abcdef", "2" * 16),
+    shared=SharedSequence(2.4, 0.0125, 0.25, 0.0, 310.5, 64),
 )
 RECORDS = {
     "passed": passed(key()),
@@ -75,6 +76,10 @@ RECORDS = {
     ),
     "a model": passed(key("train-step", model="125m")),
     "a name with a path": passed(key(implementation="../$x")),
+    "several ranks": dataclasses.replace(
+        passed(key("context-parallel", ranks=2, documents=(30, 34))),
+        shared=SharedSequence(None, 0.5, 0.25, 0.01, 310.5, 64),
+    ),
     "everything": EVERYTHING,
 }
 
@@ -137,6 +142,7 @@ def test_a_record_of_a_quick_run_takes_six_hundred_bytes(tmp_path: Path) -> None
         gpu_conditions={},
         launches_per_call=None,  # of the host's modes alone
         inputs_follow=None,  # of recorded inputs alone
+        shared=None,  # of several ranks alone
     )
     path = written(tmp_path, on_a_gpu, command=COMMAND)
     (_, _), (_, line) = read_lines(path)

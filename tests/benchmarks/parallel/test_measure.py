@@ -2,38 +2,57 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import shlex
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import nsa
-from benchmarks.parallel import measure
-from benchmarks.parallel.measure import ParallelTime, Shape
+from benchmarks.cases.key import CONTEXT_PARALLEL, Key
+from benchmarks.cases.outcome import CaseOutcome
+from benchmarks.correctness.verify import IncorrectError
+from benchmarks.history import run_file
+from benchmarks.parallel import __main__ as program
+from benchmarks.parallel import measure, record
+from benchmarks.parallel.measure import ParallelTime
 from nsa.parallel import exchange
+from tests.benchmarks.synthetic import FINGERPRINT, key
 from tests.nsa.parallel import faults
 from tests.nsa.parallel.pool import Pool, RankError
 
 CONFIG = nsa.NSAConfig(l=8, d=4, l_sel=16, n_sel=4, w=24)
-SHAPE = Shape(96, 4, 2, 8, 12, "float32", config=CONFIG)
+CASE = key(CONTEXT_PARALLEL, length=96, head_dim_k=8, head_dim_v=12, ranks=2, config=dataclasses.asdict(CONFIG))
+PACKED = dataclasses.replace(CASE, documents=(30, 66))
 SLEPT_S = 0.05
 
 
-def _measured(mesh: DeviceMesh, shape: Shape, fault: str | None) -> ParallelTime:
+def _measured(mesh: DeviceMesh, case: Key, fault: str | None) -> ParallelTime:
     with faults.FAULTS[fault][0]() if fault else torch.no_grad(), torch.enable_grad():
-        return measure.measure(mesh, shape, backend="torch", samples=2)
+        return measure.measure(mesh, case, samples=6)
 
 
-def test_one_device_and_two(pool: Pool) -> None:
-    first, second = pool.run(2, _measured, SHAPE, None)
+def test_one_device_and_two_make_a_record(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(2, _measured, CASE, None)
     assert first == second
-    assert first.one_ms is not None
-    assert first.share_of_ideal == pytest.approx(first.one_ms / 2 / first.parallel_ms)
-    assert len(first.samples_ms) == 2
-    assert all(first.greatest_difference[name] == 0 for name in measure.EXACT)
-    assert first.checked_tokens == 96
+    made = record.passed(CASE, first, FINGERPRINT, "again", 1.5)
+    assert made.outcome is CaseOutcome.PASSED
+    assert first.shared.one_rank_ms is not None
+    assert made.share_of_ideal == pytest.approx(first.shared.one_rank_ms / 2 / made.latency_ms)
+    assert made.interval_ms is not None
+    checks = {check.name: check for check in first.correctness.checks}
+    assert all(checks[f"{name}, 2 ranks beside one"].error == 0 for name in measure.EXACT)
+    assert {"o", "dq", "dk", "dv", "mass missed", "dv, 2 ranks beside one"} <= set(checks)
+    path = run_file.create(tmp_path, FINGERPRINT)
+    run_file.append(path, made)
+    ((back,), damaged) = run_file.read_all(tmp_path)
+    assert damaged == []
+    assert back.key == CASE
+    assert back.share_of_ideal == pytest.approx(made.share_of_ideal, rel=1e-6)
 
 
 def test_bytes_are_those_that_arrive(pool: Pool) -> None:
@@ -43,7 +62,7 @@ def test_bytes_are_those_that_arrive(pool: Pool) -> None:
     blocks = (96 - 8) // 4 + 1
     most = -(-blocks // 2) + 1
     selected = 3 * 48 * pair
-    received = pool.run(2, _measured, SHAPE, None)[0].received_gb * 1e9
+    received = pool.run(2, _measured, CASE, None)[0].shared.received_gb * 1e9
     window, source = 3 * 2 * 23, 2 * 2 * 4  # the most that two pieces' halos can hold
     assert selected + 3 * (most - 1) * pair - pair <= received <= selected + (3 * most + window + source) * pair
 
@@ -63,19 +82,56 @@ def test_waiting_is_seen(pool: Pool) -> None:
 
 
 def test_a_longer_sequence_is_checked_on_its_beginning(pool: Pool) -> None:
-    shape = dataclasses.replace(SHAPE, documents=(30, 66))
-
-    found = pool.run(2, _shortly_checked, shape)[0]
-    assert found.checked_tokens == 48
-    assert found.one_ms is None
-    assert found.share_of_ideal is None
+    found = pool.run(2, _shortly_checked, PACKED)[0]
+    assert found.shared.compared_tokens == 48
+    assert found.shared.one_rank_ms is None
+    assert record.passed(PACKED, found, FINGERPRINT, "again", 1.5).share_of_ideal is None
 
 
-def _shortly_checked(mesh: DeviceMesh, shape: Shape) -> ParallelTime:
-    return measure.measure(mesh, shape, backend="torch", samples=1, alone=False, check_tokens=48)
+def _shortly_checked(mesh: DeviceMesh, case: Key) -> ParallelTime:
+    return measure.measure(mesh, case, samples=1, alone=False, check_tokens=48)
 
 
 @pytest.mark.parametrize("fault", ["a dropped gather", "dk and dv never sent", "a halo of the window too short"])
 def test_nothing_is_measured_of_what_is_wrong(pool: Pool, fault: str) -> None:
-    with pytest.raises(RankError, match=r"IncorrectError: .* of 2 ranks is"):
-        pool.run(2, _measured, SHAPE, fault)
+    with pytest.raises(RankError, match=r"IncorrectError: .* 2 ranks beside one: error"):
+        pool.run(2, _measured, CASE, fault)
+
+
+def test_what_both_get_wrong_float64_finds(pool: Pool) -> None:
+    with pytest.raises(RankError, match=r"IncorrectError: o, first rows: error .*; o: error"):
+        pool.run(2, _wrongly_scaled, CASE)
+
+
+def _wrongly_scaled(mesh: DeviceMesh, case: Key) -> None:
+    """Both one rank and two compute o / 2."""
+    called = measure._called
+
+    def halved(*arguments: object, **more: object) -> tuple[dict[str, torch.Tensor], str]:
+        found, path = called(*arguments, **more)  # type: ignore[arg-type]
+        return {**found, "o": found["o"] / 2}, path
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "_called", halved)
+        measure.measure(mesh, case, samples=1)
+
+
+def test_the_command_of_a_record_asks_for_its_case() -> None:
+    case = dataclasses.replace(PACKED, config=dataclasses.asdict(nsa.NSAConfig()))
+    words = shlex.split(record.command(case, "cpu", 7, 3, alone=False, check_tokens=48))
+    assert words[:4] == ["torchrun", "--nproc_per_node=2", "-m", "benchmarks.parallel"]
+    asked = program.parser().parse_args(words[4:])
+    assert program.cases(asked, 2) == [case]
+    assert (asked.device, asked.samples, asked.seed, asked.no_alone, asked.check_tokens) == ("cpu", 7, 3, True, 48)
+
+
+def test_recorded_inputs_have_no_documents() -> None:
+    asked = argparse.Namespace(documents=[30, 66], tokens=[96], inputs=["recorded"])
+    with pytest.raises(ValueError, match="recorded ones are of one document"):
+        program.cases(asked, 2)
+
+
+def test_a_wrong_case_is_recorded_without_a_figure() -> None:
+    made = record.incorrect(CASE, IncorrectError("o: error 1 > budget 0"), FINGERPRINT, "again")
+    assert made.outcome is CaseOutcome.INCORRECT
+    assert made.shared is None
