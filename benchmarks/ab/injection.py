@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class StagedSlowdown:
         """`slowdowns` are shares of the call's latency, ascending: 0.03 is 3 %."""
         if list(slowdowns) != sorted(set(slowdowns)) or not all(slowdown > 0 for slowdown in slowdowns):
             raise ValueError(f"slowdowns must be above 0 and ascend; got {list(slowdowns)}")
-        self._work = _DeviceWork() if device == "cuda" else _HostWork()
+        self._work = _device_work() if device == "cuda" else _HostWork()
         steps = [after - before for before, after in zip([0.0, *slowdowns], slowdowns, strict=False)]
         self._stages = [self._work.amount(step * latency_ms) for step in steps]
         self._marks: list[list[Any]] = []
@@ -50,6 +51,12 @@ class StagedSlowdown:
         taken = [[self._work.ms(marks[0], mark) for mark in marks[1:]] for marks in self._marks]
         self._marks.clear()
         return taken
+
+
+@cache
+def _device_work() -> _DeviceWork:
+    """One for the life of the process: how long a cycle takes is asked for 60 times."""
+    return _DeviceWork()
 
 
 class _HostWork:

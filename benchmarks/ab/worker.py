@@ -87,7 +87,7 @@ class _Case:
         if device == "cuda":
             l2_persistence.bytes_at_first()
         self._work = prepare(key, device)
-        self._inputs = anti_cheat.digests(self._work.inputs)
+        self._inputs = anti_cheat.digests(self._work.inputs) if check else {}
         with self._work.refusals():
             self._work.check(self._seed) if check else self._work.call()
         self._rotating = RotatingInputs(self._work, key, device)
