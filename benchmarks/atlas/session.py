@@ -1,6 +1,6 @@
 """What one call of `atlas` does: train, measure, ask. Each gives what the last line of stdout says of it.
 
-It needs what training needs (nsa.train, datasets, PyYAML), which the other commands of the benches do not.
+It needs what training needs (nsa.train, PyYAML), which the other commands of the benches do not.
 """
 
 from __future__ import annotations
