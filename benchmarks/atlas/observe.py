@@ -6,13 +6,17 @@ replaced. A sequence is read in one call, one at a time.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.atlas import measures
+from benchmarks.atlas import choices, measures
+from benchmarks.atlas.choices import Choices
 from benchmarks.atlas.record import LAGS, UNIONS, HeadCurves, LengthCurves, Sample
 from nsa.attention import nsa_attention
 from nsa.cache import KVCache
@@ -80,6 +84,8 @@ class Measured:
     samples: tuple[Sample, ...]
     loss: float
     """Of the sequences that were read, nats per token."""
+    choices: Choices | None = None
+    """Of the first sequence, all of its rows; None where not even one head fits in a file."""
 
 
 def measure(lm: DecoderLM, sequences: Iterable[Batch], *, seed: int, steps: int = STEPS) -> Measured:
@@ -98,7 +104,8 @@ def measure(lm: DecoderLM, sequences: Iterable[Batch], *, seed: int, steps: int 
         nats, targets = nats + one.nats, targets + batch.num_targets
     if not found:
         raise ValueError("sequences must hold at least one")
-    return Measured(_curves(found, lm.config.nsa), found[0].samples, nats / targets)
+    curves = _curves(found, lm.config.nsa)
+    return Measured(curves, found[0].samples, nats / targets, _choices(found[0].indices, curves))
 
 
 def check_length(seq_len: int, config: NSAConfig, steps: int = STEPS) -> None:
@@ -121,6 +128,8 @@ class _Sequence:
         self._earlier: Tensor | None = None
         self.layers_jaccard: list[float] = []
         self.samples: tuple[Sample, ...] = ()
+        self.indices: list[NDArray[np.int16]] = []
+        self._keep = keep
         self._kept = _spread(lm.config.n_layers, SAMPLED_LAYERS) if keep else []
         caches = [RecordingCache(layer, max_tokens=self.seq_len) for layer in lm.attentions()]
         cache = ModelCache(list(caches))
@@ -155,6 +164,8 @@ class _Sequence:
             "sink_share": sink,
             "gates": choice.gates[begin:].double().unflatten(1, (kv_heads, -1)).mean((0, 2)),
         }
+        if self._keep:
+            self.indices.append(choice.block_indices.short().cpu().numpy())
         number = len(self._layers)
         self._layers.append({name: value.cpu() for name, value in figures.items()})
         if self._earlier is not None:
@@ -226,6 +237,13 @@ def _curves(found: list[_Sequence], config: NSAConfig) -> LengthCurves:
     return LengthCurves(
         found[0].seq_len, config.n_sel, forced, config.l_sel, tuple(heads), tuple(round(x, _DIGITS) for x in between)
     )
+
+
+def _choices(indices: list[NDArray[np.int16]], curves: LengthCurves) -> Choices | None:
+    """The heads nearest to the median of how alike neighbouring rows choose, as many as a file holds."""
+    median = statistics.median(head.jaccard["1"] for head in curves.heads)
+    nearest = sorted(curves.heads, key=lambda head: abs(head.jaccard["1"] - median))
+    return choices.of_heads(indices, [(head.layer, head.kv_head) for head in nearest], curves.l_sel)
 
 
 def _rounded(value: Tensor) -> list[float]:
