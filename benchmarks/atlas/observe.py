@@ -30,7 +30,9 @@ from nsa.train.data import Batch
 SCORED_ROWS = 256
 """Of a sequence: rows whose scores are computed again for `mass` and `sink_share`, evenly spaced."""
 STEPS = 64
-"""Tokens that the model writes on after each sequence."""
+"""Tokens that the model writes on after each of the first sequences."""
+WRITTEN_ON = 4
+"""Sequences of a length, at most: a step takes the host as long as a thousand rows take the GPU."""
 SAMPLED_LAYERS, SAMPLED_HEADS, SAMPLED_ROWS = 4, 2, 64
 """Whose choices are kept as they are."""
 _DIGITS = 5
@@ -99,7 +101,7 @@ def measure(lm: DecoderLM, sequences: Iterable[Batch], *, seed: int, steps: int 
     nats = targets = 0.0
     for batch in sequences:
         check_length(batch.tokens.shape[1], lm.config.nsa, steps)
-        one = _Sequence(lm, batch, generator, steps, keep=not found)
+        one = _Sequence(lm, batch, generator, steps if len(found) < WRITTEN_ON else 0, keep=not found)
         found.append(one)
         nats, targets = nats + one.nats, targets + batch.num_targets
     if not found:
@@ -137,7 +139,8 @@ class _Sequence:
             cached.observer = self._read
         logits = lm(batch.tokens, cache)
         self.nats = float(summed_cross_entropy(logits, batch.targets))
-        self._write_on(lm, cache, caches, batch.tokens, logits, generator)
+        if steps:
+            self._write_on(lm, cache, caches, batch.tokens, logits, generator)
         self.figures = {name: torch.stack([layer[name] for layer in self._layers]) for name in self._layers[0]}
 
     def _read(self, choice: Choice) -> None:
@@ -213,7 +216,8 @@ def _curves(found: list[_Sequence], config: NSAConfig) -> LengthCurves:
     lengths = {one.seq_len for one in found}
     if len(lengths) > 1:
         raise ValueError(f"sequences must be of one length; got {sorted(lengths)}")
-    mean = {name: torch.stack([one.figures[name] for one in found]).mean(0) for name in found[0].figures}
+    known = {name: [one.figures[name] for one in found if name in one.figures] for name in found[0].figures}
+    mean = {name: torch.stack(values).mean(0) for name, values in known.items()}
     layers, kv_heads = mean["mass"].shape
     edges = measures.distance_edges(num_selection_blocks(found[0].seq_len, config))
     heads = []
