@@ -25,6 +25,10 @@ FOLDER = Path(record.FOLDER) / "choices"
 SCHEMA = 1
 _ROOM = record.MAX_BYTES - 1024
 """Of a file, for the heads: the rest is names."""
+MOST_TOKENS = 65536
+"""Beyond, not even one head fits, and it would take half a minute to find that out."""
+_UNLIKE = 0.75
+"""Share of the head before it that a head takes at least: where less is left, none is tried."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +110,13 @@ def of_heads(indices: Sequence[NDArray[np.integer]], order: Sequence[tuple[int, 
     """
     seq_len, _, n_sel = indices[0].shape
     kept: list[HeadChoices] = []
-    for layer, kv_head in order:
+    room = _ROOM
+    for layer, kv_head in order if seq_len <= MOST_TOKENS else ():
+        if kept and room < _UNLIKE * len(kept[-1].blocks):
+            break
         head = encode(layer, kv_head, indices[layer][:, kv_head], l_sel)
-        if sum(len(one.blocks) + 64 for one in (*kept, head)) > _ROOM:
+        room -= len(head.blocks) + 64
+        if room < 0:
             break
         kept.append(head)
     return Choices(SCHEMA, seq_len, n_sel, l_sel, tuple(kept)) if kept else None

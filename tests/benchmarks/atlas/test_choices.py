@@ -46,6 +46,9 @@ def test_a_file_holds_as_many_heads_as_it_may(monkeypatch: pytest.MonkeyPatch) -
     assert [head.kv_head for head in made.heads] == [1]
     monkeypatch.setattr(choices, "_ROOM", 10)
     assert choices.of_heads(layers, [(0, 1)], CONFIG.l_sel) is None
+    monkeypatch.undo()
+    monkeypatch.setattr(choices, "MOST_TOKENS", 199)
+    assert choices.of_heads(layers, [(0, 1)], CONFIG.l_sel) is None
 
 
 def _changed(change: str) -> Choices:
