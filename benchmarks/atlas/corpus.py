@@ -13,6 +13,7 @@ import site
 import sysconfig
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from nsa.io import atomic_write, open_atomic
 from nsa.train.data import HELD_OUT
 
 CORPUS, ABOUT = "corpus.jsonl", "corpus.json"
+_READERS = 16
+"""Threads: tens of thousands of files that no cache holds yet are waited for one by one otherwise."""
 MOST_BYTES = 2**20
 """Of a file: longer ones are mostly tables that a program wrote."""
 
@@ -59,11 +62,11 @@ def prepare(folder: Path, sources: Sequence[Path] | None = None) -> Corpus:
     if (folder / ABOUT).exists():
         return _known(folder)
     texts: dict[str, bytes] = {}
-    for root in roots() if sources is None else sources:
-        for path in sorted(root.rglob("*.py")):
-            content = _text(path)
-            if content is not None:
-                texts.setdefault(hashlib.sha256(content).hexdigest(), content)
+    with ThreadPoolExecutor(_READERS) as readers:
+        for root in roots() if sources is None else sources:
+            for content in readers.map(_text, root.rglob("*.py")):
+                if content is not None:
+                    texts.setdefault(hashlib.sha256(content).hexdigest(), content)
     if not texts:
         raise ValueError(f"no Python sources below {', '.join(map(str, sources or roots()))}")
     digest, held_out = hashlib.sha256(), 0

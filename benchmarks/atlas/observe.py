@@ -6,13 +6,17 @@ replaced. A sequence is read in one call, one at a time.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.atlas import measures
+from benchmarks.atlas import choices, measures
+from benchmarks.atlas.choices import Choices
 from benchmarks.atlas.record import LAGS, UNIONS, HeadCurves, LengthCurves, Sample
 from nsa.attention import nsa_attention
 from nsa.cache import KVCache
@@ -26,7 +30,9 @@ from nsa.train.data import Batch
 SCORED_ROWS = 256
 """Of a sequence: rows whose scores are computed again for `mass` and `sink_share`, evenly spaced."""
 STEPS = 64
-"""Tokens that the model writes on after each sequence."""
+"""Tokens that the model writes on after each of the first sequences."""
+WRITTEN_ON = 4
+"""Sequences of a length, at most: a step takes the host as long as a thousand rows take the GPU."""
 SAMPLED_LAYERS, SAMPLED_HEADS, SAMPLED_ROWS = 4, 2, 64
 """Whose choices are kept as they are."""
 _DIGITS = 5
@@ -80,6 +86,8 @@ class Measured:
     samples: tuple[Sample, ...]
     loss: float
     """Of the sequences that were read, nats per token."""
+    choices: Choices | None = None
+    """Of the first sequence, all of its rows; None where not even one head fits in a file."""
 
 
 def measure(lm: DecoderLM, sequences: Iterable[Batch], *, seed: int, steps: int = STEPS) -> Measured:
@@ -93,12 +101,13 @@ def measure(lm: DecoderLM, sequences: Iterable[Batch], *, seed: int, steps: int 
     nats = targets = 0.0
     for batch in sequences:
         check_length(batch.tokens.shape[1], lm.config.nsa, steps)
-        one = _Sequence(lm, batch, generator, steps, keep=not found)
+        one = _Sequence(lm, batch, generator, steps if len(found) < WRITTEN_ON else 0, keep=not found)
         found.append(one)
         nats, targets = nats + one.nats, targets + batch.num_targets
     if not found:
         raise ValueError("sequences must hold at least one")
-    return Measured(_curves(found, lm.config.nsa), found[0].samples, nats / targets)
+    curves = _curves(found, lm.config.nsa)
+    return Measured(curves, found[0].samples, nats / targets, _choices(found[0].indices, curves))
 
 
 def check_length(seq_len: int, config: NSAConfig, steps: int = STEPS) -> None:
@@ -121,6 +130,8 @@ class _Sequence:
         self._earlier: Tensor | None = None
         self.layers_jaccard: list[float] = []
         self.samples: tuple[Sample, ...] = ()
+        self.indices: list[NDArray[np.int16]] = []
+        self._keep = keep
         self._kept = _spread(lm.config.n_layers, SAMPLED_LAYERS) if keep else []
         caches = [RecordingCache(layer, max_tokens=self.seq_len) for layer in lm.attentions()]
         cache = ModelCache(list(caches))
@@ -128,7 +139,8 @@ class _Sequence:
             cached.observer = self._read
         logits = lm(batch.tokens, cache)
         self.nats = float(summed_cross_entropy(logits, batch.targets))
-        self._write_on(lm, cache, caches, batch.tokens, logits, generator)
+        if steps:
+            self._write_on(lm, cache, caches, batch.tokens, logits, generator)
         self.figures = {name: torch.stack([layer[name] for layer in self._layers]) for name in self._layers[0]}
 
     def _read(self, choice: Choice) -> None:
@@ -155,6 +167,8 @@ class _Sequence:
             "sink_share": sink,
             "gates": choice.gates[begin:].double().unflatten(1, (kv_heads, -1)).mean((0, 2)),
         }
+        if self._keep:
+            self.indices.append(choice.block_indices.short().cpu().numpy())
         number = len(self._layers)
         self._layers.append({name: value.cpu() for name, value in figures.items()})
         if self._earlier is not None:
@@ -202,7 +216,8 @@ def _curves(found: list[_Sequence], config: NSAConfig) -> LengthCurves:
     lengths = {one.seq_len for one in found}
     if len(lengths) > 1:
         raise ValueError(f"sequences must be of one length; got {sorted(lengths)}")
-    mean = {name: torch.stack([one.figures[name] for one in found]).mean(0) for name in found[0].figures}
+    known = {name: [one.figures[name] for one in found if name in one.figures] for name in found[0].figures}
+    mean = {name: torch.stack(values).mean(0) for name, values in known.items()}
     layers, kv_heads = mean["mass"].shape
     edges = measures.distance_edges(num_selection_blocks(found[0].seq_len, config))
     heads = []
@@ -226,6 +241,13 @@ def _curves(found: list[_Sequence], config: NSAConfig) -> LengthCurves:
     return LengthCurves(
         found[0].seq_len, config.n_sel, forced, config.l_sel, tuple(heads), tuple(round(x, _DIGITS) for x in between)
     )
+
+
+def _choices(indices: list[NDArray[np.int16]], curves: LengthCurves) -> Choices | None:
+    """The heads nearest to the median of how alike neighbouring rows choose, as many as a file holds."""
+    median = statistics.median(head.jaccard["1"] for head in curves.heads)
+    nearest = sorted(curves.heads, key=lambda head: abs(head.jaccard["1"] - median))
+    return choices.of_heads(indices, [(head.layer, head.kv_head) for head in nearest], curves.l_sel)
 
 
 def _rounded(value: Tensor) -> list[float]:

@@ -1,6 +1,6 @@
 """What one call of `atlas` does: train, measure, ask. Each gives what the last line of stdout says of it.
 
-It needs what training needs (nsa.train, datasets, PyYAML), which the other commands of the benches do not.
+It needs what training needs (nsa.train, PyYAML), which the other commands of the benches do not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import yaml
 
-from benchmarks.atlas import corpus, observe, record, task_record, training, twins
+from benchmarks.atlas import choices, corpus, observe, record, task_record, training, twins
 from benchmarks.atlas.corpus import Corpus
 from benchmarks.atlas.observe import Measured
 from benchmarks.atlas.record import Atlas, Trained
@@ -69,6 +69,9 @@ def measure(folder: Path, lengths: Sequence[int], seed: int, machine: Machine, o
     if not found:
         raise ValueError(f"--lengths: none of {', '.join(map(str, lengths))} fits in the GPU's memory")
     path = record.write(out, _atlas(found, stands, text, lm, machine))
+    for one in found:
+        if one.choices is not None:
+            choices.write(out, path, one.choices)
     return {"atlas": str(path), "loss": round(found[0].loss, 4), "left_out": left_out}
 
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.cases import recorded
+from benchmarks.cases import recorded, replayed
 from benchmarks.cases.key import Key
 from benchmarks.cases.recorded import Sizes
 from nsa import NSAConfig
 from nsa.geometry import num_compressed_blocks
 
 KINDS = ("random", *recorded.KINDS)
-"""How q and k are drawn; a key names it."""
+"""How q and k are drawn, of any case; a key names it. `replayed.KIND` is of a few cases alone."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,22 @@ def draw(key: Key, device: str, seed: int = 0, step: int = 0) -> Problem:
     """Inputs of the key's kind, every value of mean 0 and variance 1, and uniform gates.
 
     "random": q, k and v standard normal. "recorded" and its quantiles: what NSA selects from q and k follows recorded
-    curves (`recorded`); v is normal. The seed follows from the shape and `seed`: they are the same for all. `step` is
-    that of decode steps which follow one another: other queries and gates over the same keys. Raises ValueError for
-    another kind.
+    curves (`recorded`); v is normal. "replayed": a decode step's q and k choose recorded blocks (`replayed`); a part,
+    which is given the blocks, has normal ones. The seed follows from the shape and `seed`: they are the same for all.
+    `step` is that of decode steps which follow one another: other queries and gates over the same keys. Raises
+    ValueError for another kind.
     """
-    if key.inputs not in KINDS:
-        raise ValueError(f"key.inputs must be one of {', '.join(KINDS)}; got {key.inputs!r}")
+    if key.inputs not in (*KINDS, replayed.KIND):
+        raise ValueError(f"key.inputs must be one of {', '.join((*KINDS, replayed.KIND))}; got {key.inputs!r}")
     generator = _generator(key, device, seed)
     q, k, v = _queries(key, generator), *_keys_and_values(key, generator)
     problem = Problem(q, k, v, _gates(key, generator))
     if step:
         of_step = _generator(key, device, seed, "step", step)
         problem = dataclasses.replace(problem, q=_queries(key, of_step), gates=_gates(key, of_step))
-    if key.inputs != "random":
+    if key.inputs == replayed.KIND and key.mode == "decode":
+        replayed.aim(problem.q, problem.k, key, seed, step)
+    if key.inputs in recorded.KINDS:
         sizes = Sizes(key.batch, key.num_queries, key.num_keys, key.num_kv_heads, key.head_dim_k)
         recorded.put_topics(problem.q, problem.k, key.inputs, sizes, _generator(key, device, seed, "topics"), step)
     return problem
@@ -90,7 +93,10 @@ def _normal(key: Key, generator: torch.Generator, *size: int) -> Tensor:
 
 
 def followed(key: Key) -> str | None:
-    """Which recorded curves the inputs of a key follow, and at which length; None where they are random."""
+    """Which recorded curves the inputs of a key follow, and at which length, or what they replay; None where they are
+    random."""
+    if key.inputs == replayed.KIND:
+        return replayed.followed(key)
     if key.inputs not in recorded.KINDS:
         return None
     law = recorded.law(key.inputs, key.num_keys)

@@ -51,8 +51,8 @@ class Key:
     """The decoder LM of a train step; None elsewhere."""
     inputs: str = "random"
     """How the inputs are drawn: "random" is standard normal, gates uniform; "recorded": what is selected follows curves
-    recorded of a trained model, "recorded-p10" and "recorded-p90" its least and most alike heads; "local" in earlier
-    records: an invented walk, whose neighbours choose alike."""
+    recorded of a trained model, "recorded-p10" and "recorded-p90" its least and most alike heads; "replayed": the very
+    blocks that it chose; "local" in earlier records: an invented walk, whose neighbours choose alike."""
     cache: str = "warm"
     """"cold": the GPU's L2 is flushed before each sample and the inputs rotate; "warm": neither."""
     launch: str = "eager"

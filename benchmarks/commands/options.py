@@ -6,8 +6,9 @@ import argparse
 import fnmatch
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from benchmarks.cases.key import NSA, Key
 from benchmarks.workloads import suite
@@ -73,10 +74,16 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def chosen(keys: Sequence[Key], patterns: Sequence[str] | None, whole: Sequence[Key] = ()) -> list[Key]:
+def chosen(
+    keys: Sequence[Key],
+    patterns: Sequence[str] | None,
+    whole: Sequence[Key] = (),
+    not_offered: Mapping[str, str] = MappingProxyType({}),
+) -> list[Key]:
     """The keys that the patterns name. Raises ValueError for a pattern that names none.
 
-    `whole` is the suite of which `keys` are the quick part: it tells a wrong name from a case that is not quick.
+    `whole` is the suite of which `keys` are the quick part: it tells a wrong name from a case that is not quick, and
+    `not_offered` (`suite.not_offered`) from one that this checkout cannot have.
     """
     if patterns is None:
         return [key for key in keys if key.mode in suite.DEFAULT_MODES]
@@ -85,6 +92,9 @@ def chosen(keys: Sequence[Key], patterns: Sequence[str] | None, whole: Sequence[
             continue
         if any(named(key, pattern) for key in whole):
             raise ValueError(f"--cases: {pattern!r} is not in the quick suite; leave out --quick to run it")
+        for case, reason in not_offered.items():
+            if any(fnmatch.fnmatchcase(name, pattern) for name in (case, f"{case}/{NSA}")):
+                raise ValueError(f"--cases: {case} is not offered: {reason}")
         modes = ", ".join(dict.fromkeys(key.mode for key in keys))
         raise ValueError(f"--cases: no case here is named {pattern!r}; modes: {modes}; --list prints the names")
     return [key for key in keys if any(named(key, pattern) for pattern in patterns)]
@@ -100,7 +110,8 @@ def nsa_cases(machine: Machine, patterns: Sequence[str] | None, *, quick: bool =
     few, whole = (suite.planned(shapes, quick=part, backend="auto", on_gpu=on_gpu) for part in (True, False))
     planned = few if quick or patterns is None else whole
     left_out = suite.IN_CHILDREN if patterns else (*suite.IN_CHILDREN, *suite.HOSTED)
-    keys = [key for key in chosen(planned, patterns, whole) if key.implementation == NSA and key.mode not in left_out]
+    named_keys = chosen(planned, patterns, whole, suite.not_offered(shapes, on_gpu=on_gpu))
+    keys = [key for key in named_keys if key.implementation == NSA and key.mode not in left_out]
     if not keys:
         raise ValueError(f"--cases: {','.join(patterns or ())!r} names no case of NSA that is timed")
     return keys

@@ -188,7 +188,10 @@ def _cases(arguments: argparse.Namespace, machine: Machine, asked: Sequence[Cont
         contenders.with_contenders(suite.planned(shapes, quick=part, backend=arguments.backend, on_gpu=on_gpu), asked)
         for part in (True, False)
     )
-    keys = options.chosen(quick if arguments.quick else whole, arguments.cases, whole)
+    left_out = suite.not_offered(shapes, on_gpu=on_gpu)
+    keys = options.chosen(quick if arguments.quick else whole, arguments.cases, whole, left_out)
+    if left_out:
+        print(f"{len(left_out)} replayed cases are not offered: {next(iter(left_out.values()))}", file=sys.stderr)
     if forced.of(machine.id) is not None:
         keys = [key for key in keys if key.implementation == NSA]
     return suite.absent_once(keys, machine.device)

@@ -85,9 +85,12 @@ def output_gradient(o: Tensor, rows: Tensor, seed: int) -> Tensor:
     return d_o
 
 
-def compare_nsa(problem: Problem, config: NSAConfig, answer: Answer, blocks: Tensor, rows: Tensor) -> RowComparison:
-    """Blocks [B, S, Hkv, n], output, and gradients where the answer has some, on these rows of every sequence."""
-    return _Comparison(problem.map(Tensor.detach), config, answer, blocks, rows).result()
+def compare_nsa(
+    problem: Problem, config: NSAConfig, answer: Answer, blocks: Tensor, rows: Tensor, *, given: bool = False
+) -> RowComparison:
+    """Blocks [B, S, Hkv, n], output, and gradients where the answer has some, on these rows of every sequence. Blocks
+    that were `given` must be a legal choice, and need not be the best."""
+    return _Comparison(problem.map(Tensor.detach), config, answer, blocks, rows, given).result()
 
 
 def compare_dense(problem: Problem, answer: Answer, rows: Tensor) -> RowComparison:
@@ -116,6 +119,8 @@ class _Comparison:
     answer: Answer
     blocks: Tensor | None
     rows: Tensor
+    given: bool = False
+    """Whether the blocks were given to it, and not chosen by score."""
     found: defaultdict[str, RowErrors] = field(default_factory=lambda: defaultdict(RowErrors))
     eager: defaultdict[str, RowErrors] = field(default_factory=lambda: defaultdict(RowErrors))
     choices: list[tuple[float, float]] = field(default_factory=list)
@@ -187,7 +192,8 @@ class _Comparison:
                 self.eager[name].add(eager.gradients[name], truth.gradients[name])
         chosen = self._chosen(b, chunk)
         if self.config is not None and chosen is not None and truth.scores is not None and eager.scores is not None:
-            self.choices.append(choice_errors(truth.scores, eager.scores, chosen, chunk, self.config))
+            deficit, off = choice_errors(truth.scores, eager.scores, chosen, chunk, self.config)
+            self.choices.append((0.0 if self.given and math.isfinite(deficit) else deficit, off))
 
     def _chosen(self, b: int, chunk: Chunk) -> Tensor | None:
         return None if self.blocks is None else self.blocks[b, chunk.rows]

@@ -65,9 +65,10 @@ def tensors(found: Mapping[str, Tensor], truth: Mapping[str, Tensor], eager: Map
 
 
 def block_sets(
-    truth: Problem, eager: Problem, blocks: Tensor, rows: Sequence[QueryRow], config: NSAConfig
+    truth: Problem, eager: Problem, blocks: Tensor, rows: Sequence[QueryRow], config: NSAConfig, *, given: bool = False
 ) -> OracleCheck:
-    """Chosen sets by their float64 scores; two blocks may change places where these are nearer than the budget."""
+    """Chosen sets by their float64 scores; two blocks may change places where these are nearer than the budget. What
+    was `given` is held to no score, and must be a legal choice."""
     errors, own_errors = [], []
     for row in rows:
         scores, own = (oracle.block_scores(oracle.prefix(x, row, config), config) for x in (truth, eager))
@@ -75,9 +76,8 @@ def block_sets(
         own_errors.append((own - scores).abs().amax().item() / largest)
         position = truth.k.shape[1] - truth.q.shape[1] + row.query
         chosen = blocks[row.batch, row.query].tolist()
-        errors += [
-            _deficit(group, taken, position, config) / largest for group, taken in zip(scores, chosen, strict=True)
-        ]
+        deficits = [_deficit(group, taken, position, config) for group, taken in zip(scores, chosen, strict=True)]
+        errors += [0.0 if given and math.isfinite(deficit) else deficit / largest for deficit in deficits]
     # a swap takes two scores, each off by what one may be
     return check("block_indices", worst(errors), 2 * FORWARD_FACTOR * worst(own_errors))
 

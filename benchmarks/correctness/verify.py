@@ -100,11 +100,12 @@ def check_dense(
 
 
 def compare_nsa(
-    problem: Problem, config: NSAConfig, answer: Answer, aux: Aux, picked: Sequence[QueryRow]
+    problem: Problem, config: NSAConfig, answer: Answer, aux: Aux, picked: Sequence[QueryRow], *, given: bool = False
 ) -> Correctness:
-    """Compare an answer with the oracle; `aux` holds the blocks that its forward pass chose. Raises IncorrectError."""
+    """Compare an answer with the oracle; `aux` holds the blocks that its forward pass chose, or was `given`, which must
+    be a legal choice and need not be the best. Raises IncorrectError."""
     groups = [
-        _nsa_checks(problem.map(itemgetter(part)), config, answer.of(part), aux.block_indices[part], rows)
+        _nsa_checks(problem.map(itemgetter(part)), config, answer.of(part), aux.block_indices[part], rows, given)
         for part, rows in _groups(picked)
     ]
     found = Correctness(len(picked), tuple(tolerance.pooled(groups)), aux.backend)
@@ -133,7 +134,7 @@ def _groups(picked: Sequence[QueryRow]) -> Iterator[tuple[slice, list[QueryRow]]
 
 
 def _nsa_checks(
-    problem: Problem, config: NSAConfig, answer: Answer, blocks: Tensor, picked: Sequence[QueryRow]
+    problem: Problem, config: NSAConfig, answer: Answer, blocks: Tensor, picked: Sequence[QueryRow], given: bool
 ) -> list[OracleCheck]:
     truth, eager = (oracle.compressed(problem, dtype, config) for dtype in (torch.float64, answer.o.dtype))
     sources = ((truth, oracle.nsa_row), (eager, oracle.pytorch_nsa_row))
@@ -142,7 +143,7 @@ def _nsa_checks(
         for x, attend_row in sources
     ]
     checks = [
-        tolerance.block_sets(truth, eager, blocks, picked, config),
+        tolerance.block_sets(truth, eager, blocks, picked, config, given=given),
         tolerance.outputs(answer.o, picked, *expected),
     ]
     if answer.gradients:

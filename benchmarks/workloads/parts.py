@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import nsa
-from benchmarks.cases import inputs
+from benchmarks.cases import inputs, replayed
 from benchmarks.cases.inputs import Problem
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import Correctness
@@ -36,6 +36,8 @@ class PartSettings:
 
     config: NSAConfig
     backend: str
+    given: Tensor | None = None
+    """block_indices [B, S, Hkv, n] that are replayed; None where NSA chooses by its own scores."""
 
 
 def _compressed(p: Problem, use: PartSettings) -> tuple[Tensors, Timed]:
@@ -79,6 +81,8 @@ def _gated_sum(p: Problem, use: PartSettings) -> tuple[Tensors, Timed]:
 
 
 def _blocks(p: Problem, use: PartSettings) -> Tensor:
+    if use.given is not None:
+        return use.given
     return nsa.select_blocks(p.q, _compressed_pair(p)[0], use.config, backend=use.backend)
 
 
@@ -115,20 +119,23 @@ def prepare(key: Key, device: str) -> Work:
     assert key.backend_asked is not None
     use = PartSettings(NSAConfig.from_mapping(key.config), key.backend_asked)
     with torch.no_grad():
-        problem = _draw(key, use, device)
+        problem, use = _draw(key, use, device)
         reads, timed = PARTS[key.mode].make(problem, use)
         return _work(key, use, problem, reads, timed)
 
 
-def _draw(key: Key, use: PartSettings, device: str, seed: int = 0) -> Problem:
-    """Inputs with their compressed keys; the gates of the branches that the part does not compute are 0."""
+def _draw(key: Key, use: PartSettings, device: str, seed: int = 0) -> tuple[Problem, PartSettings]:
+    """Inputs with their compressed keys, and the settings with the blocks that are replayed; the gates of the branches
+    that the part does not compute are 0."""
+    if key.inputs == replayed.KIND:
+        use = dataclasses.replace(use, given=replayed.block_indices(key, device, seed))
     problem = inputs.with_compressed(inputs.draw(key, device, seed), use.config)
     branch = PARTS[key.mode].branch
     if branch is None:
-        return problem
+        return problem, use
     one = torch.zeros_like(problem.gates)
     one[..., branch] = 1
-    return dataclasses.replace(problem, gates=one)
+    return dataclasses.replace(problem, gates=one), use
 
 
 def _work(key: Key, use: PartSettings, problem: Problem, reads: Tensors, timed: Timed) -> Work:
@@ -138,24 +145,25 @@ def _work(key: Key, use: PartSettings, problem: Problem, reads: Tensors, timed: 
 
     def check(seed: int) -> Correctness:
         picked = oracle.sample_rows(problem, use.config, NSA_ROWS, seed)
-        return verify.compare_nsa(problem, use.config, *_answer(use, problem, call()[0]), picked)
+        answer, aux = _answer(use, problem, call()[0])
+        return verify.compare_nsa(problem, use.config, answer, aux, picked, given=use.given is not None)
 
     @torch.no_grad()
-    def redraw(seed: int) -> Problem:
-        fresh = _draw(key, use, problem.q.device.type, seed)
-        for old, new in zip(reads, PARTS[key.mode].make(fresh, use)[0], strict=True):
+    def redraw(seed: int) -> tuple[Problem, PartSettings]:
+        fresh, other = _draw(key, use, problem.q.device.type, seed)
+        for old, new in zip(reads, PARTS[key.mode].make(fresh, other)[0], strict=True):
             old.copy_(new)
-        return fresh
+        return fresh, other
 
     def recheck(call: Call, seed: int) -> Correctness:
         anti_cheat.poison(call())
-        fresh = redraw(seed)
+        fresh, other = redraw(seed)
         (out,) = anti_cheat.as_read_by_this_stream(call())
-        answer, aux = _answer(use, fresh, out)
-        picked = oracle.random_rows(fresh, FRESH_ROWS, seed)
-        correctness = verify.compare_nsa(fresh, use.config, answer, aux, picked)
+        answer, aux = _answer(other, fresh, out)
+        picked, given = oracle.random_rows(fresh, FRESH_ROWS, seed), other.given is not None
+        correctness = verify.compare_nsa(fresh, use.config, answer, aux, picked, given=given)
         rows = all_rows.rows_to_compare(fresh, use.config, seed, backward=False)
-        compared = all_rows.compare_nsa(fresh, use.config, answer, aux.block_indices, rows)
+        compared = all_rows.compare_nsa(fresh, use.config, answer, aux.block_indices, rows, given=given)
         return verify.with_comparison(correctness, seed, compared.rows, compared.checks)
 
     minimum = roofline.of(key)

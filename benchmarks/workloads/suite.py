@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.baselines import BASELINES
+from benchmarks.cases import replayed
 from benchmarks.cases.key import HOST, NSA, Key
 from benchmarks.workloads.parts import PARTS, SELECTING
 from benchmarks.workloads.train_step import MODELS
@@ -119,11 +120,14 @@ def table(name: str) -> Mapping[str, Any]:
 def planned(table: Mapping[str, Any], *, quick: bool, backend: str, on_gpu: bool) -> list[Key]:
     """Every key of a suite as suites.toml has it. Raises TypeError or ValueError naming a field that is wrong.
 
-    Of each case the baselines come first, then NSA, so that its line can show the ratios.
+    Of each case the baselines come first, then NSA, so that its line can show the ratios. What `not_offered` names is
+    left out.
     """
     suite = schema.build(Suite, dict(table), "suite")
     cases: dict[str, dict[str, Key]] = {}
     for key, baselines in _cases(suite, quick, "cold" if on_gpu else "warm"):
+        if key.inputs == replayed.KIND and replayed.why_not(key) is not None:
+            continue
         own = suite.baselines if key.inputs == RANDOM else suite.recorded_baselines
         for name in own if baselines is None else baselines:
             if name not in BASELINES:
@@ -131,6 +135,13 @@ def planned(table: Mapping[str, Any], *, quick: bool, backend: str, on_gpu: bool
             cases.setdefault(key.case, {})[name] = _of_baseline(key, name)
         cases.setdefault(key.case, {})[NSA] = dataclasses.replace(key, backend_asked=backend)
     return [key for implementations in cases.values() for key in sorted(implementations.values(), key=_nsa_last)]
+
+
+def not_offered(table: Mapping[str, Any], *, on_gpu: bool) -> dict[str, str]:
+    """The cases of a suite that would replay recorded choices which are not stored, and why in words."""
+    suite = schema.build(Suite, dict(table), "suite")
+    replays = (key for key, _ in _cases(suite, False, "cold" if on_gpu else "warm") if key.inputs == replayed.KIND)
+    return {key.case: reason for key in replays if (reason := replayed.why_not(key)) is not None}
 
 
 def absent_once(keys: Sequence[Key], device: str) -> list[Key]:
@@ -162,7 +173,7 @@ def _cases(suite: Suite, quick: bool, cache: str) -> Iterator[tuple[Key, tuple[s
     yield from _of_decode(suite, quick, cache)
     for mode in PARTS:
         found = _of_lengths(mode, suite, suite.parts, quick, cache)
-        yield from ((key, ()) for key, _ in found if key.inputs == RANDOM or mode in SELECTING)
+        yield from ((key, ()) for key, _ in found if _is_for_part(mode, key.inputs))
     for mode, trainings in (
         ("train-step", suite.train_step),
         ("train-loop", suite.train_loop),
@@ -172,6 +183,10 @@ def _cases(suite: Suite, quick: bool, cache: str) -> Iterator[tuple[Key, tuple[s
     for mode in HOSTED:
         yield from _of_lengths(mode, suite, suite.host, quick, "warm")
     yield from _of_lengths("memory", suite, suite.memory, quick, cache)
+
+
+def _is_for_part(mode: str, kind: str) -> bool:
+    return mode in replayed.MODES if kind == replayed.KIND else kind == RANDOM or mode in SELECTING
 
 
 def _of_lengths(

@@ -1,8 +1,9 @@
 """From text to batches: documents, their tokens, and rows of one length packed into what a forward pass takes.
 
-Documents come through `datasets`: FineWeb-Edu streamed, files of text, JSONL and Parquet, Python's own sources. All
-are one kind of stream: each rank has its own shard, the position can be saved and found again, and whether a document
-is held out for validation is decided by its content, so that a copy of it cannot be on the other side.
+Documents are files of text and JSONL, Python's own sources (`text_files`) or, through `datasets`, FineWeb-Edu streamed
+and Parquet. All are one kind of stream: each rank has its own shard, the position can be saved and found again, and
+whether a document is held out for validation is decided by its content, so that a copy of it cannot be on the other
+side.
 
 A row is filled without padding: a document that is longer than what is left goes on in the next row, as a document
 of its own. A packed batch is one row of all its tokens with `cu_seqlens`, in which no document sees another.
@@ -24,6 +25,7 @@ from torch import Tensor
 from nsa import loss
 from nsa.loss import IGNORED
 from nsa.train.settings import Data
+from nsa.train.text_files import LINES, TextFiles
 
 HELD_OUT = 50
 """One document in so many is for validation."""
@@ -48,18 +50,9 @@ class Documents:
         held_out: bool = False,
         report: Callable[[str], None] | None = None,
     ) -> None:
-        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read when the library is imported
-        try:
-            from datasets.distributed import split_dataset_by_node
-        except ImportError as error:
-            raise ValueError(
-                f"data.dataset must be 'synthetic' without the package datasets (pip install -e '.[train]'); "
-                f"got {data.dataset!r} ({error})"
-            ) from error
-
         self.name, self._column, self._held_out = describe(data), data.text_field, held_out
         self._report, self._report_every = report, data.report_docs
-        self._dataset: Any = split_dataset_by_node(_open(data), rank=rank, world_size=ranks)
+        self._dataset: Any = _open(data, rank, ranks)
         self.epoch, self.read = 0, 0
         self._midway = False
 
@@ -122,15 +115,28 @@ def text_files(data: Data) -> tuple[str, list[str]]:
     return builders.pop(), sorted(map(str, found))
 
 
-def _open(data: Data) -> Any:
-    """The whole dataset, as a stream."""
-    import datasets
-
+def _open(data: Data, rank: int, ranks: int) -> Any:
+    """A rank's share of the whole, as a stream: of local text by this project, of the rest by `datasets`."""
     if data.dataset == "fineweb_edu":
-        return datasets.load_dataset(FINEWEB_EDU, data.subset, split="train", streaming=True)
+        return _streamed(data, rank, ranks, FINEWEB_EDU, data.subset)
     builder, paths = text_files(data)
-    options = {"sample_by": "document", "encoding_errors": "replace"} if builder == "text" else {}
-    return datasets.load_dataset(builder, data_files=paths, split="train", streaming=True, **options)
+    if builder == "text" or all(path.endswith(LINES) for path in paths):
+        return TextFiles(paths, rank=rank, ranks=ranks)
+    return _streamed(data, rank, ranks, builder, data_files=paths)
+
+
+def _streamed(data: Data, rank: int, ranks: int, *what: str, **options: Any) -> Any:
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read when the library is imported
+    try:
+        import datasets
+        from datasets.distributed import split_dataset_by_node
+    except ImportError as error:
+        raise ValueError(
+            "data.dataset must be 'python', 'synthetic', or 'files' of text or JSONL without the package datasets"
+            f" (pip install -e '.[train]'); got {describe(data)} ({error})"
+        ) from error
+    whole = datasets.load_dataset(*what, split="train", streaming=True, **options)
+    return split_dataset_by_node(whole, rank=rank, world_size=ranks)
 
 
 END_OF_TEXT = 0

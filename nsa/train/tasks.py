@@ -97,7 +97,7 @@ def draw(
     chains = torch.rand(batch_size, task.variables, generator=generator).argsort(1).unflatten(1, (task.chains, -1))
     value = torch.randint(VALUES, (batch_size, task.chains, 1), generator=generator)
     statement = chains * task.sources + torch.cat([task.variables + value, chains[..., :-1]], 2)
-    places = torch.rand(batch_size, room, generator=generator).argsort(1)[:, : task.variables]
+    places = torch.rand(batch_size, room, generator=generator).topk(task.variables).indices  # a sort takes tenfold
     places = places.unflatten(1, (task.chains, -1)).sort(2).values  # a statement's source is stated before it
     text = task.first_filler + torch.randint(_FILLER, (batch_size, length - QUESTIONS), generator=generator)
     text.scatter_(1, places.flatten(1), statement.flatten(1))

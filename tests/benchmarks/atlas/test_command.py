@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main, parser
-from benchmarks.atlas import corpus, observe, record, session, task_record, training
+from benchmarks.atlas import choices, corpus, observe, record, session, task_record, training
 from benchmarks.commands import atlas
 from nsa.train import profile, tasks
 from tests.benchmarks.atlas import model
@@ -38,6 +38,7 @@ def test_from_training_to_the_record(
     assert (found.trained.tokens, found.trained.seq_lens, found.trained.seed) == (summary["tokens"], (128,), 1337)
     assert found.trained.loss == pytest.approx(summary["loss"], abs=1e-3)
     assert [length.seq_len for length in found.lengths] == [256, 512]
+    assert choices.read(out, Path(summary["atlas"]).name, 512).seq_len == 512
     assert found.model["n_layers"] == 2
     assert "150 files" in found.trained.text
     assert found.fingerprint.machine == "cpu"

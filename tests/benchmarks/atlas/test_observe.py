@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 
 import pytest
 import torch
@@ -96,6 +97,26 @@ def test_decode_steps_are_the_models_own(lm: DecoderLM, measured: Measured) -> N
     for head in observe.measure(lm, [batch(0)], seed=5, steps=STEPS).curves.heads:
         own = found[head.layer][0][first:, head.kv_head : head.kv_head + 1]
         assert head.step_jaccard == pytest.approx(float(measures.at_lag(own, 1)), abs=1e-5)
+
+
+def test_the_first_sequences_alone_are_written_on(lm: DecoderLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = observe.measure(lm, [batch(0)], seed=5, steps=STEPS).curves.heads
+    monkeypatch.setattr(observe, "WRITTEN_ON", 1)
+    several = observe.measure(lm, [batch(0), batch(1)], seed=5, steps=STEPS).curves.heads
+    assert [head.step_jaccard for head in several] == [head.step_jaccard for head in alone]
+    assert [head.mass for head in several] != [head.mass for head in alone]
+
+
+def test_whole_sequences_are_kept_the_most_typical_head_first(lm: DecoderLM, measured: Measured) -> None:
+    kept, found = measured.choices, choices(lm, batch(0).tokens)
+    assert kept is not None
+    near = {(head.layer, head.kv_head): head.jaccard["1"] for head in measured.curves.heads}
+    off = [abs(near[head.layer, head.kv_head] - statistics.median(near.values())) for head in kept.heads]
+    assert len(off) == len(near)
+    assert off == sorted(off) != sorted(off, reverse=True)
+    for head in kept.heads:
+        rows = found[head.layer][0][:, head.kv_head]
+        assert torch.equal(torch.from_numpy(kept.indices(head, CONFIG)), rows)
 
 
 def test_a_model_is_left_as_it_was(lm: DecoderLM) -> None:

@@ -36,7 +36,7 @@ def test_random_inputs_are_those_of_earlier_records() -> None:
 @pytest.mark.parametrize("kind", ["local", "sorted"])
 def test_another_kind_is_refused(kind: str) -> None:
     """ "local" is that of earlier records, which are read and not measured again."""
-    known = "random, recorded, recorded-p10, recorded-p90"
+    known = "random, recorded, recorded-p10, recorded-p90, replayed"
     with pytest.raises(ValueError, match=rf"key\.inputs must be one of {known}; got '{kind}'"):
         inputs.draw(dataclasses.replace(key(), inputs=kind), "cpu")
 

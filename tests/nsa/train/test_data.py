@@ -51,7 +51,8 @@ FORMATS = [_parquet, _jsonl, _text]
 
 
 def _data(folder: Path, write: Callable[[Path], None] = _jsonl) -> Data:
-    needs_datasets()
+    if write is _parquet:
+        needs_datasets()
     folder.mkdir(exist_ok=True)
     write(folder)
     return Data(dataset="files", path=str(folder))
@@ -160,10 +161,27 @@ def test_a_tokenizer_must_fit_the_vocabulary(tmp_path: Path) -> None:
         tokenizer("byte", 256)
 
 
-def test_without_datasets_text_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets.distributed", None)
-    with pytest.raises(ValueError, match=r"data\.dataset must be 'synthetic' without the package datasets .* 'python'"):
-        Documents(Data(dataset="python"))
+def test_without_datasets_there_is_local_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("datasets", "datasets.distributed"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert "import" in next(iter(Documents(Data(dataset="python"))))
+    (tmp_path / "a.parquet").touch()
+    for refused in (Data(dataset="fineweb_edu"), Data(dataset="files", path=str(tmp_path))):
+        with pytest.raises(ValueError, match=r"data\.dataset must be 'python', .* without the package datasets"):
+            Documents(refused)
+
+
+def test_a_line_that_is_no_document_is_named(tmp_path: Path) -> None:
+    for line, message in (('{"text":', r"a\.jsonl, line 3 is no JSON"), ("[1]", r"line 3 must be an object")):
+        (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x"}) + "\n\n" + line + "\n")
+        with pytest.raises(ValueError, match=message):
+            list(zip(range(3), Documents(Data(dataset="files", path=str(tmp_path))), strict=False))
+
+
+def test_a_position_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
+    documents = Documents(_data(tmp_path / "text"))
+    with pytest.raises(ValueError, match="of an earlier version"):
+        documents.restore({"dataset": {"examples_iterable": {}, "epoch": 0}, "epoch": 0, "read": 7})
 
 
 def test_pythons_own_sources_are_text() -> None:
@@ -204,14 +222,12 @@ def test_files_must_be_there_and_of_one_format(tmp_path: Path) -> None:
 
 
 def test_says_which_column_is_missing(tmp_path: Path) -> None:
-    needs_datasets()
     (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
     with pytest.raises(NoTextError, match="no column 'text'; it has body"):
         next(iter(Documents(Data(dataset="files", path=str(tmp_path)))))
 
 
 def test_a_source_without_text_ends(tmp_path: Path) -> None:
-    needs_datasets()
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(NoTextError, match="no document for training"):
         next(iter(Documents(Data(dataset="files", path=str(tmp_path)))))

@@ -15,14 +15,13 @@ from nsa.train import data, loader
 from nsa.train.data import Batch, Row
 from nsa.train.loader import BatchFetcher, Loader, NoFirstBatchError, Prefetch, Shard, SyntheticBatches, first_batch
 from nsa.train.settings import Settings
-from tests.nsa.train.runs import needs_datasets, settings
+from tests.nsa.train.runs import settings
 
 NUMBER_OF_DOCUMENTS = 60
 
 
 def _on_text(folder: Path, monkeypatch: pytest.MonkeyPatch, **overrides: Any) -> Settings:
     """Documents of which each says its own number and nothing else; one in five is held out."""
-    needs_datasets()
     monkeypatch.setattr(data, "HELD_OUT", 5)
     path = folder / "text.jsonl"
     path.write_text("".join(json.dumps({"text": f"<{i}>"}) + "\n" for i in range(NUMBER_OF_DOCUMENTS)))

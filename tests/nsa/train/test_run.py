@@ -31,7 +31,6 @@ _PATIENCE_S = 60.0
 
 def _text(folder: Path) -> dict[str, Any]:
     """Overrides for a run on documents of its own."""
-    runs.needs_datasets()
     path = folder / "text.jsonl"
     words = random.Random(0)
     lines = [{"text": " ".join(words.choices(["native", "sparse", "attention"], k=40))} for _ in range(40)]
