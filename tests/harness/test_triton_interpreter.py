@@ -88,3 +88,17 @@ def test_each_type_has_its_own_of_numpy() -> None:
     for found, types in wanted.items():
         assert [interpreter._get_np_dtype(dtype) for dtype in types] == [found] * len(types)
     assert interpreter._get_np_dtype.__module__ == triton_interpreter.__name__
+
+
+def test_types_and_tensors_that_are_known_are_as_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    types = [(tl.float32, [4]), (tl.int64, [4]), (tl.float32, [2, tl.constexpr(8)]), (tl.pointer_type(tl.int8), [4])]
+    new = [tl.block_type(*one) for one in types]
+    tensors = [tl.tensor(one, one) for one in [*new, tl.int32]]
+    monkeypatch.setattr(tl.block_type, "__init__", triton_interpreter.block_type_init(tl))
+    monkeypatch.setattr(tl.tensor, "__init__", triton_interpreter.tensor_init(tl))
+    for _ in range(2):
+        again = [tl.block_type(*one) for one in types]
+        assert list(map(repr, map(vars, again))) == list(map(repr, map(vars, new)))
+        assert [repr(vars(tl.tensor(one, one))) for one in [*again, tl.int32]] == list(map(repr, map(vars, tensors)))
+        with pytest.raises(ValueError, match="must be a power of 2"):
+            tl.block_type(tl.float32, [3])
