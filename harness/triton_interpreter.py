@@ -73,7 +73,8 @@ def look_up_types_by_name(interpreter: Any) -> None:
 
 def block_type_init(tl: Any) -> Any:
     """`tl.block_type.__init__`, which checks each shape and writes each name once."""
-    init, known = tl.block_type.__init__, {}
+    init = tl.block_type.__init__
+    known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def block_type(self: Any, element_ty: Any, shape: Any) -> None:
         key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
@@ -89,7 +90,8 @@ def block_type_init(tl: Any) -> Any:
 
 def tensor_init(tl: Any) -> Any:
     """`tl.tensor.__init__`, which makes the constants of each shape once."""
-    init, known = tl.tensor.__init__, {}
+    init = tl.tensor.__init__
+    known: dict[tuple[int, ...], tuple[Any, ...]] = {}
 
     def tensor(self: Any, handle: Any, type: Any) -> None:
         key = tuple(type.shape.values) if type.is_block() else ()

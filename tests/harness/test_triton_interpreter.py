@@ -90,15 +90,20 @@ def test_each_type_has_its_own_of_numpy() -> None:
     assert interpreter._get_np_dtype.__module__ == triton_interpreter.__name__
 
 
+def attributes(one: Any) -> list[tuple[str, str]]:
+    return sorted((name, repr(value)) for name, value in vars(one).items())
+
+
 def test_types_and_tensors_that_are_known_are_as_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made() -> list[list[tuple[str, str]]]:
+        blocks = [tl.block_type(dtype, shape) for dtype, shape in types]
+        return [attributes(one) for one in (*blocks, *(tl.tensor(None, dtype) for dtype in (*blocks, tl.int32)))]
+
     types = [(tl.float32, [4]), (tl.int64, [4]), (tl.float32, [2, tl.constexpr(8)]), (tl.pointer_type(tl.int8), [4])]
-    new = [tl.block_type(*one) for one in types]
-    tensors = [tl.tensor(one, one) for one in [*new, tl.int32]]
+    new = made()
     monkeypatch.setattr(tl.block_type, "__init__", triton_interpreter.block_type_init(tl))
     monkeypatch.setattr(tl.tensor, "__init__", triton_interpreter.tensor_init(tl))
     for _ in range(2):
-        again = [tl.block_type(*one) for one in types]
-        assert list(map(repr, map(vars, again))) == list(map(repr, map(vars, new)))
-        assert [repr(vars(tl.tensor(one, one))) for one in [*again, tl.int32]] == list(map(repr, map(vars, tensors)))
+        assert made() == new
         with pytest.raises(ValueError, match="must be a power of 2"):
             tl.block_type(tl.float32, [3])
