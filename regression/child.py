@@ -88,7 +88,7 @@ def prepare(device: str) -> tuple[str, ...]:
         from harness import triton_interpreter
 
         torch.set_num_threads(1)  # calls this small are not shared: threads that wait for a busy core cost more
-        triton_interpreter.compute_in_bfloat16()
+        triton_interpreter.prepare()
         # NumPy warns of the NaN and Inf that a GPU takes in silence
         warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
     else:

@@ -18,8 +18,7 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported
 
-from harness import forced
-from harness.triton_interpreter import compute_in_bfloat16
+from harness import forced, triton_interpreter
 from tests import quick
 from tests.laws.parts import Parts, why_absent
 from tests.nsa.parallel.pool import Pool
@@ -66,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("quick")  # before any test is imported
         config.pluginmanager.register(quick.plugin())
     if os.environ.get("TRITON_INTERPRET") == "1":
-        compute_in_bfloat16()
+        triton_interpreter.prepare()
     if (
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     ):  # in the background of a shell; all that tests start inherits it

@@ -59,3 +59,11 @@ def test_an_import_against_a_contract_is_seen(copy: Path, path: str, line: str, 
         (copy / path).write_text(before)
     assert done.returncode == 1
     assert seen in done.stdout
+
+
+def test_importing_what_a_call_needs_leaves_the_compiler_out() -> None:
+    """torch._dynamo takes as long to import as the rest, and each child of the suites would wait for it."""
+    modules = "nsa.triton_backend, nsa.train, nsa.parallel, benchmarks.ab.worker, benchmarks.commands.run"
+    script = f"import sys, {modules}; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]

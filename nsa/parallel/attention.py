@@ -141,9 +141,9 @@ class _LayerContext:
 
     def __init__(self, context: ContextParallel) -> None:
         self._context = context
+        self.forward = torch.compiler.disable(self._forward)  # not in the class: it imports the compiler
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(
+    def _forward(
         self, layer: NativeSparseAttention, x: Tensor, cu_seqlens: Tensor | None, return_aux: bool
     ) -> tuple[Tensor, Tensor, Aux | None]:
         """x [B, S, dim] -> (o [B, S, Hq, Dv], gates [B, S, Hq, 3], what attention did)."""

@@ -186,7 +186,6 @@ def why_not(q: Tensor, v: Tensor) -> str | None:
     return _why_not_here(q.device, q.dtype)
 
 
-@torch.compiler.assume_constant_result
 def _why_not_here(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why this machine cannot serve; asked once per graph where one is traced."""
     if interpreted():
@@ -199,3 +198,7 @@ def _why_not_here(device: torch.device, dtype: torch.dtype) -> str | None:
     if capability < MIN_CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} is below {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}"
     return None
+
+
+# as torch.compiler.assume_constant_result marks it, which would import the compiler: half of what importing nsa costs
+_why_not_here._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
 import nsa
-from harness.triton_interpreter import compute_in_bfloat16
+from harness import triton_interpreter
 
 _ALLOCATIONS = ("empty", "new_empty")
 _NO_KERNEL = ("alias", "detach", "lift_fresh", "_unsafe_view", "_reshape_alias")
@@ -84,7 +84,7 @@ def of_call(
 
 
 def main() -> None:
-    compute_in_bfloat16()
+    triton_interpreter.prepare()
     for title, found in zip(("forward", "backward"), of_call(12, 2, 64, 2048), strict=True):
         print(f"{title}: {len(found.names)}, {sum(found.bytes.values()) / 2**20:.2f} MiB")
         for name, count in Counter(found.names).items():

@@ -1,0 +1,112 @@
+"""Triton's interpreter does less than it would, and computes the same; triton.language is as before after a launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from harness import triton_interpreter
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("kernels are compiled here, not interpreted", allow_module_level=True)
+
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+INT32_MAX = 2**31 - 1
+
+
+@triton.jit
+def double(x):
+    return x + x + tl.zeros_like(x)
+
+
+@triton.jit
+def kernel(to, x, SIZE: tl.constexpr):
+    tl.static_assert(SIZE > 1)
+    tl.store(to + tl.arange(0, SIZE), double(tl.zeros([SIZE], dtype=tl.int32) + x))
+
+
+def launched(x: int, size: int = 4) -> torch.Tensor:
+    to = torch.full((4,), -1, dtype=torch.int32)
+    kernel[(1,)](to, x, size)
+    return to
+
+
+def language() -> list[dict[str, Any]]:
+    return [dict(vars(owner)) for owner in (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)]
+
+
+@pytest.mark.parametrize("size", [4, 1], ids=["a launch", "a launch that fails"])
+def test_a_launch_leaves_the_language_as_it_was(size: int) -> None:
+    launched(1)  # what an inherited member replaces stands in the class itself from the first launch on
+    before = language()
+    if size == 4:
+        assert launched(3).tolist() == [6] * 4
+    else:
+        with pytest.raises(interpreter.InterpreterError):
+            launched(3, size)
+    for now, then in zip(language(), before, strict=True):
+        assert {name for name in now if now[name] is not then.get(name)} == set()
+    assert launched(5).tolist() == [10] * 4
+
+
+def test_a_launch_does_not_search_the_language(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[object] = []
+    monkeypatch.setattr(inspect, "getmembers", lambda owner, *_: searched.append(owner) or [])
+    assert launched(3).tolist() == [6] * 4
+    assert searched == []
+
+
+def test_overflow_is_looked_for_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = interpreter.interpreter_builder
+    assert launched(INT32_MAX).tolist() == [-2] * 4
+    assert not builder.options.sanitize_overflow
+    options = interpreter.InterpreterOptions()
+    monkeypatch.setattr(builder, "options", dataclasses.replace(options, debug=True))
+    triton_interpreter.drop_unread_overflow_checks(interpreter)
+    with pytest.raises(interpreter.InterpreterError, match="int32 overflow"):
+        launched(INT32_MAX)
+
+
+def test_each_type_has_its_own_of_numpy() -> None:
+    pointer = tl.pointer_type(tl.float16)
+    wanted = {
+        np.uint64: [tl.block_type(pointer, [4]), pointer, tl.uint64],
+        np.uint16: [tl.block_type(tl.bfloat16, [2, 2]), tl.bfloat16],
+        np.float16: [tl.float16, tl.block_type(tl.float16, [4])],
+        np.bool_: [tl.int1],
+    }
+    for found, types in wanted.items():
+        assert [interpreter._get_np_dtype(dtype) for dtype in types] == [found] * len(types)
+    assert interpreter._get_np_dtype.__module__ == triton_interpreter.__name__
+
+
+def attributes(one: Any) -> list[tuple[str, str]]:
+    return sorted((name, repr(value)) for name, value in vars(one).items())
+
+
+def test_types_and_tensors_that_are_known_are_as_new_ones() -> None:
+    def made() -> list[list[tuple[str, str]]]:
+        blocks = [tl.block_type(dtype, shape) for dtype, shape in types]
+        return [attributes(one) for one in (*blocks, *(tl.tensor(None, dtype) for dtype in (*blocks, tl.int32)))]
+
+    types = [(tl.float32, [4]), (tl.int64, [4]), (tl.int64, [8]), (tl.float32, [2, tl.constexpr(8)])]
+    new = made()
+    scope = interpreter._patch_lang(kernel.fn)  # as a launch does
+    try:
+        assert {one.__init__.__module__ for one in (tl.block_type, tl.tensor)} == {triton_interpreter.__name__}
+        for _ in range(2):
+            assert made() == new
+            with pytest.raises(ValueError, match="must be a power of 2"):
+                tl.block_type(tl.float32, [3])
+    finally:
+        scope.restore()
