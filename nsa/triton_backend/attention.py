@@ -131,27 +131,36 @@ def forward(q: Tensor, given: Inputs, gates: Tensor, layout: Layout, scale: floa
 
 def backward(
     gradients: Sequence[Tensor | None],
-    q: Tensor, given: Inputs, gates: Tensor, saved: Saved, layout: Layout, scale: float,
+    q: Tensor, given: Inputs, gates: Tensor, tensors: list[Tensor], layout: Layout, scale: float,
+    last: bool = False,
 ) -> tuple[Tensor, Inputs, Tensor]:  # fmt: skip
-    """(dq, those of `given`, of the gates) from those of o and of the three lse, where None is 0."""
+    """(dq, those of `given`, of the gates) from those of o and of the three lse, where None is 0.
+
+    `tensors` are the fields of `Saved`; the list is emptied, so that each is freed behind its last use. `last`: nobody
+    needs them again, and the gradients of the branches' outputs take the place of these.
+    """
+    saved = Saved(*tensors)
+    tensors.clear()
     layout, q = located(layout), unit_stride(q)
     k, v = map(unit_stride, given.selected)
     k_win, v_win = (k, v) if given.window is None else given.window
     k_cmp, v_cmp = (saved.k_compressed, saved.v_compressed) if given.compressed is None else given.compressed
+    finite_cmp, finite_win, blocks = saved.finite_compressed, saved.finite_window, saved.block_indices
     do, *dlse = gradients
     branches = saved.o_compressed, saved.o_selected, saved.o_window
     rows, dgates = gated_sum.backward_branches(
-        torch.zeros_like(saved.o_window) if do is None else do, branches, gates, saved[:3], dlse
+        torch.zeros_like(saved.o_window) if do is None else do, branches, gates, saved[:3], dlse, last
     )
+    del saved, branches
     # a branch's do is freed behind it
     dq_win, *window_parts = compressed_window.gradients(
-        q, k_win, v_win, saved.finite_window, *rows.pop(), *layout.window_interval, *layout.window_queries, 1, scale
+        q, k_win, v_win, finite_win, *rows.pop(), *layout.window_interval, *layout.window_queries, 1, scale
     )
     dq_cmp, *parts = compressed_window.gradients(
-        q, k_cmp, v_cmp, saved.finite_compressed, *rows.pop(0), *layout.compressed_interval,
-        *layout.compressed_queries, MAX_SPLITS, scale,
+        q, k_cmp, v_cmp, finite_cmp, *rows.pop(0), *layout.compressed_interval, *layout.compressed_queries,
+        MAX_SPLITS, scale,
     )  # fmt: skip
-    dq, *of_selected = selected.gradients(q, k, v, *rows.pop(), saved.block_indices, layout, scale, (dq_cmp, dq_win))
+    dq, *of_selected = selected.gradients(q, k, v, *rows.pop(), blocks, layout, scale, (dq_cmp, dq_win))
     of_window = [part[0] for part in window_parts]
     return dq, _of_inputs(given, parts, of_selected, of_window, layout), dgates
 

@@ -94,7 +94,10 @@ class GatedSum(torch.autograd.Function):
 
 
 class Attention(torch.autograd.Function):
-    """`attention.forward`: q, the keys and values of `attention.Inputs` one after the other, gates, layout, scale."""
+    """`attention.forward`: q, the keys and values of `attention.Inputs` one after the other, gates, layout, scale.
+
+    The outputs of the branches are for the backward pass alone, which overwrites them unless the graph is kept.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, *more: Any) -> attention.Output:
@@ -110,7 +113,15 @@ class Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         q, *tensors = ctx.saved_tensors
-        tensors, gates, saved = tensors[:8], tensors[8], attention.Saved(*tensors[9:])
-        given, upstream = attention.paired(tensors), gradients[: attention.NUM_DIFFERENTIABLE]
-        dq, of_given, dgates = attention.backward(upstream, q, given, gates, saved, *ctx.more)
+        last = not _graph_is_kept()
+        ctx.maybe_clear_saved_tensors()
+        given, gates, saved = attention.paired(tensors[:8]), tensors[8], tensors[9:]
+        del tensors
+        upstream, (layout, scale) = gradients[: attention.NUM_DIFFERENTIABLE], ctx.more
+        dq, of_given, dgates = attention.backward(upstream, q, given, gates, saved, layout, scale, last)
         return dq, *attention.flat(of_given), dgates, None, None
+
+
+def _graph_is_kept() -> bool:
+    """Whether the backward pass that runs was called with retain_graph=True, so that another may follow."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()

@@ -38,9 +38,11 @@ def _forward(O_CMP, O_SEL, O_WIN, GATES, OUT, num_rows, DV: tl.constexpr, DVP: t
 
 @triton.jit
 def _branch(O, GATES, do, D_O, D_GATES, LSE, DLSE, LSE_2, DELTA, row, real, BRANCH: tl.constexpr, DV: tl.constexpr,
-            DVP: tl.constexpr):  # fmt: skip
+            DVP: tl.constexpr, IN_PLACE: tl.constexpr):  # fmt: skip
     gate = tl.load(GATES + row * 3 + BRANCH, mask=real, other=0.0).to(tl.float32)
     o = load_rows(O, row * DV, real, DV, DVP).to(tl.float32)
+    if IN_PLACE:  # what one thread writes another may have to read
+        tl.debug_barrier()
     d_gate = tl.sum(do * o, axis=1)
     tl.store(D_GATES + row * 3 + BRANCH, d_gate.to(D_GATES.dtype.element_ty), mask=real)
     d_o = (gate[:, None] * do).to(D_O.dtype.element_ty)
@@ -53,15 +55,18 @@ def _branch(O, GATES, do, D_O, D_GATES, LSE, DLSE, LSE_2, DELTA, row, real, BRAN
 def _backward(
     O_CMP, O_SEL, O_WIN, GATES, DO, D_CMP, D_SEL, D_WIN, D_GATES, LSE_CMP, LSE_SEL, LSE_WIN, DLSE_CMP, DLSE_SEL,
     DLSE_WIN, LSE_2_CMP, LSE_2_SEL, LSE_2_WIN, DELTA_CMP, DELTA_SEL, DELTA_WIN, num_rows,
-    DV: tl.constexpr, DVP: tl.constexpr, BR: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, BR: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of outputs and gates; with LSE_CMP, ... also what `launch.backward_rows` makes of these."""
+    """The gradients of outputs and gates; with LSE_CMP, ... also what `launch.backward_rows` makes of these.
+
+    IN_PLACE: D_CMP is O_CMP, and so on.
+    """
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     real = row < num_rows
     do = load_rows(DO, row * DV, real, DV, DVP).to(tl.float32)
-    _branch(O_CMP, GATES, do, D_CMP, D_GATES, LSE_CMP, DLSE_CMP, LSE_2_CMP, DELTA_CMP, row, real, 0, DV, DVP)
-    _branch(O_SEL, GATES, do, D_SEL, D_GATES, LSE_SEL, DLSE_SEL, LSE_2_SEL, DELTA_SEL, row, real, 1, DV, DVP)
-    _branch(O_WIN, GATES, do, D_WIN, D_GATES, LSE_WIN, DLSE_WIN, LSE_2_WIN, DELTA_WIN, row, real, 2, DV, DVP)
+    _branch(O_CMP, GATES, do, D_CMP, D_GATES, LSE_CMP, DLSE_CMP, LSE_2_CMP, DELTA_CMP, row, real, 0, DV, DVP, IN_PLACE)
+    _branch(O_SEL, GATES, do, D_SEL, D_GATES, LSE_SEL, DLSE_SEL, LSE_2_SEL, DELTA_SEL, row, real, 1, DV, DVP, IN_PLACE)
+    _branch(O_WIN, GATES, do, D_WIN, D_GATES, LSE_WIN, DLSE_WIN, LSE_2_WIN, DELTA_WIN, row, real, 2, DV, DVP, IN_PLACE)
 
 
 def forward(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor) -> Tensor:
@@ -89,25 +94,29 @@ def backward(
 
 
 def backward_branches(
-    do: Tensor, outputs: Sequence[Tensor], gates: Tensor, lse: Sequence[Tensor], dlse: Sequence[Tensor | None]
-) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
+    do: Tensor, outputs: Sequence[Tensor], gates: Tensor, lse: Sequence[Tensor], dlse: Sequence[Tensor | None],
+    in_place: bool = False,
+) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:  # fmt: skip
     """((gradient of the output, lse base 2, delta) of each branch, gradient of the gates), from the branches' lse and
-    the gradients of these; the last two of a branch are those of `launch.backward_rows`."""
+    the gradients of these; the last two of a branch are those of `launch.backward_rows`. `in_place`: the gradients of
+    the outputs take the outputs' memory."""
     given = [None if x is None else x.contiguous() for x in dlse]
     rows = [torch.empty_like(x) for x in (*lse, *lse)]
-    gradients, d_gates = _gradients(do, outputs, gates, (*lse, *given, *rows))
+    gradients, d_gates = _gradients(do, outputs, gates, (*lse, *given, *rows), in_place)
     return list(zip(gradients, rows[:3], rows[3:], strict=True)), d_gates
 
 
 def _gradients(
-    do: Tensor, outputs: Sequence[Tensor], gates: Tensor, rows: Sequence[Tensor | None]
+    do: Tensor, outputs: Sequence[Tensor], gates: Tensor, rows: Sequence[Tensor | None], in_place: bool = False
 ) -> tuple[list[Tensor], Tensor]:
     outputs, gates = [x.contiguous() for x in outputs], gates.contiguous()
-    gradients, d_gates = [torch.empty_like(x) for x in outputs], torch.empty_like(gates)
+    gradients = outputs if in_place else [torch.empty_like(x) for x in outputs]
+    d_gates = torch.empty_like(gates)
     num_rows, dv = gates.numel() // 3, do.shape[-1]
     if num_rows:
         with on_device(do):
             _backward[triton.cdiv(num_rows, BACKWARD_ROWS),](
-                *outputs, gates, do.contiguous(), *gradients, d_gates, *rows, num_rows, dv, padded(dv), BACKWARD_ROWS
+                *outputs, gates, do.contiguous(), *gradients, d_gates, *rows, num_rows, dv, padded(dv), BACKWARD_ROWS,
+                in_place,
             )  # fmt: skip
     return gradients, d_gates

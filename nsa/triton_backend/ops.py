@@ -245,7 +245,7 @@ def _(q: Tensor, *more: Any) -> tuple[Tensor, ...]:
 )
 def _attention_backward(*inputs: Any) -> tuple[Tensor, ...]:
     *tensors, gates, cu_seqlens, numbers, scale = inputs
-    upstream, q, tensors, saved = tensors[:4], tensors[4], tensors[5:13], whole.Saved(*tensors[13:])
+    upstream, q, tensors, saved = tensors[:4], tensors[4], tensors[5:13], list(tensors[13:])
     layout = _layout(q, tensors[0].shape[1], cu_seqlens, numbers)
     dq, of_given, dgates = whole.backward(upstream, q, whole.paired(tensors), gates, saved, layout, scale)
     # an operator gives tensors: one without rows where there is none

@@ -174,24 +174,25 @@ def gradients(
     q, k, v, block_indices = unit_stride(q), unit_stride(k), unit_stride(v), block_indices.contiguous()
     (_, length, heads, _), num_kv_heads = q.shape, k.shape[2]
     kernel = variant("selected_backward_q", q, k, v, *_blocks(layout, block_indices))
-    in_place = more_dq is not None and kernel is Variant.KV_MAJOR  # each program reads what it overwrites
-    dq = more_dq[0] if more_dq is not None and in_place else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if dq.numel() == 0:
-        return dq, k.new_zeros(k.shape), v.new_zeros(v.shape)
-    if kernel is Variant.HOPPER:
-        with on_device(q):
+    if q.numel() == 0:
+        return torch.empty_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    rows = do, lse, delta, block_indices, layout, scale
+    if kernel is Variant.KV_MAJOR:  # each program reads what it overwrites of the other branches
+        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if more_dq is None else more_dq[0]
+        return dq, *selected_kv_major.backward(q, k, v, *rows, dq, more_dq, wide)
+    dk, dv = selected_kv_major.backward(q, k, v, *rows, None, None, wide)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # not before: the partial sums of dk and dv are freed now
+    with on_device(q):
+        if kernel is Variant.HOPPER:
             hopper.selected.backward_q(q, k, v, do, block_indices, layout, scale, lse, delta, dq)
-    elif kernel is Variant.PLAIN:
-        sizes, launch = _per_token("selected_backward_q", q, v, block_indices, layout)
-        with on_device(q):
+        else:
+            sizes, launch = _per_token("selected_backward_q", q, v, block_indices, layout)
             _backward_q[length, num_kv_heads, q.shape[0]](
                 q, k, v, do, block_indices, layout.starts, lse, delta, dq, *strides(q), *strides(k), *strides(v),
                 length, layout.num_keys - length, heads, num_kv_heads, heads // num_kv_heads, scale, scale * LOG2E,
                 *sizes, **launch,
             )  # fmt: skip
-    wanted_dq = dq if kernel is Variant.KV_MAJOR else None
-    dk, dv = selected_kv_major.backward(q, k, v, do, lse, delta, block_indices, layout, scale, wanted_dq, more_dq, wide)
-    if more_dq is not None and wanted_dq is None:
+    if more_dq is not None:
         add_to(dq, *more_dq)
     return dq, dk, dv
 

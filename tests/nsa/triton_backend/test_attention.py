@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from typing import Any
 
@@ -166,3 +167,24 @@ def test_a_part_of_a_tensor_goes_backward_as_its_copy_does(branch: str, device: 
     parts, copies = gradients(*of_query, *of_key), gradients(*(x.contiguous() for x in (*of_query, *of_key)))
     for one, other in zip(parts, copies, strict=True):
         assert torch.equal(one, other)
+
+
+def _gradients(device: torch.device, kept: int) -> tuple[list[Tensor], int]:
+    """(gradients of the last backward pass, peak bytes) after `kept` passes that keep the graph."""
+    q, gates, (pair, *_) = draw(device, 64, 64, (16, 1, 16, 16), torch.float32, "all")
+    gc.collect()
+    with memory.Allocations() as made:
+        o = nsa.nsa_attention(q, *pair, gates, CONFIG, backend="triton")
+        upstream = torch.linspace(-1, 1, o.numel(), device=device).view(o.shape)
+        for _ in range(kept):
+            torch.autograd.grad(o, (q, *pair, gates), upstream, retain_graph=True)
+        return list(torch.autograd.grad(o, (q, *pair, gates), upstream)), made.peak_bytes
+
+
+def test_a_last_backward_pass_takes_the_memory_of_the_branches_outputs(device: torch.device) -> None:
+    """Three tensors as large as the output; one that may be followed by another leaves them as they are."""
+    (once, peak), (again, peak_when_kept) = _gradients(device, 0), _gradients(device, 2)
+    for one, other in zip(once, again, strict=True):
+        assert torch.equal(one, other)
+    of_output = 64 * 16 * 16 * 4
+    assert peak_when_kept - peak >= 2.9 * of_output
