@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.atlas import record
-from nsa.config import NSAConfig
+from nsa import NSAConfig
 from nsa.geometry import is_forced
 
 FOLDER = Path(record.FOLDER) / "choices"
