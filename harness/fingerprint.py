@@ -23,8 +23,8 @@ from harness.nvml import ClockLimits, GpuSettings
 from harness.peak import MeasuredPeak
 
 MEASURING = (
-    "benchmarks/baselines", "benchmarks/cases", "benchmarks/correctness", "benchmarks/errors.py",
-    "benchmarks/first_step.py",
+    "benchmarks/atlas/choices.py", "benchmarks/baselines", "benchmarks/cases", "benchmarks/correctness",
+    "benchmarks/errors.py", "benchmarks/first_step.py",
     "benchmarks/memory_worker.py", "benchmarks/parallel/measure.py",
     "benchmarks/runner.py", "benchmarks/timing", "benchmarks/watched.py",
     "benchmarks/workloads", "harness/nvml.py",

@@ -72,6 +72,7 @@ def test_the_hash_holds_names_and_contents(tmp_path: Path) -> None:
 
 
 NOT_MEASURING = {
+    "benchmarks/atlas/record.py",
     "benchmarks/cases/key.py", "benchmarks/cases/outcome.py", "benchmarks/history/records.py",
     "benchmarks/history/samples.py", "benchmarks/peak_memory.py", "benchmarks/timing/peak.py", "harness/environment.py",
     "harness/fingerprint.py", "harness/forced.py", "harness/guard.py", "harness/isolate.py", "harness/machines.py",
