@@ -233,4 +233,4 @@ class PagedMachine(RuleBasedStateMachine):
         k = tuple(keys + offset for offset in offsets)
         v = tuple(keys + offset + VALUE for offset in offsets)
         with torch.no_grad():
-            self.cache.stores[0].append(k, v, rows.places(num_tokens))  # type: ignore[arg-type]
+            self.cache.stores[0].append(k, v, rows.new_tokens(num_tokens))  # type: ignore[arg-type]
