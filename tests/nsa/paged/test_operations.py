@@ -101,7 +101,7 @@ def _late_blocks(patch: pytest.MonkeyPatch) -> None:
 
 
 FAULTS = {
-    _forgotten_copy: "pages taken",
+    _forgotten_copy: "pages taken|take [0-9]+ pages",
     _empty_copy: "of sequence",
     _leak_at_truncate: "owners",
     _double_free: "owners|given back once more|free twice|free$",

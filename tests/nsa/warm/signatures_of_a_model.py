@@ -1,8 +1,8 @@
 """Kernels that a training step of the decoder LM asks for and `nsa.Workload` does not name, printed as JSON.
 
 Run as a process of its own, without Triton's interpreter: {"packed": {"asked": n, "missing": [names]}, "rows": ...,
-"prompt": ...}, the last for a workload without a backward pass; and "decode", all names of a decode step. The model has float32 weights under autocast, as a run
-has; kernels are told apart by what Triton's key is made of.
+"prompt": ...}, the last for a workload without a backward pass; and "decode", all names of a decode step. The model has
+float32 weights under autocast, as a run has; kernels are told apart by what Triton's key is made of.
 """
 
 from __future__ import annotations
