@@ -11,7 +11,7 @@ from tests.nsa.triton_backend.processes import answer
 
 ARCHITECTURES = (80, 86, 90, 100, 120)
 HEADS = [(128, 128), (192, 128, "shared"), (20, 24)]
-CI = {(80, (192, 128, "shared")), (90, (128, 128))}
+CI = {(80, (192, 128, "shared"))}
 
 
 @pytest.mark.parametrize(
