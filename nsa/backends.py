@@ -1,7 +1,9 @@
-"""The three implementations of the parts, and which one serves a call; the decode step that one of them has whole."""
+"""The three implementations of the parts, and which one serves a call; the decode step, and a cache's
+write, that one of them has whole."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, cast
 
 import torch
@@ -79,6 +81,24 @@ class Decoder(Protocol):
         config: NSAConfig,
         scale: float,
     ) -> DecodeOutput: ...
+
+
+class CacheWriter(Protocol):
+    """Write k [B, S, Hkv, Dk] and v [B, S, Hkv, Dv] of each set behind the tokens that a cache holds.
+
+    `into` is where each set goes; `before` is how many tokens there are, int32 [B] or one number for all. `compressed`
+    is where the means (phi = avg) go of the blocks that the new tokens complete, None where phi is another.
+    """
+
+    def __call__(
+        self,
+        k: Sequence[Tensor],
+        v: Sequence[Tensor],
+        into: Sequence[KVView],
+        compressed: KVView | None,
+        before: Tensor | int,
+        config: NSAConfig,
+    ) -> None: ...
 
 
 Pair = tuple[Tensor, Tensor]
@@ -166,6 +186,17 @@ def decoder(backend: str, q: Tensor, *others: Tensor) -> Decoder | None:
     from nsa import triton_backend  # as in `load`
 
     return triton_backend.decode_attention
+
+
+def cache_writer(asked: str, k: Tensor, v: Tensor) -> CacheWriter | None:
+    """The one kernel that writes new keys and values like these, of the backend that serves them where `asked` is asked
+    for; None where it has none: a cache then writes by PyTorch's indexing. As `decoder`, torch.compile cannot trace it.
+    """
+    if choose(asked, k, v)[0] != "triton" or torch.compiler.is_compiling():
+        return None
+    from nsa import triton_backend  # as in `load`
+
+    return triton_backend.write_cache
 
 
 def whole_call(run: Backend) -> WholeCall:

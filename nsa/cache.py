@@ -11,9 +11,11 @@ import math
 import torch
 from torch import Tensor
 
+from nsa import backends
 from nsa.attention import nsa_attention
 from nsa.config import NSAConfig
 from nsa.geometry import num_compressed_blocks
+from nsa.kv import KVView
 from nsa.layer import NativeSparseAttention, PerBranch, a_size, per_branch
 
 
@@ -98,10 +100,19 @@ class KVCache:
         `commit` only: if the call fails before, what was stored lies beyond the end and counts for nothing.
         """
         first, last = self._length, self._length + k[0].shape[1]
-        for buffer, branches in ((self._k, k), (self._v, v)):
-            for own, new in zip(buffer, branches[: len(buffer)], strict=True):
-                own[:, first:last] = new
-        blocks = self._compress(first, last)
+        config, sets = self.layer.config, len(self._k)
+        blocks, pools = num_compressed_blocks(last, config), False
+        if write := backends.cache_writer(self.layer.backend, k[0], v[0]):
+            pools = config.phi == "avg"
+            into = [KVView(*own) for own in zip(self._k, self._v, strict=True)]
+            compressed = KVView(self._k_compressed, self._v_compressed) if pools else None
+            write(k[:sets], v[:sets], into, compressed, first, config)
+        else:
+            for buffer, branches in ((self._k, k), (self._v, v)):
+                for own, new in zip(buffer, branches[:sets], strict=True):
+                    own[:, first:last] = new
+        if not pools:
+            self._compress(first, last)
         keys, values = (per_branch([own[:, :last] for own in buffer]) for buffer in (self._k, self._v))
         return keys, values, self._k_compressed[:, :blocks], self._v_compressed[:, :blocks]
 
@@ -111,15 +122,14 @@ class KVCache:
             raise ValueError(f"num_tokens must be between 0 and {self.max_tokens - self._length}; got {num_tokens}")
         self._length += num_tokens
 
-    def _compress(self, first: int, last: int) -> int:
-        """Compress the blocks that end among the tokens first <= t < last; return how many blocks there are now."""
+    def _compress(self, first: int, last: int) -> None:
+        """Compress the blocks that end among the tokens first <= t < last."""
         config = self.layer.config
         done, blocks = num_compressed_blocks(first, config), num_compressed_blocks(last, config)
         if blocks > done:
             source = slice(done * config.d, (blocks - 1) * config.d + config.l)
             self._k_compressed[:, done:blocks] = self.layer.compress_k(self._k[0][:, source])
             self._v_compressed[:, done:blocks] = self.layer.compress_v(self._v[0][:, source])
-        return blocks
 
 
 def refuse_unfit(layer: NativeSparseAttention, x: Tensor, *, own: NativeSparseAttention, held: Tensor) -> None:

@@ -21,7 +21,7 @@ from nsa.geometry import num_compressed_blocks
 from nsa.layer import NativeSparseAttention, PerBranch, a_size
 from nsa.paged.allocator import NULL_PAGE, streams
 from nsa.paged.attention import PagedKV, paged_attention
-from nsa.paged.store import PageStore, Places, places
+from nsa.paged.store import NewTokens, PageStore
 from nsa.paged.tables import PageTables
 
 MIN_PAGE_SIZE = 64
@@ -176,7 +176,7 @@ class PagedRows:
         self._dry_run = False
         self._uploaded: dict[tuple[str, int], int] = {}
         self._num_tokens = 0
-        self._places: Places | None = None
+        self._new: NewTokens | None = None
 
     def __len__(self) -> int:
         """Tokens held by the longest of them."""
@@ -189,7 +189,7 @@ class PagedRows:
         for store in self.cache.stores:
             store.copy(copies)
         self._upload()
-        self.cache.step, self._num_tokens, self._places = self, num_tokens, None
+        self.cache.step, self._num_tokens, self._new = self, num_tokens, None
 
     def prepared(self, num_tokens: int) -> bool:
         """Whether there is room for just the step that comes."""
@@ -218,24 +218,24 @@ class PagedRows:
         """Leave the sequences as they were before a call that has failed."""
         self.cache.rollback()
 
-    def places(self, num_tokens: int) -> Places:
-        """Where the new rows of this step lie, computed once for all layers."""
-        if self._places is None:
+    def new_tokens(self, num_tokens: int) -> NewTokens:
+        """The tokens of this step, and where their rows lie: computed once for all layers."""
+        if self._new is None:
             config, before = self.cache.config, [self._page_tables.length(sequence) for sequence in self.sequences]
             completing = self.every_step_alike or any(
                 num_compressed_blocks(length + num_tokens, config) > num_compressed_blocks(length, config)
                 for length in before
             )
-            self._places = places(
-                self.tables, self.lengths, num_tokens, config, self.cache.page_size, completing=completing
-            )
-        return self._places
+            positions = self.lengths[:, None] + torch.arange(num_tokens, device=self.lengths.device)
+            counts = self.lengths, self.lengths + num_tokens
+            self._new = NewTokens(positions, *counts, self.tables, config, self.cache.page_size, completing)
+        return self._new
 
     def keys(self, store: PageStore, num_tokens: int) -> PagedKV:
         """All keys and values of a layer, the new ones included."""
         tables = {branch: self.tables[branch if branch in self.tables else "tokens"] for branch in BRANCHES}
         lengths = tuple(self._page_tables.length(sequence) + num_tokens for sequence in self.sequences)
-        return PagedKV(store.k, store.v, tables, self.places(num_tokens).lengths, lengths)
+        return PagedKV(store.k, store.v, tables, self.new_tokens(num_tokens).lengths, lengths)
 
     def _upload(self) -> None:
         """Bring lengths, and the tables that have changed, to the device."""
@@ -271,12 +271,12 @@ class PagedLayer:
 
     def positions(self, num_tokens: int) -> Tensor:
         """int64 [B, S]: where the next tokens stand."""
-        return self.rows.places(num_tokens).positions
+        return self.rows.new_tokens(num_tokens).positions
 
     def attend(self, q: Tensor, k: PerBranch, v: PerBranch, gates: Tensor) -> Tensor:
         """Store the new keys and values; attention of q [B, S, Hq, Dk] over all of them: o [B, S, Hq, Dv]."""
         num_tokens, layer = q.shape[1], self.store.layer
-        self.store.append(k, v, self.rows.places(num_tokens))
+        self.store.append(k, v, self.rows.new_tokens(num_tokens))
         keys = self.rows.keys(self.store, num_tokens)
         o, aux = paged_attention(q, keys, gates, layer.config, backend=layer.backend, return_aux=self.rows.count_reads)
         self.aux = aux

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nsa import backends
 from nsa.config import NSAConfig
-from nsa.geometry import num_compressed_blocks
+from nsa.geometry import computed_once, num_compressed_blocks
+from nsa.kv import KVView
 from nsa.layer import NativeSparseAttention, PerBranch
 from nsa.paged.allocator import NULL_PAGE
 from nsa.paged.attention import row_places
@@ -22,37 +24,56 @@ Tables = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where the tokens of one step stand and lie, the same in every layer; a row is page · page_size + row, int64."""
+class NewTokens:
+    """The tokens that one step adds to each sequence, the same in every layer.
+
+    Where their rows lie is computed when a layer first asks: a row is page · page_size + row, int64.
+    """
 
     positions: Tensor
-    """int64 [B, S]: of the new tokens, in their sequences."""
+    """int64 [B, S]: where they stand in their sequences."""
+    before: Tensor
+    """int32 [B]: tokens of each sequence without them."""
     lengths: Tensor
-    """int32 [B]: tokens of each sequence, the new ones included."""
-    tokens: Tensor
-    """[B, S, sets]: the rows of the new tokens, in each set of keys."""
-    completed: tuple[Tensor, Tensor] | None
-    """None where no sequence completes a compressed block; else for its next n blocks, full or not,
-    [B, (n − 1)·d + l]: the tokens that they are made of, and [B, n]: themselves, in NULL_PAGE where one is not full."""
+    """int32 [B]: with them."""
+    tables: Tables
+    config: NSAConfig
+    page_size: int
+    completing: bool
+    """Whether they may complete a compressed block."""
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """The stream of each set of keys and values."""
+        return ("source", "selected", "window") if "source" in self.tables else ("tokens",)
+
+    @computed_once
+    def rows(self) -> Tensor:
+        """[B, S, sets]: the rows of the new tokens, in each set of keys."""
+        return torch.stack([row_places(self.tables[name], self.positions, self.page_size) for name in self.sets], -1)
+
+    @computed_once
+    def completed(self) -> tuple[Tensor, Tensor] | None:
+        """None where no sequence completes a compressed block; else for its next n blocks, full or not,
+        [B, (n − 1)·d + l]: the tokens that they are made of, and [B, n]: themselves, in NULL_PAGE where one is not
+        full."""
+        if not self.completing:
+            return None
+        num_tokens = self.positions.shape[1]
+        return next_blocks(self.tables, self.sets[0], self.before, num_tokens, self.config, self.page_size)
 
 
-def places(
-    tables: Tables, lengths: Tensor, num_tokens: int, config: NSAConfig, page_size: int, *, completing: bool
-) -> Places:
-    """For `num_tokens` more tokens in sequences of `lengths`, int32 [B]; whether they may complete a block."""
-    positions = lengths[:, None] + torch.arange(num_tokens, device=lengths.device)
-    sets = ("source", "selected", "window") if "source" in tables else ("tokens",)
-    tokens = torch.stack([row_places(tables[name], positions, page_size) for name in sets], -1)
-    if not completing:
-        return Places(positions, lengths + num_tokens, tokens, None)
+def next_blocks(
+    tables: Tables, source_name: str, lengths: Tensor, num_tokens: int, config: NSAConfig, page_size: int
+) -> tuple[Tensor, Tensor]:
+    """`NewTokens.completed` for `num_tokens` more tokens in sequences of `lengths`."""
     done = num_compressed_blocks(lengths, config)[:, None]
     at_most = num_tokens // config.d + 1
     source = done * config.d + torch.arange((at_most - 1) * config.d + config.l, device=lengths.device)
     block = done + torch.arange(at_most, device=lengths.device)
     full = block < num_compressed_blocks(lengths + num_tokens, config)[:, None]
     state = row_places(tables["compressed"], block, page_size) if tables["compressed"].shape[1] else block.long()
-    into = torch.where(full, state, NULL_PAGE * page_size)
-    return Places(positions, lengths + num_tokens, tokens, (row_places(tables[sets[0]], source, page_size), into))
+    return row_places(tables[source_name], source, page_size), torch.where(full, state, NULL_PAGE * page_size)
 
 
 class PageStore:
@@ -76,14 +97,21 @@ class PageStore:
         for old, new in pages:
             self.k[new], self.v[new] = self.k[old], self.v[old]
 
-    def append(self, k: PerBranch, v: PerBranch, where: Places) -> None:
+    def append(self, k: PerBranch, v: PerBranch, new: NewTokens) -> None:
         """Write new keys [B, S, Hkv, Dk] and values [B, S, Hkv, Dv], and the blocks that they complete."""
-        sets = where.tokens.shape[2]
-        for pages, branches in ((self.k, k), (self.v, v)):
-            pages.flatten(0, 1)[where.tokens] = torch.stack(branches[:sets], 2)
-        if where.completed is None:
+        sets, config = len(new.sets), self.layer.config
+        if write := backends.cache_writer(self.layer.backend, k[0], v[0]):
+            into = [KVView(self.k, self.v, new.tables[name]) for name in new.sets]
+            compressed = KVView(self.k, self.v, new.tables["compressed"]) if config.phi == "avg" else None
+            write(k[:sets], v[:sets], into, compressed, new.before, config)
+            if compressed is not None:
+                return
+        else:
+            for pages, branches in ((self.k, k), (self.v, v)):
+                pages.flatten(0, 1)[new.rows] = torch.stack(branches[:sets], 2)
+        if new.completed is None:
             return
-        source, blocks = where.completed
+        source, blocks = new.completed
         for pages, phi in ((self.k, self.layer.compress_k), (self.v, self.layer.compress_v)):
             rows = pages.flatten(0, 1)
             rows[blocks] = phi(rows[source])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,17 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.geometry import Layout
 from nsa.kv import DecodeOutput, KVView
-from nsa.triton_backend import attention, autograd, compressed_window, compression, decode, ops, scores, selected
+from nsa.triton_backend import (
+    attention,
+    autograd,
+    cache_write,
+    compressed_window,
+    compression,
+    decode,
+    ops,
+    scores,
+    selected,
+)
 from nsa.triton_backend.launch import finite_keys, unit_stride
 from nsa.triton_backend.places import located
 
@@ -26,6 +37,7 @@ __all__ = [
     "selected_attention_backward",
     "window_attention",
     "window_attention_backward",
+    "write_cache",
 ]
 
 
@@ -179,3 +191,15 @@ def decode_attention(
     """All of it for a few queries; see `nsa.triton_backend.decode`."""
     q, scale = _positive(q, scale)
     return decode.attend(q, compressed, selected, window, lengths, gates, config, scale)
+
+
+def write_cache(
+    k: Sequence[Tensor],
+    v: Sequence[Tensor],
+    into: Sequence[KVView],
+    compressed: KVView | None,
+    before: Tensor | int,
+    config: NSAConfig,
+) -> None:
+    """New rows of a cache in one launch; see `nsa.triton_backend.cache_write`."""
+    cache_write.write(k, v, into, compressed, before, config)

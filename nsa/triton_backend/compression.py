@@ -27,6 +27,13 @@ Places = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 @triton.jit
+def sum_of_strides(x, SP: tl.constexpr, PADDED: tl.constexpr, BN: tl.constexpr):
+    """[BN, PADDED] in float32: the sums of BN strides, from their rows x [BN · SP, PADDED]. In which order they are
+    added up follows from the tile, so who adds up strides to the same bits takes tiles of the same shape."""
+    return tl.sum(tl.reshape(x.to(tl.float32), [BN, SP, PADDED]), axis=1)
+
+
+@triton.jit
 def _mean(base, row, first, used, L: tl.constexpr, STRIDE: tl.constexpr, SP: tl.constexpr, SIZE: tl.constexpr,
           PADDED: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """[BN, PADDED] in float32: the mean of L rows; `first` and `used` [BN · SP] are each block's, once per row of a
@@ -35,8 +42,7 @@ def _mean(base, row, first, used, L: tl.constexpr, STRIDE: tl.constexpr, SP: tl.
     acc = tl.zeros([BN, PADDED], tl.float32)
     for number in range(L // STRIDE):
         rows = (first + number * STRIDE + place) * row
-        x = load_rows(base, rows, used & (place < STRIDE), SIZE, PADDED).to(tl.float32)
-        acc += tl.sum(tl.reshape(x, [BN, SP, PADDED]), axis=1)
+        acc += sum_of_strides(load_rows(base, rows, used & (place < STRIDE), SIZE, PADDED), SP, PADDED, BN)
     return acc / L
 
 
@@ -139,6 +145,12 @@ def _gradient(
             store_rows(DV_OUT, out * DV, real, dv, DV, DVP)
 
 
+def stride_tile(d: int) -> tuple[int, int]:
+    """(rows of a stride of d tokens, padded; blocks that a program adds up at a time)."""
+    stride = triton.next_power_of_2(d)
+    return stride, max(ROWS // stride, 1)
+
+
 def prepare(
     k: Tensor, v: Tensor | None, tokens: Tensor, used: Tensor, l: int, d: int, flagged: tuple[Tensor, Tensor] | None,
     first: int,
@@ -155,8 +167,7 @@ def prepare(
     finite = None if v is None else k.new_empty(batch, slots, num_kv_heads, dtype=torch.bool)
     k1, v1 = (None, None) if flagged is None else map(unit_stride, flagged)
     finite_1 = None if k1 is None else k1.new_empty(k1.shape[:3], dtype=torch.bool)
-    stride = triton.next_power_of_2(d)
-    blocks = max(ROWS // stride, 1)
+    stride, blocks = stride_tile(d)
     tiles = triton.cdiv(slots, blocks)
     programs = tiles + (0 if k1 is None else triton.cdiv(max(num_keys - first, 0), KEYS))
     if programs and batch:

@@ -32,10 +32,15 @@ def first_held(stream: str, length: int) -> int:
 class PagedMachine(RuleBasedStateMachine):
     """Every operation of the cache, with keys that say which token of which branch they are."""
 
+    backend, dtype = "auto", torch.float64
+    """Who writes the rows, and their type."""
+
     @initialize(shared_kv=st.booleans(), page_size=st.sampled_from([8, 16]), num_pages=st.integers(4, 24))
     def make(self, shared_kv: bool, page_size: int, num_pages: int) -> None:
         sizes = (2, 1, 1, CHANNELS, CHANNELS, CONFIG)
-        self.layer = NativeSparseAttention(*sizes, shared_kv=shared_kv, dtype=torch.float64, device=DEVICE)
+        self.layer = NativeSparseAttention(
+            *sizes, shared_kv=shared_kv, backend=self.backend, dtype=self.dtype, device=DEVICE
+        )
         self.cache = PagedCache(
             self.layer, num_pages=num_pages, max_tokens=MAX_TOKENS, page_size=page_size, max_rollback=MAX_ROLLBACK
         )
@@ -228,9 +233,9 @@ class PagedMachine(RuleBasedStateMachine):
         """What a layer does with new keys and values."""
         batch = len(rows.sequences)
         new = [self.new_tokens(num_tokens, batch, row) for row in range(batch)]
-        keys = torch.tensor(new, dtype=torch.float64, device=DEVICE)[..., None, None].expand(-1, -1, 1, CHANNELS)
+        keys = torch.tensor(new, dtype=self.dtype, device=DEVICE)[..., None, None].expand(-1, -1, 1, CHANNELS)
         offsets = (SOURCE,) * 3 if self.shared_kv else (SOURCE, SELECTED, WINDOW)
         k = tuple(keys + offset for offset in offsets)
         v = tuple(keys + offset + VALUE for offset in offsets)
         with torch.no_grad():
-            self.cache.stores[0].append(k, v, rows.places(num_tokens))  # type: ignore[arg-type]
+            self.cache.stores[0].append(k, v, rows.new_tokens(num_tokens))  # type: ignore[arg-type]

@@ -83,6 +83,32 @@ def of_call(
     return forward, backward
 
 
+def of_cache_write(*, paged: bool, length: int, phi: str = "avg", layers: int = 1) -> Launches:
+    """What the writes of one decode step launch, in each of `layers`: a token behind `length` in two sequences.
+
+    In pages that is also what a step computes once for all layers, for a CUDA graph.
+    """
+    layer = nsa.NativeSparseAttention(16, 4, 2, 16, 24, nsa.NSAConfig(phi=phi), backend="triton")
+    side_by_side = [nsa.KVCache(layer, batch_size=2, max_tokens=length + 1) for _ in range(layers)]
+    cache = nsa.PagedCache([layer] * layers, num_pages=20, max_tokens=length + 1)
+    rows = cache.rows([cache.new(), cache.new()])
+    rows.every_step_alike = True
+    for one in side_by_side:
+        one.commit(length)
+    rows.prepare(length)
+    rows.commit(length)
+    rows.prepare(1)
+    with torch.no_grad():
+        _, k, v = layer.project(torch.zeros(2, 1, 16), torch.arange(1))
+        with Launches() as found:
+            for one, store in zip(side_by_side, cache.stores, strict=True):
+                if paged:
+                    store.append(k, v, rows.new_tokens(1))
+                else:
+                    one.stage(k, v)
+    return found
+
+
 def main() -> None:
     triton_interpreter.prepare()
     for title, found in zip(("forward", "backward"), of_call(12, 2, 64, 2048), strict=True):

@@ -19,7 +19,7 @@ from nsa.kv import KVView
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import decode, decode_attention, dispatch, launch
+from nsa.triton_backend import decode, decode_attention, dispatch, launch, write_cache
 
 CONFIG = nsa.NSAConfig(l=2, d=2, l_sel=4, n_sel=3, w=6)
 BY_TOKEN = nsa.NSAConfig(l=1, d=1, l_sel=4, n_sel=3, w=6, init_blocks=0, local_blocks=1)
@@ -130,10 +130,23 @@ def pages_far_apart() -> None:
         same(*found)
 
 
+def written_pages_far_apart() -> None:
+    """A cache's write: from the page 8,388,608 on, rows of 256 elements lie behind 2³¹ of them."""
+    size, far_page = 16, 2**31 // 256 + 3
+    memory = mmap.mmap(-1, 2 * 256 * (far_page + 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NOT_RESERVED)
+    pages = torch.frombuffer(memory, dtype=torch.float16).view(-1, size, 1, 16)
+    tables = torch.tensor([[far_page], [far_page - 1]], dtype=torch.int32)[:, None]
+    new = draw(1, 1, 6)["k"]
+    config = nsa.NSAConfig(l=2, d=2, l_sel=16, n_sel=3, w=6)
+    tokens, blocks = (KVView(pages, pages, table) for table in tables)
+    write_cache((new,), (new,), (tokens,), blocks, torch.zeros(1, dtype=torch.int32), config)
+    same([pages[far_page, :6], pages[far_page - 1, :3]], [new[0], nsa.compress(new, config, backend="triton")[0]])
+
+
 @interpreted
 @pytest.mark.parametrize(
     "check",
-    [batch_rows_far_apart, tokens_far_apart, tokens_far_apart_kv_major, pages_far_apart],
+    [batch_rows_far_apart, tokens_far_apart, tokens_far_apart_kv_major, pages_far_apart, written_pages_far_apart],
     ids=lambda f: f.__name__,
 )
 def test_what_lies_beyond_32_bits_is_found(check: Callable[[], None]) -> None:

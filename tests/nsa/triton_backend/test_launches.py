@@ -12,9 +12,9 @@ import nsa
 
 pytest.importorskip("triton")
 
-from nsa import triton_backend
+from nsa import backends, triton_backend
 from nsa.triton_backend import dispatch
-from tests.nsa.triton_backend.launches import Launches, of_call
+from tests.nsa.triton_backend.launches import Launches, of_cache_write, of_call
 
 needs_interpreter = pytest.mark.skipif(not dispatch.interpreted(), reason="kernels are counted in the interpreter")
 FORWARD = {
@@ -45,6 +45,10 @@ BACKWARD = {
 BY_QUERY = {"selected._forward": 1, "gated_sum._forward": 1}
 """In place of the index, the KV-stationary forward and its merge: 16 heads per group."""
 DQ_BY_QUERY = {"selected._backward_q": 1, "launch._add": 1}
+WRITE = {"cache_write._write": 1}
+"""Of a decode step, per layer."""
+NEW_TOKENS = {"aten.arange": 1, "aten.add": 2}
+"""Of a step in pages, once for all layers: where its tokens stand."""
 SORT_KERNELS = 6
 """At most, of one radix sort on a GPU, beside its memsets and its copy."""
 _NO_KERNELS = ("Memset", "Memcpy")
@@ -93,6 +97,32 @@ def test_packed_documents_add_what_checks_their_bounds_and_no_more() -> None:
     """On a GPU the host may not read them, so that the device checks them; on a CPU it may."""
     documents = torch.tensor([0, 5, 1000, 2048], dtype=torch.int32)
     assert [Counter(names) for names in names_of(12, 2, 64, 2048, cu_seqlens=documents)] == [FORWARD, BACKWARD]
+
+
+@needs_interpreter
+@pytest.mark.parametrize("length", [46, 47])  # the 48th token completes a compressed block
+def test_a_cache_writes_a_step_in_one_launch_per_layer(length: int) -> None:
+    side_by_side = of_cache_write(paged=False, length=length, layers=2).names
+    assert Counter(side_by_side) == Counter(WRITE) + Counter(WRITE), printed(side_by_side)
+    in_pages = of_cache_write(paged=True, length=length, layers=2).names
+    assert Counter(in_pages) == Counter(WRITE) + Counter(WRITE) + Counter(NEW_TOKENS), printed(in_pages)
+
+
+@needs_interpreter
+def test_a_learned_phi_adds_what_compresses_a_block() -> None:
+    assert of_cache_write(paged=False, length=46, phi="mlp").names == list(WRITE)
+    found = of_cache_write(paged=False, length=47, phi="mlp").names
+    assert found[0] == "cache_write._write"
+    assert found.count("aten.gelu") == 2
+    assert len(found) <= 13, printed(found)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_write_by_indexing_is_found(monkeypatch: pytest.MonkeyPatch, paged: bool) -> None:
+    """As it was before there was a kernel."""
+    monkeypatch.setattr(backends, "cache_writer", lambda *_: None)
+    assert len(of_cache_write(paged=paged, length=47).names) >= 12
 
 
 @needs_interpreter

@@ -1,8 +1,8 @@
 """Kernels that a training step of the decoder LM asks for and `nsa.Workload` does not name, printed as JSON.
 
 Run as a process of its own, without Triton's interpreter: {"packed": {"asked": n, "missing": [names]}, "rows": ...,
-"prompt": ...}, the last for a workload without a backward pass. The model has float32 weights under autocast, as a run
-has; kernels are told apart by what Triton's key is made of.
+"prompt": ...}, the last for a workload without a backward pass; and "decode", all names of a decode step. The model has
+float32 weights under autocast, as a run has; kernels are told apart by what Triton's key is made of.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def names(found: list[Launch]) -> dict[str, str]:
 
 
 def main() -> None:
-    answer = {}
+    step = Workload("decode", BATCH, TOKENS, 4, 2, 16, 16, MODEL.nsa)
+    answer: dict[str, object] = {"decode": [one.name for one in launches([step], 90)]}
     for word, kind, num_documents in (("rows", "train", None), ("packed", "train", 64), ("prompt", "prefill", None)):
         documents = None
         if num_documents is not None:

@@ -88,6 +88,7 @@ def test_a_model_under_autocast_asks_for_no_other_kernels(tmp_path: Path) -> Non
     answer = json.loads(done.stdout.splitlines()[-1])
     assert [answer[word]["missing"] for word in ("rows", "packed")] == [[], []]
     assert answer["rows"]["asked"] >= 15
+    assert answer["decode"].count("cache_write._write") == 2  # side by side, and in pages
     assert "compressed_window._backward_q" in answer["prompt"]["missing"]  # it sees what is left out
 
 
