@@ -12,7 +12,6 @@ import json
 import shlex
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 
 from benchmarks.ab import calibration, calibration_samples, checkout
@@ -103,13 +102,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help=f"a quarter of the cases and {LEAST_PAIRS} pairs: first thresholds, which know little of the noise",
     )
-    options.add_cases(parser, default="all that are calibrated on this machine")
     parser.add_argument(
         "--pairs",
         type=int,
         metavar="N",
-        help="pairs of processes that each case is to have, those of before too"
-        f" (default: {_PAIRS}, with --quick {LEAST_PAIRS})",
+        help=f"pairs of processes in all, those of before too (default: {_PAIRS}, with --quick {LEAST_PAIRS})",
     )
     parser.add_argument(
         "--minutes", type=float, metavar="M", help="begin no further pair after so many minutes (default: no limit)"
@@ -138,12 +135,10 @@ def main(arguments: argparse.Namespace) -> int:
     except calibration_samples.LostPairError as error:
         print(f"python -m benchmarks: {error}", file=sys.stderr)
         return 1
-    measured = calibration.timings(pairs)
-    fewest = min((len(one.pairs) for one in measured), default=0)
-    if fewest < LEAST_PAIRS:
-        print(f"{fewest} of at least {LEAST_PAIRS} pairs: the same command goes on with them", file=sys.stderr)
+    if len(pairs) < LEAST_PAIRS:
+        print(f"{len(pairs)} of at least {LEAST_PAIRS} pairs: the same command goes on with them", file=sys.stderr)
         return 1
-    classes, cases = calibration.calibrate(measured, Rules.of_device(machine.device))
+    classes, cases = calibration.calibrate(calibration.timings(pairs), Rules.of_device(machine.device))
     found = Calibration(
         identity,
         classes,
@@ -183,27 +178,24 @@ def _keep_better(arguments: argparse.Namespace, identity: fingerprint.Fingerprin
 
 def _command(arguments: argparse.Namespace, machine: Machine) -> str:
     words = ["--gpu", machine.id, *["--quick"] * arguments.quick, "--pairs", str(arguments.pairs)]
-    words += ["--cases", ",".join(arguments.cases)] if arguments.cases else []
     elsewhere = [] if arguments.out == options.RESULTS else ["--out", str(arguments.out)]
     return shlex.join(["python", "-m", "benchmarks", "calibrate", *words, *elsewhere])
 
 
 def _pairs(arguments: argparse.Namespace, machine: Machine, identity: fingerprint.Fingerprint) -> list[CalibrationPair]:
-    """All of this machine state, of which new ones are measured until each case that is asked for has enough."""
-    every, rules = keys(machine), Rules.of_device(machine.device)
-    every = quick_part(every) if arguments.quick else every
-    cases = options.chosen(every, arguments.cases)
-    word = calibration_samples.identity(identity, [key.name for key in every], rules)
-    pairs, damaged = calibration_samples.read(arguments.out, machine.id, word)
+    cases, rules = keys(machine), Rules.of_device(machine.device)
+    cases = quick_part(cases) if arguments.quick else cases
+    word = calibration_samples.identity(identity, [key.name for key in cases], rules)
+    recorded, damaged = calibration_samples.read(arguments.out, machine.id, word)
+    pairs = recorded[: arguments.pairs]
     if damaged:
         print(calibration_samples.left_out(damaged), file=sys.stderr)
-    there = _fewest(cases, pairs)
-    print(f"{len(cases)} cases, {arguments.pairs} pairs of processes, of which {there} are there", flush=True)
-    if there >= arguments.pairs:
+    print(f"{len(cases)} cases, {arguments.pairs} pairs of processes, of which {len(pairs)} are there", flush=True)
+    if len(pairs) == arguments.pairs:
         return pairs
     watch = gpu_watch.begin(machine)
     begin = time.perf_counter()
-    numbers, new = range(there, arguments.pairs), list[float]()
+    numbers, new = range(len(pairs), arguments.pairs), list[float]()
     with (
         checkout.sources([checkout.WORKING_TREE] * 2) as (base, head),
         PairStarter(base, head, machine.device) as starter,
@@ -211,18 +203,12 @@ def _pairs(arguments: argparse.Namespace, machine: Machine, identity: fingerprin
         for pair in calibration_samples.measure(arguments.out, machine.id, starter, cases, rules, word, numbers):
             pairs.append(pair)
             new.append(pair.seconds)
-            print(_progress(there + len(new), arguments.pairs, new), flush=True)
+            print(_progress(len(pairs), arguments.pairs, new), flush=True)
             if arguments.minutes is not None and time.perf_counter() - begin > 60 * arguments.minutes:
                 break
             if watch is not None:  # noise of other work is not this machine's; what was measured is kept
                 watch.require_alone()
     return pairs
-
-
-def _fewest(cases: Sequence[Key], pairs: Sequence[CalibrationPair]) -> int:
-    """How many pairs the case has of which there are fewest."""
-    counts = Counter(one.case for pair in pairs for one in pair.cases)
-    return min(counts[key.name] for key in cases)
 
 
 def _progress(done: int, wanted: int, seconds: Sequence[float]) -> str:

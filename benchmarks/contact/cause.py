@@ -56,14 +56,21 @@ class _Sign:
 
 
 _SIGNS = (
-    _Sign(Cause.MACHINE, r"uncorrectable ECC|fallen off the bus|\bXid\b", "the GPU is faulty: dmesg says more",
+    _Sign(Cause.MACHINE, r"uncorrectable ECC|fallen off the bus|\bXid\b|GPU is lost",
+          "the GPU is faulty: dmesg says more",
           "`nvidia-smi -q` and dmesg, to whoever runs the machine"),
     _Sign(Cause.OURS, r"/nsa +(INCORRECT|NONFINITE) ", "nothing: NSA is wrong on this GPU", _TO_US),
     _Sign(Cause.MACHINE, r"No space left on device|Disk quota exceeded|no room for", "make room, then run this again"),
     _Sign(Cause.MACHINE, r"out of memory|can't allocate memory|MemoryError",
           "end other work on this machine, then run this again; if nothing else ran, send it", _TO_US),
     _Sign(Cause.MACHINE, r"this session needs an? ", "run it on that GPU, or leave out --gpu"),
+    _Sign(Cause.MACHINE, r" is a vGPU: ", "pass a whole GPU or a MIG slice through to this machine"),
+    _Sign(Cause.MACHINE, r" computed on the GPU too|devices?(\(s\))? (is|are|is/are) busy or unavailable",
+          "end other work on the GPU, then run this again"),
+    _Sign(Cause.MACHINE, r"Failed to find C compiler|Python\.h: No such file",
+          "Triton builds its launcher here: install a C compiler and Python's headers (build-essential, python3-dev)"),
     _Sign(Cause.DRIVER, r"driver version is insufficient|driver .{0,80} is too old|Driver/library version mismatch"
+          r"|Found no NVIDIA driver|couldn't communicate with the NVIDIA driver"
           r"|CUDA driver initialization failed|CUDA unknown error|forward compatibility was attempted",
           "upgrade the driver, or reboot after an upgrade; else a PyTorch for this driver",
           "`nvidia-smi`, to whoever runs the machine"),

@@ -17,6 +17,7 @@ import psutil
 import torch
 
 from benchmarks.contact.cause import Cause
+from benchmarks.timing import gpu_watch
 from benchmarks.timing.gpu_watch import GpuWatch
 from harness import environment, fingerprint, nvml
 from harness.machines import Machine
@@ -63,6 +64,8 @@ class MachineFacts:
     load: float | None
     """Processes that wanted a core in the last minute."""
     cores: int
+    virtual: bool = False
+    """Whether the GPU is a vGPU."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ def read(machine: Machine, out: Path, *, asked_for_cpu: bool) -> MachineFacts:
         free_disk_mib=shutil.disk_usage(out).free / MIB,
         load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         cores=os.cpu_count() or 1,
+        virtual=on_gpu and gpu_watch.is_virtual(machine, nvml.settings()),
     )
 
 
@@ -128,7 +132,11 @@ def _engine(facts: MachineFacts) -> PreflightFinding:
 def _gpu(facts: MachineFacts) -> Iterator[PreflightFinding]:
     found = facts.machine
     listed = "" if found.family is not None else ", not listed: no known limits, the suite for 24 GB"
-    yield PreflightFinding("GPU", f"{facts.device} ({found.id}{listed})")
+    if facts.virtual:
+        do = "pass a whole GPU or a MIG slice through to this machine, or measure its CPU with --gpu cpu"
+        yield PreflightFinding("GPU", f"{facts.device}, a vGPU: other guests use it in turn", Cause.MACHINE, do)
+    else:
+        yield PreflightFinding("GPU", f"{facts.device} ({found.id}{listed})")
     yield PreflightFinding("driver", facts.driver or "unknown: NVML does not answer")
     major, minor = facts.compute_capability or (0, 0)
     capability = f"{major}.{minor}"

@@ -160,7 +160,7 @@ def begin(machine: Machine) -> GpuWatch | None:
     if machine.id == machines.CPU:
         return None
     settings = nvml.settings()
-    if machines.is_virtual(machine.title) or (settings is not None and settings.virtual):
+    if is_virtual(machine, settings):
         raise UnfitGpuError(
             f"{machine.title} is a vGPU: other guests use its multiprocessors in turn, unseen from here, and no latency"
             " is its own. Pass a whole GPU or a MIG slice through to this machine, or measure the CPU with --gpu cpu;"
@@ -171,6 +171,11 @@ def begin(machine: Machine) -> GpuWatch | None:
     for note in notes(machine, settings):
         print(f"note: {note}", flush=True)
     return watch
+
+
+def is_virtual(machine: Machine, settings: GpuSettings | None) -> bool:
+    """Whether the GPU is a vGPU, by its name or by NVML's word."""
+    return machines.is_virtual(machine.title) or (settings is not None and bool(settings.virtual))
 
 
 def notes(machine: Machine, settings: GpuSettings | None) -> list[str]:

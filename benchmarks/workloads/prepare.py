@@ -72,7 +72,7 @@ def require_room(key: Key, device: str) -> None:
     available_gib = (psutil.virtual_memory().total if total is None else total) / GIB
     needed_gib = estimate_gib(key)
     if needed_gib > available_gib:
-        raise MemoryError(f"not tried: it takes about {needed_gib:.1f} GiB, and the device has {available_gib:.1f}")
+        raise MemoryError(f"not tried: it takes about {needed_gib:.1f} GiB, and the device has {available_gib:.1f} GiB")
 
 
 def prepare(key: Key, device: str) -> Work:

@@ -161,26 +161,6 @@ def test_minutes_end_a_calibration_that_goes_on_later(
     assert "--pairs must be at least 12; got 11" in capsys.readouterr().err
 
 
-def test_further_pairs_of_some_cases_are_judged_with_those_that_all_have(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Machine(monkeypatch)
-    assert main([*ARGUMENTS, "--out", str(tmp_path)]) == 0
-    names = [key.name for key in command.keys(recognise(None))]
-    more = Machine(monkeypatch)
-    arguments = ["calibrate", "--gpu", "cpu", "--pairs", "20", "--cases", ",".join(names[:2]), "--out", str(tmp_path)]
-    assert main(arguments) == 0
-    assert more.pairs == 6
-    assert "2 cases, 20 pairs of processes, of which 14 are there" in capsys.readouterr().out
-    pairs, _ = calibration_samples.read(tmp_path, "cpu")
-    assert [len(pair.cases) for pair in pairs] == [4] * 14 + [2] * 6
-    found = calibration.load(tmp_path, "cpu")
-    assert found is not None
-    assert found.pairs == 20
-    assert [case.rates[0].comparisons for case in found.cases] == [6, 6, 4, 4]
-    assert "--cases" in found.command
-
-
 def test_on_a_gpu_cases_of_each_kind_are_calibrated() -> None:
     keys = command.keys(recognise(Gpu("NVIDIA H200", (9, 0))))
     names = [key.name for key in keys]

@@ -77,13 +77,14 @@ REFUSED: list[tuple[MachineFacts, str, Cause, str]] = [
     (facts(other_processes=2), "other work", Cause.MACHINE, "2 other processes compute on the GPU"),
     (facts(in_use_mib=2500.0), "memory", Cause.MACHINE, "2,500 of 24,100 MiB in use"),
     (facts(Gpu("Tesla T4", (7, 5))), "compute capability", Cause.MACHINE, "7.5; the Triton kernels need 8.0"),
+    (facts(virtual=True), "GPU", Cause.MACHINE, "a vGPU: other guests use it in turn"),
     (facts(triton=None), "Triton", Cause.TRITON, "not installed"),
     (facts(None, driver_loaded=True), "GPU", Cause.DRIVER, "PyTorch 2.11.0 can use no GPU"),
     (facts(free_disk_mib=100.0), "disk", Cause.MACHINE, "100 MiB free"),
 ]
 
 
-@pytest.mark.parametrize(("found", "name", "cause", "message"), REFUSED, ids=[row[1] for row in REFUSED])
+@pytest.mark.parametrize(("found", "name", "cause", "message"), REFUSED, ids=[row[3] for row in REFUSED])
 def test_a_machine_that_cannot(found: MachineFacts, name: str, cause: Cause, message: str) -> None:
     refused = session.refusal(preflight.findings(found))
     assert refused is not None
@@ -138,6 +139,15 @@ LOGS = [
     (1, "The NVIDIA driver on your system is too old (found version 11040)", Cause.DRIVER),
     (1, "RuntimeError: CUDA error: no kernel image is available for execution on the device", Cause.DRIVER),
     (1, "nvidia-smi: Failed to initialize NVML: Driver/library version mismatch", Cause.DRIVER),
+    (1, "ERROR: GPU is lost", Cause.MACHINE),
+    (2, "python -m benchmarks: NVIDIA A10-24Q is a vGPU: other guests use its multiprocessors", Cause.MACHINE),
+    (2, "python -m benchmarks: python (pid 7) computed on the GPU too, for as long as was waited", Cause.MACHINE),
+    (1, "RuntimeError: CUDA error: all CUDA-capable devices are busy or unavailable", Cause.MACHINE),
+    (1, "torch.AcceleratorError: CUDA-capable device(s) is/are busy or unavailable", Cause.MACHINE),
+    (1, "RuntimeError: Failed to find C compiler. Please specify via CC environment variable", Cause.MACHINE),
+    (1, "cuda_utils.c:7:10: fatal error: Python.h: No such file or directory", Cause.MACHINE),
+    (1, "RuntimeError: Found no NVIDIA driver on your system", Cause.DRIVER),
+    (9, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver", Cause.DRIVER),
     (1, "triton.compiler.errors.CompilationError: at 12:4", Cause.TRITON),
     (1, "RuntimeError: PassManager::run failed", Cause.TRITON),
     (1, "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 131072", Cause.OURS),

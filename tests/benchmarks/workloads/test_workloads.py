@@ -195,7 +195,7 @@ def test_a_case_that_cannot_fit_is_not_tried_and_says_so(monkeypatch: pytest.Mon
     assert record.outcome is CaseOutcome.OUT_OF_MEMORY
     assert record.reason is not None
     assert record.reason.startswith("MemoryError: not tried: it takes about 2")
-    assert record.reason.endswith(" GiB, and the device has 24.0")
+    assert record.reason.endswith(" GiB, and the device has 24.0 GiB")
 
 
 def test_no_peak_on_record_is_above_the_estimate() -> None:
