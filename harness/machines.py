@@ -30,8 +30,8 @@ _MIG = re.compile(r"^(.+) MIG ((?:\d+c\.)?\d+g\.(\d+)gb\S*)$")
 """As CUDA names a slice: "NVIDIA A100-SXM4-80GB MIG 3g.40gb"."""
 _OF_SLICE = "-mig-"
 _MEMORY_SLICES = 8
-_VGPU = re.compile(r"-\d+(-\d+)?[ABCQ]$")
-"""How the names of vGPU profiles end: "GRID A100-40C", "NVIDIA A100-3-20C"."""
+_VGPU = re.compile(r"-\d+(-\d+)?([ABCQ]|CME)$")
+"""How the names of vGPU profiles end: "GRID A100-40C", "NVIDIA A100-3-20C", "NVIDIA A100-1-5CME"."""
 
 
 class WrongMachineError(Exception):

@@ -30,7 +30,7 @@ HEAD = (
     "laws",
     "incidents",
     "bench",
-    "compare",
+    "calibration",
     "baseline",
 )
 NOTHING = "–"

@@ -77,7 +77,7 @@ def test_no_machine_has_such_a_name(name: str) -> None:
 
 
 def test_the_profile_of_a_virtual_gpu_is_told_by_its_name() -> None:
-    virtual = ["GRID A100-40C", "NVIDIA A100-3-20C", "GRID T4-16Q", "NVIDIA A16-2B"]
+    virtual = ["GRID A100-40C", "NVIDIA A100-3-20C", "GRID T4-16Q", "NVIDIA A16-2B", "NVIDIA A100-1-5CME"]
     assert all(map(machines.is_virtual, virtual))
     assert not any(machines.is_virtual(name) for name, *_ in NAMES if not name.startswith("GRID"))
 

@@ -104,13 +104,13 @@ def test_what_ran_on_a_machine(tmp_path: Path) -> None:
     write_accepted(tmp_path)
     found = rows(tmp_path, h200=20)
     told = {name: cell.text for name, cell in found["NVIDIA H200"].items()}
-    assert (told["incidents"], told["bench"], told["baseline"], told["compare"]) == (
+    assert (told["incidents"], told["bench"], told["baseline"], told["calibration"]) == (
         "4 green",
         "20 cases",
         "accepted",
         "–",
     )
-    assert found["the CPU"]["compare"].text == "calibrated"
+    assert found["the CPU"]["calibration"].text == "calibrated"
     write_incidents(tmp_path, SLOWER_FROM, red="window-leak")
     assert rows(tmp_path)["NVIDIA H200"]["incidents"].text == "1 of 4 red"
 
