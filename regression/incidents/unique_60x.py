@@ -57,6 +57,7 @@ OTHER = {
     "inputs": "local",
     "cache": "cold",
     "launch": "graph",
+    "documents": (64, 64),
 }
 """Another value for each field of a key that is no size."""
 FREE = ("implementation", "backend_asked", "config")
