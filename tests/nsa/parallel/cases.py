@@ -36,9 +36,10 @@ class Case:
     scale: float | None = None
     backend: str = "torch"
     seed: int = 0
+    device: str = "cpu"
 
     def documents(self) -> Tensor | None:
-        return None if self.cu_seqlens is None else torch.tensor(self.cu_seqlens, dtype=torch.int32)
+        return None if self.cu_seqlens is None else torch.tensor(self.cu_seqlens, dtype=torch.int32, device=self.device)
 
     def dealt(self, ranks: int) -> TokenOrder:
         """Who holds which tokens."""
@@ -53,11 +54,13 @@ class Case:
         generator = torch.Generator().manual_seed(self.seed)
 
         def draw(heads: int, dim: int) -> Tensor:
-            return torch.randn(self.batch, self.tokens, heads, dim, generator=generator).to(self.dtype)
+            return torch.randn(self.batch, self.tokens, heads, dim, generator=generator).to(self.device, self.dtype)
 
+        q = draw(self.heads, self.dk)
+        gates = torch.rand(self.batch, self.tokens, self.heads, 3, generator=generator)
         drawn = {
-            "q": draw(self.heads, self.dk),
-            "gates": torch.rand(self.batch, self.tokens, self.heads, 3, generator=generator).to(self.dtype),
+            "q": q,
+            "gates": gates.to(self.device, self.dtype),
             "upstream": draw(self.heads, self.dv),
         }
         for i in range(3 if self.separate else 1):
@@ -67,7 +70,7 @@ class Case:
 
 @dataclass
 class Result:
-    """What a call gave, over the whole sequence."""
+    """What a call gave, over the whole sequence, on the CPU."""
 
     o: Tensor
     chosen: Tensor
@@ -96,11 +99,11 @@ def _call(attention: Callable[..., Any], case: Case, x: dict[str, Tensor], **mor
     )  # fmt: skip
     o.backward(x["upstream"])
     return Result(
-        o.detach(),
-        aux.block_indices,
-        {branch: lse.detach() for branch, lse in aux.lse.items()},
+        o.detach().cpu(),
+        aux.block_indices.cpu(),
+        {branch: lse.detach().cpu() for branch, lse in aux.lse.items()},
         {branch: int(read) for branch, read in aux.keys_read.items()},
-        {name: leaf.grad for name, leaf in leaves.items()},
+        {name: leaf.grad.cpu() for name, leaf in leaves.items()},
     )
 
 

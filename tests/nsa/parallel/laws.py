@@ -47,8 +47,8 @@ def _first_difference(ours: Tensor, wanted: Tensor) -> str:
 
 
 def _key_gradients(case: Case, chosen: Tensor) -> dict[str, tuple[Tensor, Tensor, float]]:
-    """Of each key and value: (PyTorch's in the case's type, the truth in float64, the size of the terms)."""
-    x = case.inputs()
+    """Of each key and value, on the CPU: (PyTorch's in the case's type, the float64 truth, the size of the terms)."""
+    x, chosen = case.inputs(), chosen.to(case.device)
     if case.scale is not None:  # the oracle's is 1/sqrt(Dk): in the tests a power of two apart, so that nothing rounds
         x["q"] = x["q"] * (case.scale * case.dk**0.5)
     documents = None if case.cu_seqlens is None else tuple(case.documents().diff().tolist())  # type: ignore[union-attr]
@@ -68,5 +68,5 @@ def _key_gradients(case: Case, chosen: Tensor) -> dict[str, tuple[Tensor, Tensor
             of_type.append(oracle.gradients(call, inputs, branch, chosen, upstream, attend))
         unit = budget.gradient_unit(inputs, x["upstream"])
         for j, name in ((1, f"dk{i}"), (2, f"dv{i}")):
-            found[name] = of_type[0][j], of_type[1][j], unit
+            found[name] = of_type[0][j].cpu(), of_type[1][j].cpu(), unit
     return found

@@ -1,4 +1,4 @@
-"""Eight processes over Gloo that run case after case, so that starting them is paid once.
+"""Processes that run case after case, so that starting them is paid once: eight over Gloo, or a GPU each over NCCL.
 
 They serve groups of 2, 4 and 8: a mesh of (8 / P, P), of which the first row runs the case. A process is forked from
 one that has imported PyTorch already.
@@ -35,14 +35,15 @@ class RankError(AssertionError):
 class Pool:
     """The processes; `close` ends them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, device: str = "cpu", most: int = MOST) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", __name__, "nsa.parallel"])
         self._pipes: list[Connection] = []
         self._processes = []
-        for rank in range(MOST):
+        for rank in range(most):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, str(folder / "store"), theirs), daemon=True)
+            given = (rank, most, device, str(folder / "store"), theirs)
+            process = context.Process(target=_serve, args=given, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -73,17 +74,21 @@ class Pool:
             return False, "ended"
 
 
-def _serve(rank: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, most: int, device: str, store: str, pipe: Connection) -> None:
     """One process: until the pipe is closed."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", store=dist.FileStore(store, MOST), rank=rank, world_size=MOST, timeout=_COLLECTIVE)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    over = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(over, store=dist.FileStore(store, most), rank=rank, world_size=most, timeout=_COLLECTIVE)
     groups = {
-        ranks: [dist.new_group(range(first, first + ranks)) for first in range(0, MOST, ranks)]
+        ranks: [dist.new_group(range(first, first + ranks)) for first in range(0, most, ranks)]
         for ranks in (1, 2, 4, 8)
+        if ranks <= most
     }
     meshes = {
-        ranks: DeviceMesh.from_group(groups[ranks][rank // ranks], "cpu", mesh_dim_names=("context",))
+        ranks: DeviceMesh.from_group(groups[ranks][rank // ranks], device, mesh_dim_names=("context",))
         for ranks in groups
     }
     while True:
@@ -96,4 +101,4 @@ def _serve(rank: int, store: str, pipe: Connection) -> None:
         except BaseException:
             answer = False, traceback.format_exc(limit=-6)
         pipe.send(answer)
-    os._exit(0)  # as `nsa.train.distributed.exit_with_threads`: Gloo's threads outlive the group
+    os._exit(0)  # as `nsa.train.distributed.exit_with_threads`: threads of Gloo and NCCL outlive the group

@@ -5,17 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from itertools import pairwise
-from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from nsa import NSAConfig
 from nsa.config import BRANCHES
-from nsa.parallel import ContextParallel, TokenOrder, plan
-from regression.detectors.memory import poisoned_allocations
-from tests.nsa.parallel import cases, faults, laws
+from nsa.parallel import TokenOrder
+from tests.nsa.parallel import cases, faults, laws, rank_work
 from tests.nsa.parallel.cases import SMALL, Case, Result, on_rank, one_device
 from tests.nsa.parallel.pool import Pool
 
@@ -82,77 +79,37 @@ def test_kernels_over_two_ranks(pool: Pool, device: torch.device) -> None:
     torch.testing.assert_close(got.gradients["q"], one.gradients["q"])
 
 
-def _in_steps_of(mesh: DeviceMesh, grid: int, case: Case) -> Result:
-    with mock.patch.dict(plan.GRID, {case.backend: grid}):
-        return on_rank(mesh, case)
-
-
 def test_kernels_that_are_given_parts_of_tensors(pool: Pool, device: torch.device) -> None:
     """Pieces of whole steps are not padded, so not copied; going backward, each kv head is a part of a tensor."""
     if device.type == "cuda":
         pytest.skip("these ranks are CPU processes")
     config = NSAConfig(l=4, d=2, l_sel=8, n_sel=3, w=8)
     case = Case(32, heads=4, num_kv_heads=2, dk=16, dv=16, config=config, backend="triton")
-    got, one = cases.joined(case, case.dealt(2), pool.run(2, _in_steps_of, 8, case)), one_device(case)
+    got, one = cases.joined(case, case.dealt(2), pool.run(2, rank_work.in_steps_of, 8, case)), one_device(case)
     rounded = {"o", "dq", "dgates", *(f"lse of {branch}" for branch in BRANCHES)}
     assert set(laws.wrong(case, got, one)) <= rounded
     torch.testing.assert_close(got.o, one.o)
     torch.testing.assert_close(got.gradients, one.gradients)
 
 
-def _twice(mesh: DeviceMesh, case: Case) -> bool:
-    first, second = on_rank(mesh, case), on_rank(mesh, case)
-    return all(laws.same(first.gradients[name], second.gradients[name]) for name in first.gradients)
-
-
 def test_gradients_repeat_bit_for_bit(pool: Pool) -> None:
-    assert all(pool.run(4, _twice, CASES["documents"]))
-
-
-def _poisoned(mesh: DeviceMesh, case: Case) -> Result:
-    """With NaN in all that is allocated and not written."""
-    with poisoned_allocations():
-        assert torch.empty_like(torch.ones(3)).isnan().all()
-        return on_rank(mesh, case)
+    assert all(pool.run(4, rank_work.twice, CASES["documents"]))
 
 
 def test_nothing_is_left_unwritten(pool: Pool) -> None:
     case = CASES["documents"]
-    parts = pool.run(4, _poisoned, case)
+    parts = pool.run(4, rank_work.poisoned, case)
     assert not laws.wrong(case, cases.joined(case, case.dealt(4), parts), _one("documents"))
-
-
-def _later_changed(mesh: DeviceMesh, case: Case, cut: int) -> tuple[bool, bool]:
-    """Whether the rows before `cut`, of any rank, are the same after all later tokens of q, k, v and gates changed."""
-    order = case.dealt(mesh.size())
-    context = ContextParallel(mesh, order)
-    outputs = []
-    for spoilt in (False, True):
-        x = case.inputs()
-        for name, value in x.items():
-            if spoilt and name != "upstream":
-                value[:, cut:] = torch.nan if name[0] in "kv" else 7.0
-        own = {name: context.shard(value, order) for name, value in x.items()}
-        outputs.append(cases.attend(case, own, context)[0])
-    before = order.tokens(mesh.get_local_rank()) < cut
-    unchanged = laws.same(outputs[0][:, before], outputs[1][:, before])
-    return unchanged, bool(outputs[1][:, ~before].isnan().any()) or bool(before.all())
 
 
 @pytest.mark.parametrize("cut", [1, 257, 400])
 def test_no_rank_sees_what_comes_later(pool: Pool, cut: int) -> None:
     """NaN in every later key and value; they do reach the rows behind them."""
-    assert pool.run(4, _later_changed, CASES["head-tail"], cut) == [(True, True)] * 4
-
-
-def _faulty(mesh: DeviceMesh, name: str, case: Case) -> Result:
-    with faults.FAULTS[name][0]():
-        on_rank(mesh, dataclasses.replace(case, seed=99))  # an earlier call, for what goes stale
-        return on_rank(mesh, case)
+    assert pool.run(4, rank_work.later_changed, CASES["head-tail"], cut) == [(True, True)] * 4
 
 
 @pytest.mark.parametrize("name", faults.FAULTS)
 def test_the_laws_find(pool: Pool, name: str) -> None:
     case = CASES["head-tail"]
-    parts = pool.run(2, _faulty, name, case)
+    parts = pool.run(2, rank_work.faulty, name, case)
     assert faults.FAULTS[name][1] in laws.wrong(case, cases.joined(case, case.dealt(2), parts), _one("head-tail"))
