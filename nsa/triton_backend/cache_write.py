@@ -2,7 +2,7 @@
 
 Rows lie side by side or in pages. Programs copy tiles of (token, head) pairs; others take the means (phi = avg), of
 old tokens from the cache and of new ones from where they came, since another program may not have stored them yet. A
-mean has the bits that a prefill gives it: the same tile, summed up by the same function (`compression.py`).
+mean has the bits that a prefill gives it: tokens are added in the same order (`compression._mean`).
 How many tokens there were is read from the device where a CUDA graph needs that.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.kv import KVView
-from nsa.triton_backend.compression import stride_tile, sum_of_strides
+from nsa.triton_backend.compression import BLOCKS
 from nsa.triton_backend.decode_kernels import visible_blocks
 from nsa.triton_backend.launch import on_device
 from nsa.triton_backend.tile import kernel, load_rows, store_rows
@@ -56,24 +56,24 @@ def _copy(
 @triton.jit
 def _means(
     NEW, HELD, OUT, TABLE, TABLE_CMP, table_b, cmp_table_b, x_b, x_s, x_h, before, full, first, b, h, rows, slots,
-    HKV, L: tl.constexpr, STRIDE: tl.constexpr, SP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, BN: tl.constexpr,
+    HKV, L: tl.constexpr, STRIDE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
     """Write those of the blocks first … first + BN of one sequence and head that the new tokens complete."""
-    place, block = tl.arange(0, BN * SP) % SP, first + tl.arange(0, BN * SP) // SP
-    inside = (block < full) & (place < STRIDE)
-    acc = tl.zeros([BN, DP], tl.float32)
+    block = first + tl.arange(0, BN)
+    inside, total = block < full, tl.zeros([BN, DP], tl.float32)
     for number in range(L // STRIDE):
-        token = (block + number) * STRIDE + place
-        old = token < before
-        held = HELD + (_row(TABLE, table_b, b, token, inside & old, rows, PAGE) * HKV + h) * D
-        new = NEW + b * x_b + h * x_h + (token - before).to(tl.int64) * x_s
-        x = load_rows(tl.where(old, held, new)[:, None], tl.zeros_like(token), inside, D, DP)
-        acc += sum_of_strides(x, SP, DP, BN)
-    slot = first + tl.arange(0, BN)
-    there = slot < full
-    row = _row(TABLE_CMP, cmp_table_b, b, slot, there, slots, PAGE)
-    store_rows(OUT, (row * HKV + h) * D, there, acc / L, D, DP)
+        stride = tl.zeros([BN, DP], tl.float32)
+        for place in tl.static_range(STRIDE):
+            token = (block + number) * STRIDE + place
+            old = token < before
+            held = HELD + (_row(TABLE, table_b, b, token, inside & old, rows, PAGE) * HKV + h) * D
+            new = NEW + b * x_b + h * x_h + (token - before).to(tl.int64) * x_s
+            x = load_rows(tl.where(old, held, new)[:, None], tl.zeros_like(token), inside, D, DP)
+            stride += x.to(tl.float32)
+        total += stride
+    row = _row(TABLE_CMP, cmp_table_b, b, block, inside, slots, PAGE)
+    store_rows(OUT, (row * HKV + h) * D, inside, total / L, D, DP)
 
 
 @kernel
@@ -81,8 +81,8 @@ def _write(
     K_0, K_1, K_2, V_0, V_1, V_2, K_OUT_0, K_OUT_1, K_OUT_2, V_OUT_0, V_OUT_1, V_OUT_2, TABLE_0, TABLE_1, TABLE_2,
     K_CMP, V_CMP, TABLE_CMP, BEFORE, first, k_b, k_s, k_h, v_b, v_s, v_h, table_b, cmp_table_b, rows, slots, S, HKV,
     tiles,
-    L: tl.constexpr, STRIDE: tl.constexpr, SP: tl.constexpr, PAGE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    DKP: tl.constexpr, DVP: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
+    L: tl.constexpr, STRIDE: tl.constexpr, PAGE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr,
+    DVP: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """`tiles` programs for each set, then those of the compressed rows. K_1, K_2 and what belongs to them are None
     where there is one set, K_CMP and V_CMP where no means are written, BEFORE where `first` says it."""
@@ -105,9 +105,9 @@ def _write(
         block, h = done + at // HKV * BN, (at % HKV).to(tl.int64)
         if (at >= 0) & (block < full):
             _means(K_0, K_OUT_0, K_CMP, TABLE_0, TABLE_CMP, table_b, cmp_table_b, k_b, k_s, k_h, before, full,
-                   block, b, h, rows, slots, HKV, L, STRIDE, SP, PAGE, DK, DKP, BN)  # fmt: skip
+                   block, b, h, rows, slots, HKV, L, STRIDE, PAGE, DK, DKP, BN)  # fmt: skip
             _means(V_0, V_OUT_0, V_CMP, TABLE_0, TABLE_CMP, table_b, cmp_table_b, v_b, v_s, v_h, before, full,
-                   block, b, h, rows, slots, HKV, L, STRIDE, SP, PAGE, DV, DVP, BN)  # fmt: skip
+                   block, b, h, rows, slots, HKV, L, STRIDE, PAGE, DV, DVP, BN)  # fmt: skip
 
 
 def write(
@@ -128,10 +128,10 @@ def write(
     (batch, length, num_kv_heads, dk), dv, pages = k[0].shape, v[0].shape[3], into[0].page_size
     if not batch * length:
         return
-    tiles, (stride, blocks) = triton.cdiv(length * num_kv_heads, PAIRS), stride_tile(config.d)
+    tiles = triton.cdiv(length * num_kv_heads, PAIRS)
     programs = len(into) * tiles
     if compressed is not None:
-        programs += triton.cdiv(length // config.d + 1, blocks) * num_kv_heads
+        programs += triton.cdiv(length // config.d + 1, BLOCKS) * num_kv_heads
     none = (3 - len(into)) * (None,)
     tables, last = [view.table for view in into], None if compressed is None else compressed.table
     with on_device(k[0]):
@@ -141,7 +141,7 @@ def write(
             *((before, 0) if isinstance(before, torch.Tensor) else (None, before)), *k[0].stride()[:3],
             *v[0].stride()[:3], *(0 if table is None else table.stride(0) for table in (tables[0], last)),
             into[0].k.shape[1], 0 if compressed is None else compressed.k.shape[1], length, num_kv_heads, tiles,
-            config.l, config.d, stride, pages, dk, dv, padded(dk), padded(dv), PAIRS, blocks,
+            config.l, config.d, pages, dk, dv, padded(dk), padded(dv), PAIRS, BLOCKS,
         )  # fmt: skip
 
 

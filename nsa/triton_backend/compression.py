@@ -19,7 +19,7 @@ from nsa.triton_backend.launch import KEYS, are_finite, on_device, strides, unit
 from nsa.triton_backend.tile import kernel, load_rows, nonfinite, store_rows
 from nsa.triton_backend.tuning import padded
 
-ROWS = 64  # tokens that a program loads at a time, or one stride of them
+BLOCKS = 8  # per program
 TOKENS = 32  # per program of the gradient
 
 Places = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
@@ -27,40 +27,37 @@ Places = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 @triton.jit
-def sum_of_strides(x, SP: tl.constexpr, PADDED: tl.constexpr, BN: tl.constexpr):
-    """[BN, PADDED] in float32: the sums of BN strides, from their rows x [BN · SP, PADDED]. In which order they are
-    added up follows from the tile, so who adds up strides to the same bits takes tiles of the same shape."""
-    return tl.sum(tl.reshape(x.to(tl.float32), [BN, SP, PADDED]), axis=1)
+def _mean(base, row, first, used, L: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+          BN: tl.constexpr):  # fmt: skip
+    """[BN, PADDED] in float32: the mean of L rows from each block's `first` on; 0 where not `used`.
 
-
-@triton.jit
-def _mean(base, row, first, used, L: tl.constexpr, STRIDE: tl.constexpr, SP: tl.constexpr, SIZE: tl.constexpr,
-          PADDED: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """[BN, PADDED] in float32: the mean of L rows; `first` and `used` [BN · SP] are each block's, once per row of a
-    stride. 0 where not `used`."""
-    place = tl.arange(0, BN * SP) % SP
-    acc = tl.zeros([BN, PADDED], tl.float32)
+    Added row by row: the order in which tl.sum adds follows from the layout, which differs from kernel to kernel.
+    """
+    total = tl.zeros([BN, PADDED], tl.float32)
     for number in range(L // STRIDE):
-        rows = (first + number * STRIDE + place) * row
-        acc += sum_of_strides(load_rows(base, rows, used & (place < STRIDE), SIZE, PADDED), SP, PADDED, BN)
-    return acc / L
+        stride = tl.zeros([BN, PADDED], tl.float32)
+        for place in tl.static_range(STRIDE):
+            rows = (first + number * STRIDE + place) * row
+            stride += load_rows(base, rows, used, SIZE, PADDED).to(tl.float32)
+        total += stride
+    return total / L
 
 
 @triton.jit
 def _means(
     K, V, K_OUT, V_OUT, FINITE_OUT, SLOT_TOKEN, SLOT_USED, k_b, k_s, k_h, v_b, v_s, v_h, number, h, b, slots, HKV,
-    L: tl.constexpr, STRIDE: tl.constexpr, SP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr,
-    DVP: tl.constexpr, BN: tl.constexpr,
+    L: tl.constexpr, STRIDE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
     """The `number`-th BN blocks of one sequence and group."""
-    slot, of_row = number * BN + tl.arange(0, BN), number * BN + tl.arange(0, BN * SP) // SP
-    token = tl.load(SLOT_TOKEN + of_row, mask=of_row < slots, other=0)
-    used = tl.load(SLOT_USED + of_row, mask=of_row < slots, other=0) != 0
+    slot = number * BN + tl.arange(0, BN)
+    token = tl.load(SLOT_TOKEN + slot, mask=slot < slots, other=0)
+    used = tl.load(SLOT_USED + slot, mask=slot < slots, other=0) != 0
     out = (b * slots + slot) * HKV + h
-    k = _mean(K + b * k_b + h * k_h, k_s, token, used, L, STRIDE, SP, DK, DKP, BN).to(K_OUT.dtype.element_ty)
+    k = _mean(K + b * k_b + h * k_h, k_s, token, used, L, STRIDE, DK, DKP, BN).to(K_OUT.dtype.element_ty)
     store_rows(K_OUT, out * DK, slot < slots, k, DK, DKP)
     if V is not None:
-        v = _mean(V + b * v_b + h * v_h, v_s, token, used, L, STRIDE, SP, DV, DVP, BN).to(V_OUT.dtype.element_ty)
+        v = _mean(V + b * v_b + h * v_h, v_s, token, used, L, STRIDE, DV, DVP, BN).to(V_OUT.dtype.element_ty)
         store_rows(V_OUT, out * DV, slot < slots, v, DV, DVP)
         tl.store(FINITE_OUT + out, ~(nonfinite(k) | nonfinite(v)), mask=slot < slots)
 
@@ -69,8 +66,8 @@ def _means(
 def _prepare(
     K, V, K_OUT, V_OUT, FINITE_OUT, SLOT_TOKEN, SLOT_USED, K_1, V_1, FINITE_1, k_b, k_s, k_h, v_b, v_s, v_h,
     k1_b, k1_s, k1_h, v1_b, v1_s, v1_h, slots, first, T, HKV, tiles,
-    L: tl.constexpr, STRIDE: tl.constexpr, SP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr,
-    DVP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    L: tl.constexpr, STRIDE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """The first `tiles` programs write K_OUT and V_OUT [B, slots, Hkv, D] and FINITE_OUT of both; the others write
     FINITE_1 [B, T, Hkv] of K_1 and V_1 from the token `first` on. V and K_1 may be None."""
@@ -78,7 +75,7 @@ def _prepare(
     if number < tiles:
         _means(
             K, V, K_OUT, V_OUT, FINITE_OUT, SLOT_TOKEN, SLOT_USED, k_b, k_s, k_h, v_b, v_s, v_h, number, h, b, slots,
-            HKV, L, STRIDE, SP, DK, DV, DKP, DVP, BN,
+            HKV, L, STRIDE, DK, DV, DKP, DVP, BN,
         )  # fmt: skip
     elif K_1 is not None:
         key = first + (number - tiles) * BK + tl.arange(0, BK)
@@ -145,12 +142,6 @@ def _gradient(
             store_rows(DV_OUT, out * DV, real, dv, DV, DVP)
 
 
-def stride_tile(d: int) -> tuple[int, int]:
-    """(rows of a stride of d tokens, padded; blocks that a program adds up at a time)."""
-    stride = triton.next_power_of_2(d)
-    return stride, max(ROWS // stride, 1)
-
-
 def prepare(
     k: Tensor, v: Tensor | None, tokens: Tensor, used: Tensor, l: int, d: int, flagged: tuple[Tensor, Tensor] | None,
     first: int,
@@ -167,8 +158,7 @@ def prepare(
     finite = None if v is None else k.new_empty(batch, slots, num_kv_heads, dtype=torch.bool)
     k1, v1 = (None, None) if flagged is None else map(unit_stride, flagged)
     finite_1 = None if k1 is None else k1.new_empty(k1.shape[:3], dtype=torch.bool)
-    stride, blocks = stride_tile(d)
-    tiles = triton.cdiv(slots, blocks)
+    tiles = triton.cdiv(slots, BLOCKS)
     programs = tiles + (0 if k1 is None else triton.cdiv(max(num_keys - first, 0), KEYS))
     if programs and batch:
         with on_device(k):
@@ -177,7 +167,7 @@ def prepare(
                 *strides(k), *strides(k if v is None else v),
                 *(2 * strides(k) if k1 is None or v1 is None else (*strides(k1), *strides(v1))),
                 slots, first, num_keys, num_kv_heads, tiles,
-                l, d, stride, dk, dv, padded(dk), padded(dv), blocks, KEYS,
+                l, d, dk, dv, padded(dk), padded(dv), BLOCKS, KEYS,
             )  # fmt: skip
     return k_cmp, v_cmp, finite, finite_1
 

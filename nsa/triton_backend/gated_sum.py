@@ -20,32 +20,40 @@ BACKWARD_ROWS = 16  # per program: 32 of 128 channels take 159 registers, with w
 
 
 @triton.jit
-def gated(GATES, row, BRANCH: tl.constexpr, real, o):
-    """The gate of each row times o [rows, channels], in float32."""
-    gate = tl.load(GATES + row * 3 + BRANCH, mask=real, other=0.0).to(tl.float32)
-    return gate[:, None] * o.to(tl.float32)
+def _gate(GATES, row, BRANCH: tl.constexpr, real):
+    return tl.load(GATES + row * 3 + BRANCH, mask=real, other=0.0).to(tl.float32)[:, None]
+
+
+@triton.jit
+def gated(GATES, row, real, o_cmp, o_sel, o_win):
+    """Eq. 5 of rows [rows, channels], in float32.
+
+    Fused multiplications are written out: of a·b + c·d the compiler rounds one product or the other, which one differs
+    from kernel to kernel, and all kernels that add up branches are to give the same bits.
+    """
+    total = _gate(GATES, row, 0, real) * o_cmp.to(tl.float32)
+    total = tl.fma(_gate(GATES, row, 1, real), o_sel.to(tl.float32), total)
+    return tl.fma(_gate(GATES, row, 2, real), o_win.to(tl.float32), total)
 
 
 @kernel
 def _forward(O_CMP, O_SEL, O_WIN, GATES, OUT, num_rows, DV: tl.constexpr, DVP: tl.constexpr, BR: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     real = row < num_rows
-    acc = gated(GATES, row, 0, real, load_rows(O_CMP, row * DV, real, DV, DVP))
-    acc += gated(GATES, row, 1, real, load_rows(O_SEL, row * DV, real, DV, DVP))
-    acc += gated(GATES, row, 2, real, load_rows(O_WIN, row * DV, real, DV, DVP))
-    store_rows(OUT, row * DV, real, acc, DV, DVP)
+    o_cmp, o_sel = load_rows(O_CMP, row * DV, real, DV, DVP), load_rows(O_SEL, row * DV, real, DV, DVP)
+    o_win = load_rows(O_WIN, row * DV, real, DV, DVP)
+    store_rows(OUT, row * DV, real, gated(GATES, row, real, o_cmp, o_sel, o_win), DV, DVP)
 
 
 @triton.jit
 def _branch(O, GATES, do, D_O, D_GATES, LSE, DLSE, LSE_2, DELTA, row, real, BRANCH: tl.constexpr, DV: tl.constexpr,
             DVP: tl.constexpr, IN_PLACE: tl.constexpr):  # fmt: skip
-    gate = tl.load(GATES + row * 3 + BRANCH, mask=real, other=0.0).to(tl.float32)
     o = load_rows(O, row * DV, real, DV, DVP).to(tl.float32)
     if IN_PLACE:  # what one thread writes another may have to read
         tl.debug_barrier()
     d_gate = tl.sum(do * o, axis=1)
     tl.store(D_GATES + row * 3 + BRANCH, d_gate.to(D_GATES.dtype.element_ty), mask=real)
-    d_o = (gate[:, None] * do).to(D_O.dtype.element_ty)
+    d_o = (_gate(GATES, row, BRANCH, real) * do).to(D_O.dtype.element_ty)
     store_rows(D_O, row * DV, real, d_o, DV, DVP)
     if LSE is not None:
         backward_row(d_o.to(tl.float32), o, LSE, DLSE, LSE_2, DELTA, row, real)

@@ -41,10 +41,8 @@ def merge_blocks(
     o = (acc * (1.0 / safe_l)[:, None]).to(O.dtype.element_ty)
     store_rows(O, out * DV, real, o, DV, DVP)
     if SUM is not None:
-        total = gated(GATES, out, 0, real, load_rows(O_CMP, out * DV, real, DV, DVP))
-        total += gated(GATES, out, 1, real, o)
-        total += gated(GATES, out, 2, real, load_rows(O_WIN, out * DV, real, DV, DVP))
-        store_rows(SUM, out * DV, real, total, DV, DVP)
+        o_cmp, o_win = load_rows(O_CMP, out * DV, real, DV, DVP), load_rows(O_WIN, out * DV, real, DV, DVP)
+        store_rows(SUM, out * DV, real, gated(GATES, out, real, o_cmp, o, o_win), DV, DVP)
     tl.store(LSE + out, tl.where(l == 0.0, float("-inf"), (m + tl.log2(safe_l)) * LN2), mask=real)
     read = tl.sum(tl.load(READ_PART + row + slot, mask=taken, other=0), axis=0)
     tl.store(READ + chosen, read)

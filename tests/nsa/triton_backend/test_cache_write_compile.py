@@ -23,19 +23,11 @@ CI = {(80, (192, 128, "shared"))}
     ],
 )
 def test_a_write_fits_and_adds_up_as_a_prefill_does(architecture: int, heads: tuple[object, ...]) -> None:
-    """Neither how many tokens come nor how many there are compiles it anew; and the tensors that it sums up lie in
-    threads as those of a prefill, by which the order of summation is the same."""
+    """Neither how many tokens come nor how many there are compiles it anew; and neither kernel adds tokens across
+    threads, where the order of summation would follow from the layout."""
     found = answer("compile_cache_write", architecture, *heads)
     aligned = heads != (20, 24)  # else Triton compiles anew where a sequence's stride turns out a multiple of 16
     assert len(found["needs"]) == (2 if aligned else 4)  # rows side by side, and in pages
     assert all(need["shared_bytes"] <= SHARED_MEMORY_KIB[architecture] * 1024 for need in found["needs"])
     assert not any(need["spilled_bytes"] for need in found["needs"])
-    sums = found["sums"]
-    assert sums["cache_write._write"] == sums["compression._prepare"] != []
-
-
-@pytest.mark.nightly
-def test_another_tile_would_add_up_otherwise() -> None:
-    """So that the layouts that are compared do tell kernels apart."""
-    sums = answer("compile_cache_write", 90, 128, 128, "fault")["sums"]
-    assert sums["cache_write._write"] != sums["compression._prepare"]
+    assert found["sums"] == 0
