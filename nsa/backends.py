@@ -66,6 +66,10 @@ class ParallelBackend(Backend, Protocol):
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 
+    def add_gradients(self, dq_cmp: Tensor, dq_sel: Tensor, dq_win: Tensor) -> Tensor:
+        """dq of all branches, in the order and with the rounding of a call on one device; any may be overwritten."""
+        ...
+
 
 class Decoder(Protocol):
     """Attention of q [B, S, Hq, Dk], the last of `lengths` int32 [B] tokens, over three branches at once."""

@@ -96,10 +96,14 @@ class SharedSequence:
     """GB that arrive at a rank in a second where all gather the keys and values and do nothing else."""
     compared_tokens: int
     """Length of the sequence on which the ranks were compared with one of them, and that one with the oracle."""
+    slowest_rank_ms: float | None = None
+    """Of the slowest rank alone, where `one_rank_ms` is the fastest's: no share of ideal exceeds their ratio."""
 
     def __post_init__(self) -> None:
-        if self.one_rank_ms is not None and not 0 < self.one_rank_ms < math.inf:
-            raise ValueError(f"one_rank_ms must be finite and above 0; got {self.one_rank_ms}")
+        for name in ("one_rank_ms", "slowest_rank_ms"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be finite and above 0; got {value}")
         for name in ("exposed_ms", "received_gb", "imbalance", "gather_gb_per_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and at least 0; got {getattr(self, name)}")

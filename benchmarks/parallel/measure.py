@@ -55,8 +55,9 @@ class ParallelTime:
 
 
 def measure(
-    mesh: DeviceMesh, key: Key, *, samples: int = 10, alone: bool = True, check_tokens: int | None = None, seed: int = 1
-) -> ParallelTime:
+    mesh: DeviceMesh, key: Key, *, samples: int = 10, alone: bool = True, check_tokens: int | None = None,
+    seed: int = 1, say: Callable[[str], None] = print,
+) -> ParallelTime:  # fmt: skip
     """Check, then time; every rank of the mesh calls it and gets the same.
 
     Args:
@@ -66,6 +67,7 @@ def measure(
         alone: time one rank alone too, which the sequence must fit on.
         check_tokens: compare on the first tokens of the case; None for all of them.
         seed: of the rows that are compared.
+        say: told by every rank how long it waited at each place.
 
     Raises IncorrectError where the ranks do not give what one of them does, or that one not what float64 does.
     """
@@ -79,7 +81,7 @@ def measure(
     d_o = torch.randn(*whole.q.shape[:3], key.head_dim_v, generator=generator, device=device, dtype=whole.q.dtype)
     order = context.order(key.num_keys, _config(key), cu_seqlens)
     own, own_d_o = whole.map(lambda x: context.shard(x, order)), context.shard(d_o, order)
-    one_ms = _alone_ms(key, whole, d_o, cu_seqlens, samples, context) if alone else None
+    alone_ms = _alone_ms(key, whole, d_o, cu_seqlens, samples, context) if alone else None
     del whole, d_o
 
     def together() -> object:
@@ -95,15 +97,18 @@ def measure(
     peak = (torch.cuda.max_memory_allocated() - standing) / MIB if device.type == "cuda" else 0.0
     waited = []
     for _ in range(samples):
-        with _waiting() as waited_ms:
+        with _waiting() as waits_ms:
             together()
-        waited.append(waited_ms())
+        waited.append(waits_ms())
+    by_place = [statistics.median(place) for place in zip(*waited, strict=True)]
+    say(f"rank {context.rank} waits, in order, ms: {' '.join(f'{ms:.2f}' for ms in by_place)}")
     exposed_ms, received_gb, most_mib = _most(
-        [statistics.median(waited), received[0] / 1e9, peak], context.group, device
+        [statistics.median(map(sum, waited)), received[0] / 1e9, peak], context.group, device
     )
     imbalance = order.imbalance(_config(key), context.documents(cu_seqlens))
     rate = _gather_gb_per_s(own, samples, context)
-    shared = SharedSequence(one_ms, exposed_ms, received_gb, imbalance, rate, checked.num_keys)
+    fastest_ms, slowest_ms = alone_ms or (None, None)
+    shared = SharedSequence(fastest_ms, exposed_ms, received_gb, imbalance, rate, checked.num_keys, slowest_ms)
     return ParallelTime(correctness, tuple(times), shared, most_mib if device.type == "cuda" else None)
 
 
@@ -203,10 +208,11 @@ def _called(
 
 def _alone_ms(
     key: Key, x: Problem, d_o: Tensor, cu_seqlens: Tensor | None, samples: int, context: ContextParallel
-) -> float:
-    """The median of the rank that is fastest: the ideal is not to gain from a slow one."""
-    times = _samples(lambda: _one(key, x, d_o, cu_seqlens), samples, context.group)
-    return -_most([-statistics.median(times)], context.group, d_o.device)[0]
+) -> tuple[float, float]:
+    """The medians of the rank that is fastest, which the ideal goes by, and of the one that is slowest."""
+    own = statistics.median(_samples(lambda: _one(key, x, d_o, cu_seqlens), samples, context.group))
+    slowest, fastest = _most([own, -own], context.group, d_o.device)
+    return -fastest, slowest
 
 
 def _gather_gb_per_s(own: Problem, samples: int, context: ContextParallel) -> float:
@@ -245,8 +251,8 @@ def _most(values: list[float], group: dist.ProcessGroup, device: torch.device) -
 
 
 @contextlib.contextmanager
-def _waiting() -> Iterator[Callable[[], float]]:
-    """Gives a function of the ms for which the current stream (the host, on a CPU) waited for what was on its way."""
+def _waiting() -> Iterator[Callable[[], list[float]]]:
+    """Gives a function of the ms that the current stream (the host, on a CPU) waited for each thing on its way."""
     spans: list[tuple[Any, Any]] = []
     wait = exchange.Pending.wait
 
@@ -264,14 +270,14 @@ def _waiting() -> Iterator[Callable[[], float]]:
         spans.append((begin, now()))
         return wait(pending)
 
-    def total() -> float:
+    def waits_ms() -> list[float]:
         if not torch.cuda.is_available():
-            return sum(end - begin for begin, end in spans) * 1e3
+            return [(end - begin) * 1e3 for begin, end in spans]
         torch.cuda.synchronize()
-        return float(sum(begin.elapsed_time(end) for begin, end in spans))
+        return [begin.elapsed_time(end) for begin, end in spans]
 
     with mock.patch.object(exchange.Pending, "wait", timed):
-        yield total
+        yield waits_ms
 
 
 @contextlib.contextmanager

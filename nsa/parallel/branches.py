@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from nsa.backends import ParallelBackend
-from nsa.parallel.exchange import Halo, Pending, SumByHead
+from nsa.parallel.exchange import Halo
 from nsa.parallel.plan import Plan, Queries
 
 
@@ -49,15 +49,15 @@ class ParallelBranches(torch.autograd.Function):
         keys, vals = (x.wait() for x in compressed)
         parts: list[list[Tensor]] = []
         for piece in plan.queries:
-            rows, slots = padded(q[:, piece.rows], piece), slice(0, piece.slots)
-            o, lse, read = run.compressed_attention(rows, keys[:, slots], vals[:, slots], piece.layout, scale)
-            chosen = run.select_blocks(rows, keys[:, slots], piece.layout, scale, lse)
+            rows, own = padded(q[:, piece.rows], piece), piece.slots
+            o, lse, read = run.compressed_attention(rows, keys[:, own], vals[:, own], piece.layout, scale)
+            chosen = run.select_blocks(rows, keys[:, own], piece.layout, scale, lse)
             chosen = padded(unpadded(chosen, piece), piece, -1)  # padding chooses nothing, so that nothing is read
             parts.append([o, lse, chosen, read])
         del keys, vals
         keys, vals = (x.wait() for x in selected)
         for piece, part in zip(plan.queries, parts, strict=True):
-            rows, own = padded(q[:, piece.rows], piece), slice(0, piece.keys)
+            rows, own = padded(q[:, piece.rows], piece), piece.keys
             o, lse, read = run.selected_attention(rows, keys[:, own], vals[:, own], part[2], piece.layout, scale)
             part += [o, lse, read]
         del keys, vals
@@ -96,8 +96,7 @@ def _gradients(
     compressed = [plan.slots_gather.start(x) for x in (k_cmp, v_cmp)]
 
     keys, vals = (x.wait() for x in window)
-    sums = [_zeros(x) for x in (keys, vals)]
-    dq_win = torch.empty_like(q)
+    dq_win, sums = torch.empty_like(q), [_zeros(x) for x in (keys, vals)]
     for piece in plan.queries:
         given = _given(piece, do_win, dlse_win, q)
         near = window_keys(keys, piece), window_keys(vals, piece)
@@ -105,60 +104,40 @@ def _gradients(
             *given, *near, *_gave(piece, o_win, lse_win), piece.window, scale
         )
         dq_win[:, piece.rows] = unpadded(dq, piece)
-        begin = piece.window_before
-        for total, gradient in zip(sums, gradients, strict=True):
-            count = piece.window_rows.stop - piece.window_rows.start
-            total[:, piece.window_rows] += gradient[:, begin : begin + count]
+        begin, count = piece.window_before, piece.window_rows.stop - piece.window_rows.start
+        _add(sums, piece.window_rows, [x[:, begin : begin + count] for x in gradients])
     of_window = [plan.window_halo.start_sum(x) for x in sums]
 
-    dq_sel, of_selected = _selected_gradients(
-        q, tuple(x.wait() for x in selected), (do_sel, dlse_sel, o_sel, lse_sel, chosen), plan, run, scale
-    )
+    keys, vals = (x.wait() for x in selected)
+    dq_sel, sums = torch.empty_like(q), [_zeros(x) for x in (keys, vals)]
+    for piece in plan.queries:
+        given, blocks = _given(piece, do_sel, dlse_sel, q), padded(chosen[:, piece.rows], piece, -1)
+        dq, *gradients = run.selected_attention_backward(
+            *given, keys[:, piece.keys], vals[:, piece.keys], *_gave(piece, o_sel, lse_sel), blocks, piece.layout, scale
+        )
+        dq_sel[:, piece.rows] = unpadded(dq, piece)
+        _add(sums, piece.keys, gradients)
+    of_selected = [plan.tokens_gather.start_sum(x) for x in sums]
 
     keys, vals = (x.wait() for x in compressed)
-    sums = [_zeros(x) for x in (keys, vals)]
-    dq_cmp = torch.empty_like(q)
+    dq_cmp, sums = torch.empty_like(q), [_zeros(x) for x in (keys, vals)]
     for piece in plan.queries:
-        slots = slice(0, piece.slots)
         given = _given(piece, do_cmp, dlse_cmp, q)
         dq, *gradients = run.compressed_attention_backward(
-            *given, keys[:, slots], vals[:, slots], *_gave(piece, o_cmp, lse_cmp), piece.layout, scale
+            *given, keys[:, piece.slots], vals[:, piece.slots], *_gave(piece, o_cmp, lse_cmp), piece.layout, scale
         )
         dq_cmp[:, piece.rows] = unpadded(dq, piece)
-        for total, gradient in zip(sums, gradients, strict=True):
-            total[:, slots] += gradient
+        _add(sums, piece.slots, gradients)
     of_compressed = [plan.slots_gather.start_sum(x) for x in sums]
 
-    dq = dq_win + dq_sel + dq_cmp  # in the order in which autograd adds those of one device
-    travelling: list[Pending | SumByHead] = [*of_compressed, *of_selected, *of_window]
-    return [dq, *(x.wait().to(q.dtype) for x in travelling)]
+    dq = run.add_gradients(dq_cmp, dq_sel, dq_win)
+    return [dq, *(x.wait().to(q.dtype) for x in (*of_compressed, *of_selected, *of_window))]
 
 
-def _selected_gradients(
-    q: Tensor, keys_values: tuple[Tensor, ...], given: tuple[Tensor, ...], plan: Plan, run: ParallelBackend,
-    scale: float,
-) -> tuple[Tensor, list[SumByHead]]:  # fmt: skip
-    """dq, and dk and dv on their way."""
-    num_kv_heads, dq_sel = keys_values[0].shape[2], torch.empty_like(q)
-    group = q.shape[2] // num_kv_heads
-    of_selected = [SumByHead(plan.tokens_gather) for _ in keys_values]
-    for h in range(num_kv_heads):
-        heads, kv_head = slice(h * group, (h + 1) * group), slice(h, h + 1)
-        keys, vals = (x[:, :, kv_head] for x in keys_values)
-        do, dlse, o, lse = (x[:, :, heads] for x in given[:4])
-        sums = [_zeros(x) for x in (keys, vals)]
-        for piece in plan.queries:
-            own, chosen = slice(0, piece.keys), padded(given[4][:, piece.rows, kv_head], piece, -1)
-            asked = _given(piece, do, dlse, q[:, :, heads])
-            dq, *gradients = run.selected_attention_backward(
-                *asked, keys[:, own], vals[:, own], *_gave(piece, o, lse), chosen, piece.layout, scale
-            )
-            dq_sel[:, piece.rows, heads] = unpadded(dq, piece)
-            for total, gradient in zip(sums, gradients, strict=True):
-                total[:, own] += gradient
-        for of_all, total in zip(of_selected, sums, strict=True):
-            of_all.start(total)
-    return dq_sel, of_selected
+def _add(sums: list[Tensor], rows: slice, gradients: list[Tensor]) -> None:
+    """What a piece gives to the keys and values of these rows."""
+    for total, gradient in zip(sums, gradients, strict=True):
+        total[:, rows] += gradient
 
 
 def _given(piece: Queries, do: Tensor, dlse: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nsa.config import NSAConfig
 from nsa.parallel import order as orders
 from nsa.parallel.order import TokenOrder
-from nsa.parallel.plan import GRID, Plan
+from nsa.parallel.plan import GRID, KEYS_FROM_DOCUMENT, Plan
 
 PLANS = 4
 """Plans that are kept: of the batches of an accumulation, and of a validation."""
@@ -96,7 +96,7 @@ class ContextParallel:
     def unshard(self, x: Tensor, order: TokenOrder) -> Tensor:
         """The inverse on every rank, without gradients: x [B, S, …] of each -> [B, T, …]."""
         rows = [order.tokens(rank) for rank in range(order.ranks)]
-        plan = Plan(order, self.group, self.rank, NSAConfig(), x.device, 1)
+        plan = Plan(order, self.group, self.rank, NSAConfig(), x.device, 1, False)
         self.fits("x", x, rows[self.rank].numel())
         flat = x.detach().reshape(*x.shape[:2], 1, -1)
         return plan.tokens_gather.start(flat).wait().reshape(x.shape[0], -1, *x.shape[2:])
@@ -119,7 +119,8 @@ class ContextParallel:
             self._compare(
                 {"order": order, "cu_seqlens": bounds, "config": config, f"shape and dtype of {name}": key[5:]}
             )
-            plan = Plan(order, self.group, self.rank, config, x.device, GRID.get(backend, 1), bounds)
+            grid, from_document = GRID.get(backend, 1), KEYS_FROM_DOCUMENT.get(backend, False)
+            plan = Plan(order, self.group, self.rank, config, x.device, grid, from_document, bounds)
             self._plans[key] = plan
             while len(self._plans) > PLANS:
                 self._plans.popitem(last=False)

@@ -105,29 +105,6 @@ class Gather:
         return Pending(work, finish)
 
 
-class SumByHead:
-    """`Gather.start_sum` of one kv head after the other, [B, total, 1, D] each: one travels beneath the next."""
-
-    def __init__(self, gather: Gather) -> None:
-        self._gather = gather
-        self._pending: Pending | None = None
-        self._arrived: list[Tensor] = []
-
-    def start(self, partial: Tensor) -> None:
-        self._arrive()
-        self._pending = self._gather.start_sum(partial)
-
-    def wait(self) -> Tensor:
-        """[B, own rows, heads, D]."""
-        self._arrive()
-        return torch.cat(self._arrived, 2)
-
-    def _arrive(self) -> None:
-        if self._pending is not None:
-            self._arrived.append(self._pending.wait())
-            self._pending = None
-
-
 @dataclass(frozen=True)
 class Halo:
     """Each rank gets the rows that it needs, its own among them, ascending."""

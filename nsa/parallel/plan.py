@@ -26,6 +26,9 @@ from nsa.parallel.order import Piece, TokenOrder, arange_of
 GRID = {"torch": torch_backend.COMPRESSED_CHUNK, "triton": 128}
 """Tokens to whose multiples a backend's steps are aligned: the window's of the PyTorch backend divide them, and so do
 most tiles of the kernels."""
+KEYS_FROM_DOCUMENT = {"torch": False, "triton": True}
+"""Whether a piece's keys may begin with its first document: the kernels read no others, and PyTorch's sums over keys
+that are masked round otherwise where there are fewer of them."""
 
 
 @dataclass(frozen=True)
@@ -38,23 +41,17 @@ class Queries:
     """Queries of padding in front."""
     behind: int
     layout: Layout
-    """Of the padded queries at the end of all keys up to them: compressed and selected."""
+    """Of the padded queries at the end of `keys`: compressed and selected."""
+    keys: slice
+    """Tokens of the shorter problem, of the whole sequence's."""
+    slots: slice
+    """Its compressed rows, of the whole sequence's."""
     window: Layout
     """Of the padded queries at the end of the keys that their windows reach."""
     window_rows: slice
     """Where the keys that the windows need stand in the halo's rows."""
     window_before: int
     """Keys of padding in front of those, which no window reaches."""
-
-    @property
-    def keys(self) -> int:
-        """T of the shorter problem."""
-        return self.layout.num_keys
-
-    @property
-    def slots(self) -> int:
-        """Compressed rows of the shorter problem."""
-        return self.layout.num_slots
 
 
 @dataclass(frozen=True)
@@ -79,6 +76,7 @@ class Plan:
     config: NSAConfig
     device: torch.device
     grid: int
+    keys_from_document: bool
     bounds: tuple[int, ...] | None = None
     """`cu_seqlens`, on the host."""
 
@@ -110,6 +108,9 @@ class Plan:
         starts = torch.tensor([first for first, _ in needed])
         for first, last in self.order.pieces[self.rank]:
             begin, end = self._padded(first, last)
+            first_key = self._first_key(begin)
+            first_slot, _ = self._slots(first_key, first_key)
+            layout = self.layout(end - begin, first_key, end)
             reach, window_begin = max(first - self.config.w + 1, 0), max(begin - self.config.w + 1, 0)
             interval = int(torch.searchsorted(starts, reach, right=True)) - 1
             offset = sum(b - a for a, b in needed[:interval]) + reach - needed[interval][0]
@@ -118,7 +119,9 @@ class Plan:
                     rows=slice(row, row + last - first),
                     before=first - begin,
                     behind=end - last,
-                    layout=self.layout(end - begin, 0, end),
+                    layout=layout,
+                    keys=slice(first_key, end),
+                    slots=slice(first_slot, first_slot + layout.num_slots),
                     window=self.layout(end - begin, window_begin, end),
                     window_rows=slice(offset, offset + last - reach),
                     window_before=reach - window_begin,
@@ -183,6 +186,12 @@ class Plan:
     def _halo(self, needs: Sequence[Sequence[Piece]]) -> Halo:
         held = [self.order.tokens(rank) for rank in range(self.order.ranks)]
         return Halo(self.group, self.rank, held, [arange_of(own) for own in needs], self.device)
+
+    def _first_key(self, token: int) -> int:
+        """Where the keys of a piece may begin whose first query is that token."""
+        if self.bounds is None or not self.keys_from_document:
+            return 0
+        return max(bound for bound in self.bounds if bound <= token)
 
     def _documents(self, first: int, end: int) -> Tensor | None:
         """The bounds of the documents as tokens first <= t < end show them."""

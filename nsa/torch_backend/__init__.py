@@ -13,6 +13,7 @@ from nsa.torch_backend.scores import select_blocks
 from nsa.torch_backend.selected import SelectedAttention
 
 __all__ = [
+    "add_gradients",
     "combine",
     "compress",
     "compressed_attention",
@@ -91,6 +92,11 @@ def window_attention_backward(
     """Gradients of `window_attention`, from what it was given and gave."""
     given = do, dlse, q, k, v, o, lse, *layout.window_interval
     return compressed_window.backward(*given, layout.window_span, WINDOW_CHUNK, scale)
+
+
+def add_gradients(dq_cmp: Tensor, dq_sel: Tensor, dq_win: Tensor) -> Tensor:
+    """dq of all branches, in the order in which autograd adds them."""
+    return dq_win + dq_sel + dq_cmp
 
 
 def combine(outputs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:

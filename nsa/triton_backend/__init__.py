@@ -22,10 +22,11 @@ from nsa.triton_backend import (
     scores,
     selected,
 )
-from nsa.triton_backend.launch import finite_keys, unit_stride
+from nsa.triton_backend.launch import add_to, finite_keys, unit_stride
 from nsa.triton_backend.places import located
 
 __all__ = [
+    "add_gradients",
     "attend",
     "combine",
     "compress",
@@ -170,6 +171,12 @@ def window_attention_backward(
     first_key, _ = layout.window_span(0, layout.num_queries)
     places = *layout.window_interval, *layout.window_queries
     return _compressed_window_backward(do, dlse, q, k, v, o, lse, places, first_key, 1, scale)
+
+
+def add_gradients(dq_cmp: Tensor, dq_sel: Tensor, dq_win: Tensor) -> Tensor:
+    """dq of all branches, each rounded, added in float32; takes the place of dq_sel."""
+    add_to(dq_sel, dq_cmp, dq_win)
+    return dq_sel
 
 
 def combine(outputs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:

@@ -96,6 +96,8 @@ def sum_dq(
     acc *= scale
     out = ((b * S + i) * HQ + h * G + g) * D
     if DQ_CMP is not None:
+        # rounded before the sum, as where a kernel of its own writes dq: the branches add up to the same bits
+        acc = acc.to(OUT.dtype.element_ty).to(tl.float32)
         acc += load_rows(DQ_CMP, out, g < G, D, DP).to(tl.float32)
         acc += load_rows(DQ_WIN, out, g < G, D, DP).to(tl.float32)
     store_rows(OUT, out, g < G, acc, D, DP)

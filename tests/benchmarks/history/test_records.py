@@ -188,6 +188,7 @@ def test_shares_of_several_ranks() -> None:
         (0.0, 0.25, 1.0, 0.0, 1.0, 64),
         (9.0, -0.25, 1.0, 0.0, 1.0, 64),
         (9.0, 0.25, float("nan"), 0.0, 1.0, 64),
+        (9.0, 0.25, 1.0, 0.0, 1.0, 64, float("inf")),
     ):
         with pytest.raises(ValueError, match="must be finite"):
             SharedSequence(*wrong)

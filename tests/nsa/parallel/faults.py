@@ -74,9 +74,13 @@ def _gradients_never_written() -> AbstractContextManager[Any]:
 
     def poisoned(gather: Gather, partial: Tensor) -> Pending:
         pending = start(gather, partial)
-        if partial.shape[2] > 1:  # the compressed rows, all heads at once
-            return pending
-        return Pending(pending.work, lambda: torch.full_like(pending.finish(), torch.nan))
+
+        def second_head_poisoned() -> Tensor:
+            total = pending.finish()
+            total[:, :, 1:] = torch.nan
+            return total
+
+        return Pending(pending.work, second_head_poisoned)
 
     return mock.patch.object(Gather, "start_sum", poisoned)
 

@@ -92,6 +92,23 @@ def test_kernels_that_are_given_parts_of_tensors(pool: Pool, device: torch.devic
     torch.testing.assert_close(got.gradients, one.gradients)
 
 
+def test_with_the_kernels_a_piece_takes_the_keys_of_its_documents(pool: Pool, device: torch.device) -> None:
+    """And no earlier ones: its compressed keys begin with those of its first document."""
+    if device.type == "cuda":
+        pytest.skip("these ranks are CPU processes")
+    config = NSAConfig(l=4, d=2, l_sel=8, n_sel=3, w=8)
+    order = TokenOrder(40, (((0, 8), (32, 40)), ((8, 24), (24, 32))))
+    case = Case(
+        40, heads=2, num_kv_heads=1, dk=16, dv=16, config=config, cu_seqlens=(0, 8, 20, 40), order=order,
+        backend="triton",
+    )  # fmt: skip
+    got, one = cases.joined(case, order, pool.run(2, rank_work.in_steps_of, 8, case)), one_device(case)
+    assert torch.equal(got.chosen, one.chosen)
+    assert got.keys_read == one.keys_read
+    torch.testing.assert_close(got.o, one.o)
+    torch.testing.assert_close(got.gradients, one.gradients)
+
+
 def test_gradients_repeat_bit_for_bit(pool: Pool) -> None:
     assert all(pool.run(4, rank_work.twice, CASES["documents"]))
 
