@@ -11,8 +11,8 @@ START, WARM_UP, SAMPLES, FINISH, END = "start", "warm_up", "samples", "finish", 
 """Stages that the parent sees: waiting for two processes that are ready; the first timed calls of each case; its
 samples; the oracle's second question; ending the processes."""
 FREE, INPUTS, FIRST_CALL, COPIES = "free", "inputs", "first_call", "copies"
-"""Stages that a worker tells of a case's preparation: freeing what the case before has left; inputs; the call that loads
-or compiles the kernels, with the oracle's first question; copies of the inputs and CUDA graphs."""
+"""Stages that a worker tells of a case's preparation: freeing what the case before has left; inputs; the call that
+loads or compiles the kernels, with the oracle's first question; copies of the inputs and CUDA graphs."""
 ONCE = (START, END)
 """Stages of a pair, however many cases it has."""
 

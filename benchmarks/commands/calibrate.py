@@ -275,7 +275,7 @@ def _open(bound: OpenBound, pairs: Sequence[CalibrationPair], of: Calibration) -
     words += ["--cases", ",".join(bound.cases)] if len(bound.cases) < len(of.cases) else []
     command = shlex.join(["python", "-m", "benchmarks", "calibrate", *words])
     more = "" if all(pair.stages_s for pair in pairs) else " or more"
-    return f"{bound.text}, some {max(1, round(minutes))} minutes{more}: {command}"
+    return f"{bound.text}, {max(1, round(minutes))} min{more}: {command}"
 
 
 def _progress(done: int, wanted: int, seconds: Sequence[float]) -> str:
