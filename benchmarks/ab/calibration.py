@@ -27,7 +27,7 @@ from benchmarks.ab.calibration_samples import SLOWDOWNS, CalibrationPair
 from benchmarks.ab.result import CompareVerdict, Rules
 from benchmarks.ab.sequential import PairTiming
 from benchmarks.ab.trial import PairedSamples
-from harness import machines, schema
+from harness import schema
 from harness.fingerprint import Fingerprint
 from nsa.io import atomic_write
 
@@ -35,9 +35,6 @@ LONG, SHORT = "1 ms and more", "below 1 ms"
 _LONG_MS = 1.0
 FALSE_ALARMS = 0.01
 """Of one case: the smallest change that is called keeps the share of false alarms at or below this."""
-_FOUND = {0.03: 0.9}
-_FOUND_BY_A_GPU = {0.03: 0.99, 0.01: 0.9}
-"""Share of each slowdown that is to be found on a GPU, on cases of 1 ms and more; else `_FOUND`."""
 POWER = 0.9
 """A slowdown that is found this often may be ruled out by SAME."""
 _MARGIN = 0.8
@@ -52,11 +49,6 @@ _CONFIDENCE = 0.95
 def case_class(latency_ms: float) -> str:
     """Which cases are judged alike: short ones vary more from process to process."""
     return LONG if latency_ms >= _LONG_MS else SHORT
-
-
-def goals(machine: str, kind: str) -> Mapping[float, float]:
-    """Which share of each slowdown is to be found on the cases of a class."""
-    return _FOUND if machine == machines.CPU or kind == SHORT else _FOUND_BY_A_GPU
 
 
 @dataclass(frozen=True)
@@ -281,12 +273,11 @@ def calibrate(
         fitted = [fit(split[1 - number], rules) for number in (0, 1)]
         classes.append(ClassRules(name, fit(of_class, rules)))
         for one in of_class:
-            tallies = {level: Counter[CompareVerdict]() for level in one.injected}
-            for half, rules_of_other in zip(split, fitted, strict=True):
-                for part in half:
-                    if part.case == one.case:
-                        for level, tally in tallies.items():
-                            tally.update(verdicts(part, level, rules_of_other))
+            judged = [(part, fitted[number]) for number in (0, 1) for part in split[number] if part.case == one.case]
+            tallies = {
+                level: Counter(verdict for part, by in judged for verdict in verdicts(part, level, by))
+                for level in one.injected
+            }
             rates = tuple(_rate(level, one.injected[level], tally) for level, tally in tallies.items())
             noise = math.sqrt(statistics.fmean(value**2 for value in one.identical))
             cases.append(CaseCalibration(one.case, one.latency_ms, noise, rates, len(one.pairs)))

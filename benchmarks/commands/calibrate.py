@@ -127,6 +127,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure the pairs that are missing, judge all of them; the last line of stdout is JSON."""
+    if arguments.stored and (arguments.cases or arguments.quick or arguments.pairs or arguments.minutes is not None):
+        raise ValueError("--stored judges all pairs on record: leave out --cases, --quick, --pairs and --minutes")
     if arguments.pairs is None:
         arguments.pairs = LEAST_PAIRS if arguments.quick else _PAIRS
     if arguments.pairs < LEAST_PAIRS:
@@ -144,18 +146,18 @@ def main(arguments: argparse.Namespace) -> int:
     except calibration_samples.LostPairError as error:
         print(f"python -m benchmarks: {error}", file=sys.stderr)
         return 1
+    print("\n".join(_stages(pairs)))
     fewest = min(calibration_samples.counts(pairs).values(), default=0)
     if fewest < LEAST_PAIRS:
         print(f"{fewest} of at least {LEAST_PAIRS} pairs: the same command goes on with them", file=sys.stderr)
         return 1
-    device = "cpu" if identity.machine == machines.CPU else "cuda"
-    classes, cases = calibration.calibrate(calibration.timings(pairs), Rules.of_device(device))
+    classes, cases = calibration.calibrate(calibration.timings(pairs), Rules.of_device(_device(identity)))
     seconds = round(sum(pair.seconds for pair in pairs), 1)
     found = Calibration(identity, classes, cases, fewest, seconds, command)
     path = calibration.save(arguments.out, found)
     for one in classes:
         print("\n".join(["", f"{one.name}:", *map(_line, found.rates(one.name))]))
-    print("\n".join(["", *_stages(pairs), *(_open(bound, pairs, found) for bound in open_bounds.find(found))]))
+    print("\n".join(["", *(_open(bound, pairs, found) for bound in open_bounds.find(found))]))
     summary = {
         one.name: {
             "false_alarms": found.rates(one.name)[0].alarms,
@@ -182,7 +184,16 @@ def _stored(arguments: argparse.Namespace) -> tuple[Fingerprint, list[Calibratio
     pairs, damaged = calibration_samples.read(arguments.out, arguments.gpu)
     if damaged:
         print(calibration_samples.left_out(damaged), file=sys.stderr)
+    names = [one.case for one in pairs[0].cases] if pairs else []  # the first are of every case
+    rules = Rules.of_device(_device(known.fingerprint))
+    if not pairs or calibration_samples.identity(known.fingerprint, names, rules) != pairs[0].identity:
+        file = calibration_samples.path(arguments.out, arguments.gpu)
+        raise ValueError(f"--stored: the newest pairs in {file} are not of the machine state that was calibrated")
     return known.fingerprint, pairs, known.command
+
+
+def _device(of: Fingerprint) -> str:
+    return "cpu" if of.machine == machines.CPU else "cuda"
 
 
 def _measured(arguments: argparse.Namespace) -> tuple[Fingerprint, list[CalibrationPair], str]:
@@ -194,7 +205,7 @@ def _measured(arguments: argparse.Namespace) -> tuple[Fingerprint, list[Calibrat
     return identity, _pairs(arguments, machine, identity), _command(arguments, machine)
 
 
-def _keep_better(arguments: argparse.Namespace, identity: fingerprint.Fingerprint) -> None:
+def _keep_better(arguments: argparse.Namespace, identity: Fingerprint) -> None:
     """Raises ValueError where a calibration of more pairs would be replaced."""
     try:
         found = calibration.load(arguments.out, identity.machine)
@@ -248,9 +259,7 @@ def _pairs(arguments: argparse.Namespace, machine: Machine, identity: Fingerprin
             if watch is not None:  # noise of other work is not this machine's; what was measured is kept
                 watch.require_alone()
         between_s = time.perf_counter() - begin - sum(pair.seconds for pair in new)
-    print(
-        f"{between_s / len(new):.1f} s between two pairs: other processes and heat are looked for, and the first start"
-    )
+    print(f"{between_s / len(new):.1f} s beside each pair: sources are copied, other processes and heat looked for")
     return pairs
 
 

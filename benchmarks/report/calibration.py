@@ -101,7 +101,7 @@ def _class(folder: ReportFolder, one: Calibration, name: str, rules: Rules) -> C
         rates=_rates(rates),
         rules=_rules(rules),
         cases=_cases(cases),
-        unjudged=_unjudged(cases, calibration.goals(one.fingerprint.machine, name)),
+        unjudged=_unjudged(cases, open_bounds.goals(one.fingerprint.machine, name)),
         picture=_picture(folder, one, name),
     )
 
