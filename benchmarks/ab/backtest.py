@@ -92,7 +92,7 @@ class Backtest:
     identity: str
     """Of the pairs (`calibration_samples.identity`)."""
     recorded: int
-    """Pairs of processes, each of every case."""
+    """Pairs of processes; the later ones may be of some cases alone."""
     cases: int
     seed: int
     utc: str
@@ -102,11 +102,14 @@ class Backtest:
     dirty: bool | None
     command: str
     events: tuple[BacktestEvent, ...]
+    case_pairs: int | None = None
+    """Pairs of one case, over all cases; None in earlier backtests, of which each pair is of every case."""
 
     @property
     def uses(self) -> float:
         """How often a recorded pair of a case was used, on average; above 1 the bounds are too narrow."""
-        return sum(event.pairs for event in self.events) / (self.recorded * self.cases)
+        case_pairs = self.recorded * self.cases if self.case_pairs is None else self.case_pairs
+        return sum(event.pairs for event in self.events) / case_pairs
 
     @property
     def shares(self) -> tuple[Share, ...]:

@@ -3,8 +3,9 @@
 The pairs of a case are taken in order: a test uses as many of them as it needs for its answer, the next test begins
 behind it, so that no pair is in two tests of one size of slowdown. What the rules need to know (the noise between
 pairs, the smallest change to call, the margin of SAME) is fitted on one half of the pairs and judged on the other, and
-the other way round: no test is judged by what saw it. Cases are pooled by class. The result is kept in
-results/calibration/<machine>.json.
+the other way round: no test is judged by what saw it. One moment parts the halves for all cases of a class, also where
+some have more pairs than others: what two cases share, a pair of processes and its hour, is in one half. Cases are
+pooled by class. The result is kept in results/calibration/<machine>.json.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import dataclasses
 import json
 import math
 import statistics
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -102,6 +104,8 @@ class CaseCalibration:
     """Root mean square of the log-ratios of identical code."""
     rates: tuple[CalibrationRate, ...]
     """Ascending by slowdown, the first is 0; without those that could not be injected."""
+    pairs: int | None = None
+    """Pairs of processes that it was measured in; None in earlier calibrations, whose cases all have the same."""
 
     def __post_init__(self) -> None:
         if not self.rates or self.rates[0].slowdown != 0:
@@ -128,9 +132,9 @@ class Calibration:
     classes: tuple[ClassRules, ...]
     cases: tuple[CaseCalibration, ...]
     pairs: int
-    """Pairs of processes."""
+    """Pairs of processes of the case that has fewest."""
     seconds: float
-    """What measuring them took."""
+    """What measuring all pairs took."""
     command: str
 
     def __post_init__(self) -> None:
@@ -149,7 +153,7 @@ class Calibration:
         """Of all cases of a class together."""
         found = [rate for case in self.cases if case.kind == name for rate in case.rates]
         return tuple(
-            _pooled([rate for rate in found if rate.slowdown == level])
+            pooled([rate for rate in found if rate.slowdown == level])
             for level in LEVELS
             if any(rate.slowdown == level for rate in found)
         )
@@ -159,7 +163,8 @@ def _mode(case: str) -> str:
     return case.partition("/")[0]
 
 
-def _pooled(rates: Sequence[CalibrationRate]) -> CalibrationRate:
+def pooled(rates: Sequence[CalibrationRate]) -> CalibrationRate:
+    """Of one slowdown, as if they were of one case."""
     counts = {
         name: sum(getattr(rate, name) for rate in rates)
         for name in ("comparisons", "slower", "faster", "same", "undecided")
@@ -202,6 +207,8 @@ class CaseTimings:
     """By slowdown."""
     injected: Mapping[float, float]
     """What each slowdown was: 0.0 alone where none could be injected."""
+    numbers: tuple[int, ...]
+    """Of the pair of processes behind each, ascending: cases that share a number were measured by the same two."""
 
     @property
     def latency_ms(self) -> float:
@@ -212,24 +219,38 @@ class CaseTimings:
         """The log-ratios of identical code."""
         return [pair[0.0].log_ratio for pair in self.pairs]
 
-    def half(self, number: int) -> CaseTimings:
-        """The first (0) or the second half of the pairs."""
-        middle = len(self.pairs) // 2
-        return dataclasses.replace(self, pairs=self.pairs[middle:] if number else self.pairs[:middle])
+    def part(self, begin: int, end: int) -> CaseTimings:
+        """The pairs that came in this range."""
+        return dataclasses.replace(self, pairs=self.pairs[begin:end], numbers=self.numbers[begin:end])
+
+
+def halves(measured: Sequence[CaseTimings]) -> tuple[list[CaseTimings], list[CaseTimings]]:
+    """The pairs of some cases before a moment, and from then on: the latest one before which at most half of them came.
+
+    A case that has none on one side is left out there.
+    """
+    numbers = sorted(number for one in measured for number in one.numbers)
+    moment = numbers[len(numbers) // 2]
+    first, second = list[CaseTimings](), list[CaseTimings]()
+    for one in measured:
+        middle = bisect_left(one.numbers, moment)
+        first += [one.part(0, middle)] if middle else []
+        second += [one.part(middle, len(one.pairs))] if middle < len(one.pairs) else []
+    return first, second
 
 
 def timings(pairs: Sequence[CalibrationPair]) -> list[CaseTimings]:
     """The measured pairs case by case."""
-    samples: dict[str, list[PairedSamples]] = {}
-    for pair in pairs:
+    samples: dict[str, dict[int, PairedSamples]] = {}
+    for number, pair in enumerate(pairs):
         for one in pair.cases:
-            samples.setdefault(one.case, []).append(one.samples)
+            samples.setdefault(one.case, {})[number] = one.samples
     found = []
     for case, of_case in samples.items():
-        injected = {level: _injected([one.head_ms for one in of_case], i) for i, level in enumerate(LEVELS)}
+        injected = {level: _injected([one.head_ms for one in of_case.values()], i) for i, level in enumerate(LEVELS)}
         real = {level: share for level, share in injected.items() if abs(share - level) <= _REAL * level}
-        by_level = tuple({level: paired.timed(LEVELS.index(level)) for level in real} for paired in of_case)
-        found.append(CaseTimings(case, by_level, real))
+        by_level = tuple({level: paired.timed(LEVELS.index(level)) for level in real} for paired in of_case.values())
+        found.append(CaseTimings(case, by_level, real, tuple(of_case)))
     return found
 
 
@@ -248,16 +269,18 @@ def calibrate(
         of_class = [one for one in measured if case_class(one.latency_ms) == name]
         if not of_class:
             continue
-        fitted = [fit([one.half(1 - number) for one in of_class], rules) for number in (0, 1)]
+        split = halves(of_class)
+        fitted = [fit(split[1 - number], rules) for number in (0, 1)]
         classes.append(ClassRules(name, fit(of_class, rules)))
         for one in of_class:
-            tallies = {level: Counter[CompareVerdict]() for level in one.injected}
-            for number in (0, 1):
-                for level, tally in tallies.items():
-                    tally.update(verdicts(one.half(number), level, fitted[number]))
+            judged = [(part, fitted[number]) for number in (0, 1) for part in split[number] if part.case == one.case]
+            tallies = {
+                level: Counter(verdict for part, by in judged for verdict in verdicts(part, level, by))
+                for level in one.injected
+            }
             rates = tuple(_rate(level, one.injected[level], tally) for level, tally in tallies.items())
             noise = math.sqrt(statistics.fmean(value**2 for value in one.identical))
-            cases.append(CaseCalibration(one.case, one.latency_ms, noise, rates))
+            cases.append(CaseCalibration(one.case, one.latency_ms, noise, rates, len(one.pairs)))
     return tuple(classes), tuple(cases)
 
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
 from benchmarks.ab import trial
 from benchmarks.ab.result import Rules
 from benchmarks.ab.sequential import PairFailure
+from benchmarks.ab.stages import StageClock
 from benchmarks.ab.starter import PairStarter
 from benchmarks.cases.key import Key
 from harness import jsonl
@@ -53,11 +55,13 @@ class CaseSamples:
 
 @dataclass(frozen=True)
 class CalibrationPair:
-    """Every case in one pair of processes (`trial.run` shares the cases between two of them)."""
+    """Every case in one pair of processes, or some (`trial.run` shares the cases between two of them)."""
 
     identity: str
     seconds: float
     cases: tuple[CaseSamples, ...]
+    stages_s: Mapping[str, float] = field(default_factory=dict)
+    """Where the seconds went (`stages`); of what runs side by side on a CPU the sum. Empty of earlier pairs."""
 
     OLD_NAMES: ClassVar[Mapping[str, str]] = {"taken": "cases"}
 
@@ -97,20 +101,36 @@ class LostPairError(Exception):
     """A case of a calibration could not be timed: a fault of the code, not of the machine."""
 
 
-def measure(
-    results: Path, machine: str, starter: PairStarter, keys: Sequence[Key], rules: Rules, wanted: str, numbers: range
-) -> Iterator[CalibrationPair]:
-    """A new pair for each number, in the file before it is yielded. Raises LostPairError naming the case.
+def counts(pairs: Sequence[CalibrationPair]) -> Counter[str]:
+    """How many pairs each case has."""
+    return Counter(one.case for pair in pairs for one in pair.cases)
 
-    The oracle is not asked: what is published of identical code are rates, not latencies.
+
+def measure(
+    results: Path,
+    machine: str,
+    starter: PairStarter,
+    keys: Sequence[Key],
+    rules: Rules,
+    wanted: str,
+    there: Sequence[CalibrationPair],
+    pairs: int,
+) -> Iterator[CalibrationPair]:
+    """New pairs, until each case has so many with those that are there; each is in the file before it is yielded.
+
+    A new pair is of the cases that lack some, so that none has more than it is to have. Raises LostPairError naming the
+    case. The oracle is not asked: what is published of identical code are rates, not latencies.
     """
-    for number in numbers:
-        begin = time.perf_counter()
-        found = trial.run(starter, keys, rules, number % 2, SLOWDOWNS, check=False)
-        cases = tuple(_samples(key, result) for key, result in zip(keys, found, strict=True))
-        pair = CalibrationPair(wanted, round(time.perf_counter() - begin, 1), cases)
+    found, number = counts(there), len(there)
+    while lacking := [key for key in keys if found[key.name] < pairs]:
+        begin, clock = time.perf_counter(), StageClock()
+        timed = trial.run(starter, lacking, rules, number % 2, SLOWDOWNS, check=False, clock=clock)
+        cases = tuple(_samples(key, result) for key, result in zip(lacking, timed, strict=True))
+        pair = CalibrationPair(wanted, round(time.perf_counter() - begin, 1), cases, clock.seconds())
         jsonl.append(path(results, machine), pair)
         yield pair
+        found.update(key.name for key in lacking)
+        number += 1
 
 
 def _samples(key: Key, result: trial.PairedSamples | PairFailure) -> CaseSamples:

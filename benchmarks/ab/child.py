@@ -50,6 +50,7 @@ class WorkerProcess:
         )
         self._folder = sources.folder
         self._begun, self._launch_interval_ns = False, 0.0
+        self._context_asked = self._context_awaited = False
 
     def begin(self, core: int | None) -> None:
         """Wait until it has imported; then it keeps to this core. Raises WorkerError where nsa/ is not this side's."""
@@ -60,6 +61,19 @@ class WorkerProcess:
         if not imported.startswith(str(self._folder)):
             raise WorkerError(CaseOutcome.CRASHED, f"the child imported {imported}, which is not of {self._folder}")
         self._begun = True
+
+    def ask_for_context(self) -> None:
+        """Have it make its context on the GPU, unless it was asked before; several processes do so at a time."""
+        if self._context_asked:
+            return
+        self._context_asked = self._context_awaited = True
+        self.ask({"context": True})
+
+    def wait_for_context(self) -> None:
+        """Until the context that was asked for is made. Raises WorkerError."""
+        if self._context_awaited:
+            self.answer(_START_DEADLINE_S)
+            self._context_awaited = False
 
     def launch_interval_ns(self) -> float:
         """Of this process on the GPU; measured once. Raises WorkerError."""

@@ -2,11 +2,13 @@
 
 In each history one commit changes one case by a known amount, or none does. A pair of a commit before the change is a
 recorded pair of identical code; one of a commit from there on has the injected work on HEAD's side, for a speed-up on
-BASE's. As in use, the last commit is compared with the good one, in one comparison with all cases of its class; where
-it is SLOWER the commit is searched by halves, each comparison being of that case alone.
+BASE's. As in use, the last commit is compared with the good one, in one comparison with all cases of its class that the
+same processes have measured; where it is SLOWER the commit is searched by halves, each comparison being of that case
+alone.
 
-The pairs are split into two halves by time. The rules are fitted on one half and tried on the other. Comparisons take
-the pairs of their half in the order measured, each going on behind the one before; at the end they begin anew.
+The pairs are split into two halves by time (`calibration.halves`). The rules are fitted on one half and tried on the
+other. Comparisons take the pairs of their half in the order measured, each going on behind the one before; at the end
+they begin anew.
 """
 
 from __future__ import annotations
@@ -67,6 +69,7 @@ class _Deck:
 
     case: CaseTimings
     others: Sequence[CaseTimings]
+    """Each was measured in every pair of processes that the case was."""
     half: int
     rules: Rules
     used: int = 0
@@ -79,7 +82,8 @@ class _Deck:
     def pair(self, number: int, change: float) -> dict[str, PairTiming]:
         """The recorded pair of this number, with this change of the case; the others are unchanged."""
         at = number % len(self.case.pairs)
-        others = {one.case: one.pairs[at][0.0] for one in self.others}
+        processes = self.case.numbers[at]
+        others = {one.case: one.pairs[one.numbers.index(processes)][0.0] for one in self.others}
         return {self.case.case: _changed(self.case.pairs[at], change), **others}
 
 
@@ -93,12 +97,19 @@ def _changed(pair: Mapping[float, PairTiming], change: float) -> PairTiming:
 def _decks(measured: Sequence[CaseTimings], rules: Rules) -> Iterator[_Deck]:
     for kind in (calibration.LONG, calibration.SHORT):
         of_class = [one for one in measured if calibration.case_class(one.latency_ms) == kind]
-        for half in (0, 1) if of_class else ():
-            fitted = calibration.fit([one.half(1 - half) for one in of_class], rules)
-            here = [one.half(half) for one in of_class]
+        if not of_class:
+            continue
+        split = calibration.halves(of_class)
+        for half, here in enumerate(split):
+            fitted = calibration.fit(split[1 - half], rules)
             for case in here:
                 if len(case.injected) > 1:
-                    yield _Deck(case, [one for one in here if one is not case], half, fitted)
+                    yield _Deck(case, [one for one in here if _beside(one, case)], half, fitted)
+
+
+def _beside(one: CaseTimings, case: CaseTimings) -> bool:
+    """Whether it is another case, measured in every pair of processes that this one was."""
+    return one is not case and set(case.numbers) <= set(one.numbers)
 
 
 def _history(deck: _Deck, change: float, first: int | None, judge: Judge) -> BacktestEvent:

@@ -3,6 +3,9 @@
 What a process drew at its start (`launch_interval`) makes a call of many short kernels up to 3 % slower for as long as
 it lives. Two processes of one draw differ by 0.2 %. So on a GPU several are started for each side, while the pair
 before measures, and those two whose launch intervals are nearest to each other are taken.
+
+A process may take longer to import PyTorch than a pair of few cases to be measured. So further ones import meanwhile,
+without a context on the GPU: that is made between two pairs, where it disturbs none.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from benchmarks.cases.outcome import CaseOutcome
 
 _AHEAD = 3
 """Processes of each side that stand ready on a GPU."""
+_IMPORTING = 2
+"""Further ones of each side that import beside a pair."""
 _ALIKE = 0.03
 """Launch intervals that differ by less are of one draw."""
 _MOST_DRAWS = 4
@@ -78,24 +83,32 @@ class PairStarter:
             base, head = self._nearest()
         for ready, child in zip(self._ready, (base, head), strict=True):
             ready.remove(child)
-        self._start_processes()
+        self._start_processes(_AHEAD + _IMPORTING)
         return [base, head]
 
     def _nearest(self) -> tuple[WorkerProcess, WorkerProcess]:
-        return min(itertools.product(*self._ready), key=lambda pair: _difference(*pair))
+        base, head = (ready[:_AHEAD] for ready in self._ready)
+        return min(itertools.product(base, head), key=lambda pair: _difference(*pair))
 
-    def _start_processes(self) -> None:
+    def _start_processes(self, wanted: int) -> None:
+        """Until so many of each side are there, the oldest first."""
         for sources, ready in zip(self._sides, self._ready, strict=True):
-            ready += [WorkerProcess(sources) for _ in range(_AHEAD - len(ready))]
+            ready += [WorkerProcess(sources) for _ in range(wanted - len(ready))]
 
     def _fill(self) -> None:
-        """Until `_AHEAD` of each side have told their launch interval."""
-        self._start_processes()
-        for side, ready in enumerate(self._ready):
-            for child in ready:
-                with blame(side):
-                    child.begin(None)
-                    child.launch_interval_ns()
+        """Until `_AHEAD` of each side have told their launch interval, one after the other: each has the GPU alone."""
+        self._start_processes(_AHEAD)
+        first = [(side, child) for side, ready in enumerate(self._ready) for child in ready[:_AHEAD]]
+        for side, child in first:
+            with blame(side):
+                child.begin(None)
+                child.ask_for_context()  # it is made while the next one is waited for
+        for side, child in first:
+            with blame(side):
+                child.wait_for_context()
+        for side, child in first:
+            with blame(side):
+                child.launch_interval_ns()
 
 
 def _difference(base: WorkerProcess, head: WorkerProcess) -> float:

@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ab import moderated
+from benchmarks.ab import moderated, stages
 from benchmarks.ab.child import WorkerProcess
 from benchmarks.ab.result import Rules
 from benchmarks.ab.sequential import PairFailure, PairTiming
+from benchmarks.ab.stages import StageClock
 from benchmarks.ab.starter import PairStarter, SideError, blame
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import FAULTS, CaseOutcome
@@ -83,8 +84,8 @@ def standard_error(ratios: Sequence[float]) -> float:
 class WorkerPair:
     """Two children, BASE and HEAD, on "cpu" or "cuda"."""
 
-    def __init__(self, base: WorkerProcess, head: WorkerProcess, device: str) -> None:
-        self._children, self._device = (base, head), device
+    def __init__(self, base: WorkerProcess, head: WorkerProcess, device: str, clock: StageClock) -> None:
+        self._children, self._device, self._clock = (base, head), device, clock
 
     def run(
         self, key: Key, rules: Rules, first: int, slowdowns: Sequence[float] = (), *, check: bool = True
@@ -95,20 +96,25 @@ class WorkerPair:
         read. `check`: the oracle is asked before the samples, and again after them on other inputs. Raises SideError.
         """
         request = {"prepare": dataclasses.asdict(key), "device": self._device, "check": check}
-        prepared = self._ask_both(request, together=self._device == "cpu" or not check)
+        together = self._device == "cpu" or not check
+        prepared = self._ask_both(request, together=together)
         if isinstance(prepared, PairFailure):
             return prepared
-        latencies_ms = [self._ask_one(side, {"slowdowns": list(slowdowns)})["latency_ms"] for side in (0, 1)]
+        self._clock.add_sides([answer["stages_s"] for answer in prepared], together=together)
+        with self._clock.stage(stages.WARM_UP):
+            latencies_ms = [self._ask_one(side, {"slowdowns": list(slowdowns)})["latency_ms"] for side in (0, 1)]
         calls = calls_per_sample(min(latencies_ms), self._device)
         samples = PairedSamples((), ())
-        while not samples.enough(rules):
-            sample_ms = {}
-            for side in (0, 1) if (len(samples.base_ms) + first) % 2 == 0 else (1, 0):
-                sample_ms[side] = self._ask_one(side, {"sample": calls})["sample_ms"]
-            samples = PairedSamples((*samples.base_ms, sample_ms[0][0]), (*samples.head_ms, tuple(sample_ms[1])))
+        with self._clock.stage(stages.SAMPLES):
+            while not samples.enough(rules):
+                sample_ms = {}
+                for side in (0, 1) if (len(samples.base_ms) + first) % 2 == 0 else (1, 0):
+                    sample_ms[side] = self._ask_one(side, {"sample": calls})["sample_ms"]
+                samples = PairedSamples((*samples.base_ms, sample_ms[0][0]), (*samples.head_ms, tuple(sample_ms[1])))
         if not check:
             return samples
-        finished = self._ask_both({"finish": True}, together=self._device == "cpu")
+        with self._clock.stage(stages.FINISH):
+            finished = self._ask_both({"finish": True}, together=self._device == "cpu")
         if isinstance(finished, PairFailure):
             return finished
         base_mib, head_mib = (answer.get("peak_mem_mib") for answer in finished)
@@ -154,15 +160,17 @@ def run(
     slowdowns: Sequence[float] = (),
     *,
     check: bool = True,
+    clock: StageClock | None = None,
 ) -> list[PairedSamples | PairFailure]:
-    """What came of each case, in order; after a fault the rest goes on in a new pair. For the rest see
-    `WorkerPair.run`."""
+    """What came of each case, in order; after a fault the rest goes on in a new pair. `clock` counts the seconds of its
+    stages. For the rest see `WorkerPair.run`."""
     cores = _cores()[: len(keys)] if starter.device == "cpu" else [None]
 
     def sample(pair: WorkerPair, key: Key) -> PairedSamples | PairFailure:
         return pair.run(key, rules, first, slowdowns, check=check)
 
-    runners = [_CoreRunner(starter, core, sample) for core in cores]
+    clock = clock or StageClock()
+    runners = [_CoreRunner(starter, core, sample, clock) for core in cores]
     with ThreadPoolExecutor(len(runners)) as pool:
         try:
             shares = [pool.submit(runner.run, keys[i :: len(runners)]) for i, runner in enumerate(runners)]
@@ -189,9 +197,13 @@ class _CoreRunner:
     """Runs its share of the cases, one pair of processes at a time."""
 
     def __init__(
-        self, starter: PairStarter, core: int | None, sample: Callable[[WorkerPair, Key], PairedSamples | PairFailure]
+        self,
+        starter: PairStarter,
+        core: int | None,
+        sample: Callable[[WorkerPair, Key], PairedSamples | PairFailure],
+        clock: StageClock,
     ) -> None:
-        self._starter, self._core, self._sample = starter, core, sample
+        self._starter, self._core, self._sample, self._clock = starter, core, sample, clock
         self._children: list[WorkerProcess] = []
         self._lock, self._stopped = threading.Lock(), False
 
@@ -201,7 +213,8 @@ class _CoreRunner:
         while len(found) < len(keys):
             try:
                 with ExitStack() as stack:
-                    pair = self._pair(stack)
+                    with self._clock.stage(stages.START):
+                        pair = self._pair(stack)
                     self._until_fault(pair, keys, found)
             except SideError as error:  # before its first case: this side cannot even be imported
                 found += [error.result] * (len(keys) - len(found))
@@ -220,12 +233,16 @@ class _CoreRunner:
             if self._stopped:
                 raise InterruptedError("the trial was stopped")
             self._children = self._starter.start()
-            for child in self._children:
-                stack.callback(child.close)
+            stack.callback(self._close, list(self._children))
         for side, child in enumerate(self._children):
             with blame(side):
                 child.begin(self._core)
-        return WorkerPair(self._children[0], self._children[1], self._starter.device)
+        return WorkerPair(self._children[0], self._children[1], self._starter.device, self._clock)
+
+    def _close(self, children: Sequence[WorkerProcess]) -> None:
+        """At the same time: each frees gigabytes, and a context on a GPU."""
+        with self._clock.stage(stages.END), ThreadPoolExecutor(len(children)) as pool:
+            list(pool.map(WorkerProcess.close, children))
 
     def _until_fault(self, pair: WorkerPair, keys: Sequence[Key], found: list[PairedSamples | PairFailure]) -> None:
         """Go on until a case may have left a process that fails at everything, as a kernel's fault does on a GPU."""

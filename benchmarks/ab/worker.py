@@ -4,14 +4,16 @@ Usage: python -m benchmarks.ab.worker, with the sources of one side first on the
 stdin, each is answered by one JSON line on stdout; end of file ends the process, so that none outlives its parent.
 
     {"threads": 1, "core": 0}                    -> {"nsa": "/.../nsa/__init__.py"}
+    {"context": true}                            -> {}, once it has a context on the GPU
     {"launch_interval": true}                    -> {"launch_interval_ns": of this process on the GPU}
-    {"prepare": {...key...}, "device": "cpu", "check": true}    -> {"outcome": "PASSED", "reason": null}
+    {"prepare": {...key...}, "device": "cpu", "check": true}    -> {"outcome": "PASSED", "reason": null, "stages_s": {}}
     {"slowdowns": [0.01, 0.03]}                  -> {"latency_ms": of a call}
     {"sample": 3}                                -> {"sample_ms": [latency, latency of each slowdown]}, of so many calls
     {"finish": true}                             -> {"outcome": "PASSED", "reason": null, "peak_mem_mib": of a call}
 
-An exception of the case becomes its outcome. `finish` asks the oracle again, on inputs that no call has seen. A peak of
-memory is told on a GPU; None on a CPU, where these processes keep what they free.
+An exception of the case becomes its outcome; `stages_s` says what its preparation took (`stages`). `finish` asks the
+oracle again, on inputs that no call has seen. A peak of memory is told on a GPU; None on a CPU, where these processes
+keep what they free.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ import torch
 
 import nsa
 from benchmarks import errors
-from benchmarks.ab import injection
+from benchmarks.ab import injection, stages
+from benchmarks.ab.stages import StageClock
 from benchmarks.cases.key import NSA, Key
 from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.correctness import anti_cheat, integrity, row_sampling
@@ -45,6 +48,8 @@ class Worker:
 
     def __init__(self) -> None:
         self._case: _Case | None = None
+        self._allocated_bytes = 0
+        """On the GPU after the last collection: what no case holds."""
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to one request."""
@@ -53,11 +58,16 @@ class Worker:
             if request["core"] is not None:
                 os.sched_setaffinity(0, {request["core"]})
             return {"nsa": nsa.__file__}
+        if "context" in request:
+            torch.zeros(1, device="cuda")
+            return {}
         if "launch_interval" in request:
             return {"launch_interval_ns": launch_interval.measure_ns()}
         if "prepare" in request:
             self._case = None  # its tensors go before the next one's come
-            return self._outcome(lambda: self._prepare(**request))
+            clock = StageClock()
+            answer = self._outcome(lambda: self._prepare(clock, **request))
+            return {**answer, "stages_s": clock.seconds()}
         assert self._case is not None, "a case must be prepared first"
         if "slowdowns" in request:
             return {"latency_ms": self._case.inject(request["slowdowns"])}
@@ -66,9 +76,20 @@ class Worker:
         answer = self._outcome(self._case.finish)
         return {**answer, "peak_mem_mib": self._case.peak_mem_mib}
 
-    def _prepare(self, prepare: Mapping[str, Any], device: str, check: bool) -> None:
-        _free(device)
-        self._case = _Case(Key(**prepare), device, check)
+    def _prepare(self, clock: StageClock, prepare: Mapping[str, Any], device: str, check: bool) -> None:
+        with clock.stage(stages.FREE):
+            self._free(device)
+        self._case = _Case(Key(**prepare), device, check, clock)
+
+    def _free(self, device: str) -> None:
+        """What the last case left on a GPU. Only where a cycle of objects still holds some of it does Python have to
+        look through all of PyTorch's, which takes a tenth of a second."""
+        if device != "cuda":
+            return
+        if torch.cuda.memory_allocated() > self._allocated_bytes:
+            gc.collect()
+            self._allocated_bytes = torch.cuda.memory_allocated()
+        torch.cuda.empty_cache()
 
     def _outcome(self, step: Callable[[], None]) -> dict[str, Any]:
         try:
@@ -82,15 +103,17 @@ class Worker:
 class _Case:
     """One case, green if it was checked."""
 
-    def __init__(self, key: Key, device: str, check: bool) -> None:
+    def __init__(self, key: Key, device: str, check: bool, clock: StageClock) -> None:
         self._key, self._device, self._seed = key, device, row_sampling.new_seed()
-        if device == "cuda":
-            l2_persistence.bytes_at_first()
-        self._work = prepare(key, device)
-        self._inputs = anti_cheat.digests(self._work.inputs) if check else {}
-        with self._work.refusals():
+        with clock.stage(stages.INPUTS):
+            if device == "cuda":
+                l2_persistence.bytes_at_first()
+            self._work = prepare(key, device)
+            self._inputs = anti_cheat.digests(self._work.inputs) if check else {}
+        with clock.stage(stages.FIRST_CALL), self._work.refusals():
             self._work.check(self._seed) if check else self._work.call()
-        self._rotating = RotatingInputs(self._work, key, device)
+        with clock.stage(stages.COPIES):
+            self._rotating = RotatingInputs(self._work, key, device)
         self._staged: injection.StagedSlowdown | None = None
         self.peak_mem_mib: float | None = None
 
@@ -124,14 +147,9 @@ class _Case:
 
 
 def _plan(samples: int) -> latency.SamplingPlan:
-    return latency.SamplingPlan(samples, min_time_s=0.0, wall_limit_s=_NO_LIMIT_S, warmup_calls=0, end_to_end=False)
-
-
-def _free(device: str) -> None:
-    """What the last case left on a GPU."""
-    if device == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
+    return latency.SamplingPlan(
+        samples, min_time_s=0.0, wall_limit_s=_NO_LIMIT_S, warmup_calls=0, end_to_end=False, clocks=False
+    )
 
 
 def main() -> None:

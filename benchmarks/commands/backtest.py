@@ -40,6 +40,7 @@ def main(arguments: argparse.Namespace) -> int:
     pairs, damaged = calibration_samples.read(arguments.out, arguments.gpu)
     if damaged:
         print(calibration_samples.left_out(damaged), file=sys.stderr)
+    counts = calibration_samples.counts(pairs)
     if len(pairs) < calibrate.LEAST_PAIRS:
         file = calibration_samples.path(arguments.out, arguments.gpu)
         raise ValueError(
@@ -59,6 +60,7 @@ def main(arguments: argparse.Namespace) -> int:
         repository.dirty(),
         _command(arguments),
         tuple(replay.replay(measured, Rules.of_device(device), arguments.seed)),
+        counts.total(),
     )
     path = backtest.save(arguments.out, found)
     print(f"{len(found.events)} histories; each recorded pair of a case was used {found.uses:.1f} times on average")

@@ -1,7 +1,8 @@
 """`calibrate`: how often `compare` is right on this machine, and the thresholds that it uses here from then on.
 
 Identical code is measured against itself in many pairs of processes, with 1, 3 and 10 % of real work injected into one
-side. When it is interrupted, or its minutes are over, the same command goes on where it stopped.
+side. When it is interrupted, or its minutes are over, the same command goes on where it stopped. `--cases` adds pairs
+of some cases, `--stored` judges what is on record of any machine anew; the last lines say which bounds are still open.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ import argparse
 import dataclasses
 import json
 import shlex
+import statistics
 import sys
 import time
 from collections.abc import Sequence
 
-from benchmarks.ab import calibration, calibration_samples, checkout
+from benchmarks.ab import calibration, calibration_samples, checkout, open_bounds
 from benchmarks.ab.calibration import Calibration, CalibrationRate
 from benchmarks.ab.calibration_samples import CalibrationPair
 from benchmarks.ab.child import THREADS
+from benchmarks.ab.open_bounds import OpenBound
 from benchmarks.ab.result import Rules
 from benchmarks.ab.starter import PairStarter
 from benchmarks.cases.key import NSA, Key
@@ -25,6 +28,7 @@ from benchmarks.commands import options
 from benchmarks.timing import gpu_watch
 from benchmarks.workloads.suite import RANDOM
 from harness import fingerprint, machines
+from harness.fingerprint import Fingerprint
 from harness.machines import Machine
 from nsa import NSAConfig
 
@@ -102,11 +106,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help=f"a quarter of the cases and {LEAST_PAIRS} pairs: first thresholds, which know little of the noise",
     )
+    options.add_cases(parser, default="all that are calibrated on this machine")
+    parser.add_argument(
+        "--stored",
+        action="store_true",
+        help="measure nothing: judge the pairs that are on record of --gpu NAME, which need not be this machine",
+    )
     parser.add_argument(
         "--pairs",
         type=int,
         metavar="N",
-        help=f"pairs of processes in all, those of before too (default: {_PAIRS}, with --quick {LEAST_PAIRS})",
+        help="pairs of processes that each case is to have, those of before too"
+        f" (default: {_PAIRS}, with --quick {LEAST_PAIRS})",
     )
     parser.add_argument(
         "--minutes", type=float, metavar="M", help="begin no further pair after so many minutes (default: no limit)"
@@ -116,40 +127,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure the pairs that are missing, judge all of them; the last line of stdout is JSON."""
+    if arguments.stored and (arguments.cases or arguments.quick or arguments.pairs or arguments.minutes is not None):
+        raise ValueError("--stored judges all pairs on record: leave out --cases, --quick, --pairs and --minutes")
     if arguments.pairs is None:
         arguments.pairs = LEAST_PAIRS if arguments.quick else _PAIRS
     if arguments.pairs < LEAST_PAIRS:
         raise ValueError(f"--pairs must be at least {LEAST_PAIRS}; got {arguments.pairs}")
     if arguments.minutes is not None and not arguments.minutes >= 0:
         raise ValueError(f"--minutes must be 0 or more; got {arguments.minutes}")
-    machine = machines.machine(arguments.gpu, machines.visible_gpu())
+    if arguments.quick and arguments.cases:
+        raise ValueError(
+            "--cases adds pairs to a calibration of all cases, which --quick is not: leave one of them out"
+        )
     options.check_writable(arguments.out / "calibration")
-    identity = fingerprint.take(machine.id, machine.device)
-    if arguments.quick:
-        _keep_better(arguments, identity)
-    if machine.device == "cpu":
-        identity = dataclasses.replace(identity, threads=THREADS)
     begin = time.perf_counter()
     try:
-        pairs = _pairs(arguments, machine, identity)
+        identity, pairs, command = _stored(arguments) if arguments.stored else _measured(arguments)
     except calibration_samples.LostPairError as error:
         print(f"python -m benchmarks: {error}", file=sys.stderr)
         return 1
-    if len(pairs) < LEAST_PAIRS:
-        print(f"{len(pairs)} of at least {LEAST_PAIRS} pairs: the same command goes on with them", file=sys.stderr)
+    print("\n".join(_stages(pairs)))
+    fewest = min(calibration_samples.counts(pairs).values(), default=0)
+    if fewest < LEAST_PAIRS:
+        print(f"{fewest} of at least {LEAST_PAIRS} pairs: the same command goes on with them", file=sys.stderr)
         return 1
-    classes, cases = calibration.calibrate(calibration.timings(pairs), Rules.of_device(machine.device))
-    found = Calibration(
-        identity,
-        classes,
-        cases,
-        len(pairs),
-        round(sum(pair.seconds for pair in pairs), 1),
-        _command(arguments, machine),
-    )
+    classes, cases = calibration.calibrate(calibration.timings(pairs), Rules.of_device(_device(identity)))
+    seconds = round(sum(pair.seconds for pair in pairs), 1)
+    found = Calibration(identity, classes, cases, fewest, seconds, command)
     path = calibration.save(arguments.out, found)
     for one in classes:
         print("\n".join(["", f"{one.name}:", *map(_line, found.rates(one.name))]))
+    print("\n".join(["", *(_open(bound, pairs, found) for bound in open_bounds.find(found))]))
     summary = {
         one.name: {
             "false_alarms": found.rates(one.name)[0].alarms,
@@ -165,7 +173,39 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _keep_better(arguments: argparse.Namespace, identity: fingerprint.Fingerprint) -> None:
+def _stored(arguments: argparse.Namespace) -> tuple[Fingerprint, list[CalibrationPair], str]:
+    """What is on record, and the fingerprint and the command that its calibration had."""
+    known = None if arguments.gpu is None else calibration.load(arguments.out, arguments.gpu)
+    if known is None:
+        raise ValueError(
+            f"--stored: --gpu must name a machine whose calibration is in {arguments.out / 'calibration'};"
+            f" got {arguments.gpu}"
+        )
+    pairs, damaged = calibration_samples.read(arguments.out, arguments.gpu)
+    if damaged:
+        print(calibration_samples.left_out(damaged), file=sys.stderr)
+    names = [one.case for one in pairs[0].cases] if pairs else []  # the first are of every case
+    rules = Rules.of_device(_device(known.fingerprint))
+    if not pairs or calibration_samples.identity(known.fingerprint, names, rules) != pairs[0].identity:
+        file = calibration_samples.path(arguments.out, arguments.gpu)
+        raise ValueError(f"--stored: the newest pairs in {file} are not of the machine state that was calibrated")
+    return known.fingerprint, pairs, known.command
+
+
+def _device(of: Fingerprint) -> str:
+    return "cpu" if of.machine == machines.CPU else "cuda"
+
+
+def _measured(arguments: argparse.Namespace) -> tuple[Fingerprint, list[CalibrationPair], str]:
+    """All pairs of this machine state, after those that were missing are measured."""
+    machine = machines.machine(arguments.gpu, machines.visible_gpu())
+    identity = dataclasses.replace(fingerprint.take(machine.id, machine.device), threads=THREADS)  # of the workers
+    if arguments.quick:
+        _keep_better(arguments, identity)
+    return identity, _pairs(arguments, machine, identity), _command(arguments, machine)
+
+
+def _keep_better(arguments: argparse.Namespace, identity: Fingerprint) -> None:
     """Raises ValueError where a calibration of more pairs would be replaced."""
     try:
         found = calibration.load(arguments.out, identity.machine)
@@ -178,37 +218,73 @@ def _keep_better(arguments: argparse.Namespace, identity: fingerprint.Fingerprin
 
 def _command(arguments: argparse.Namespace, machine: Machine) -> str:
     words = ["--gpu", machine.id, *["--quick"] * arguments.quick, "--pairs", str(arguments.pairs)]
+    words += ["--cases", ",".join(arguments.cases)] if arguments.cases else []
     elsewhere = [] if arguments.out == options.RESULTS else ["--out", str(arguments.out)]
     return shlex.join(["python", "-m", "benchmarks", "calibrate", *words, *elsewhere])
 
 
-def _pairs(arguments: argparse.Namespace, machine: Machine, identity: fingerprint.Fingerprint) -> list[CalibrationPair]:
-    cases, rules = keys(machine), Rules.of_device(machine.device)
-    cases = quick_part(cases) if arguments.quick else cases
-    word = calibration_samples.identity(identity, [key.name for key in cases], rules)
-    recorded, damaged = calibration_samples.read(arguments.out, machine.id, word)
-    pairs = recorded[: arguments.pairs]
+def _pairs(arguments: argparse.Namespace, machine: Machine, identity: Fingerprint) -> list[CalibrationPair]:
+    every, rules = keys(machine), Rules.of_device(machine.device)
+    every = quick_part(every) if arguments.quick else every
+    cases = options.chosen(every, arguments.cases)
+    word = calibration_samples.identity(identity, [key.name for key in every], rules)
+    pairs, damaged = calibration_samples.read(arguments.out, machine.id, word)
     if damaged:
         print(calibration_samples.left_out(damaged), file=sys.stderr)
-    print(f"{len(cases)} cases, {arguments.pairs} pairs of processes, of which {len(pairs)} are there", flush=True)
-    if len(pairs) == arguments.pairs:
+    counts = calibration_samples.counts(pairs)
+    there, of_all = (min(counts[key.name] for key in some) for some in (cases, every))
+    if arguments.cases and of_all < LEAST_PAIRS:
+        raise ValueError(
+            f"--cases adds pairs to a calibration of all {len(every)} cases, of which one has {of_all} pairs in this"
+            f" state of the machine, and {LEAST_PAIRS} are wanted: leave --cases out first"
+        )
+    print(f"{len(cases)} cases, {arguments.pairs} pairs of processes, of which {there} are there", flush=True)
+    if there >= arguments.pairs:
         return pairs
     watch = gpu_watch.begin(machine)
-    begin = time.perf_counter()
-    numbers, new = range(len(pairs), arguments.pairs), list[float]()
+    begin, new, old = time.perf_counter(), list[CalibrationPair](), tuple(pairs)
     with (
         checkout.sources([checkout.WORKING_TREE] * 2) as (base, head),
         PairStarter(base, head, machine.device) as starter,
     ):
-        for pair in calibration_samples.measure(arguments.out, machine.id, starter, cases, rules, word, numbers):
+        measuring = calibration_samples.measure(
+            arguments.out, machine.id, starter, cases, rules, word, old, arguments.pairs
+        )
+        for pair in measuring:
             pairs.append(pair)
-            new.append(pair.seconds)
-            print(_progress(len(pairs), arguments.pairs, new), flush=True)
+            new.append(pair)
+            print(_progress(there + len(new), arguments.pairs, [one.seconds for one in new]), flush=True)
             if arguments.minutes is not None and time.perf_counter() - begin > 60 * arguments.minutes:
                 break
             if watch is not None:  # noise of other work is not this machine's; what was measured is kept
                 watch.require_alone()
+        between_s = time.perf_counter() - begin - sum(pair.seconds for pair in new)
+    print(f"{between_s / len(new):.1f} s beside each pair: sources are copied, other processes and heat looked for")
     return pairs
+
+
+def _stages(pairs: Sequence[CalibrationPair]) -> list[str]:
+    """One line about the pairs of as many cases as the newest one that tells its stages; none where none does."""
+    telling = [pair for pair in pairs if pair.stages_s]
+    alike = [pair for pair in telling if len(pair.cases) == len(telling[-1].cases)]
+    if not alike:
+        return []
+    names = dict.fromkeys(name for pair in alike for name in pair.stages_s)
+    medians = {name: statistics.median(pair.stages_s.get(name, 0.0) for pair in alike) for name in names}
+    parts = [f"{name} {seconds:.1f}" for name, seconds in sorted(medians.items(), key=lambda one: -one[1])]
+    total = statistics.median(pair.seconds for pair in alike)
+    cases = len(alike[-1].cases)
+    return [f"A pair of {cases} cases: {total:.1f} s ({', '.join(parts)}; medians of {len(alike)} pairs)"]
+
+
+def _open(bound: OpenBound, pairs: Sequence[CalibrationPair], of: Calibration) -> str:
+    """What would meet a bound, how long that takes, and the command."""
+    minutes = bound.further * open_bounds.pair_s(pairs, len(bound.cases)) / 60
+    words = ["--gpu", of.fingerprint.machine, "--pairs", str(bound.pairs)]
+    words += ["--cases", ",".join(bound.cases)] if len(bound.cases) < len(of.cases) else []
+    command = shlex.join(["python", "-m", "benchmarks", "calibrate", *words])
+    more = "" if all(pair.stages_s for pair in pairs) else " or more"
+    return f"{bound.text}, {max(1, round(minutes))} min{more}: {command}"
 
 
 def _progress(done: int, wanted: int, seconds: Sequence[float]) -> str:

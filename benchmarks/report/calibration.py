@@ -9,20 +9,12 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from benchmarks.ab import backtest, calibration
-from benchmarks.ab.calibration import LONG, SHORT, Calibration, CalibrationRate, CaseCalibration
+from benchmarks.ab import backtest, calibration, open_bounds
+from benchmarks.ab.calibration import LONG, Calibration, CalibrationRate, CaseCalibration
 from benchmarks.ab.result import Rules
 from benchmarks.report import style
 from benchmarks.report.folder import Picture, ReportFolder
 from benchmarks.report.table import NAME, NBSP, Cell, ReportTable, digits, number, version
-from harness import machines
-
-
-def _goals(machine: str, kind: str) -> dict[float, float]:
-    """Which share of each slowdown is to be found on every case of a class."""
-    if machine == machines.CPU or kind == SHORT:
-        return {0.03: 0.9}
-    return {0.03: 0.99, 0.01: 0.9}
 
 
 @dataclass(frozen=True)
@@ -51,6 +43,8 @@ class CalibrationSection:
     when: str
     commit: str
     command: str
+    bounds: tuple[str, ...]
+    """Of those that are not met, how many tests and pairs they want."""
     other_device: str | None
     """What the newest figures under this name are of, where that is another device; else None."""
 
@@ -84,6 +78,7 @@ def show(folder: ReportFolder, one: Calibration, devices: Mapping[str, str]) -> 
         when=where.utc,
         commit=version(where.commit, where.dirty),
         command=one.command,
+        bounds=tuple(missed.text for missed in open_bounds.find(one)),
         other_device=None if newest == where.device else newest,
     )
 
@@ -99,15 +94,22 @@ def _class(folder: ReportFolder, one: Calibration, name: str, rules: Rules) -> C
     return ClassSection(
         name=name,
         sentence=(
-            f"Identical code was called faster or slower in {false.slower + false.faster} of {false.comparisons}"
+            f"{len(cases)} cases, each in {_pairs(one, cases)} pairs of processes. Identical code was called faster or"
+            f" slower in {false.slower + false.faster} of {false.comparisons}"
             f" comparisons ({_share(false.most_alarms)} at most, with 95 % confidence). {found}"
         ),
         rates=_rates(rates),
         rules=_rules(rules),
         cases=_cases(cases),
-        unjudged=_unjudged(cases, _goals(one.fingerprint.machine, name)),
+        unjudged=_unjudged(cases, open_bounds.goals(one.fingerprint.machine, name)),
         picture=_picture(folder, one, name),
     )
+
+
+def _pairs(one: Calibration, cases: Sequence[CaseCalibration]) -> str:
+    """How many pairs of processes each case has: "23", or "23 to 131"."""
+    counts = {one.pairs if case.pairs is None else case.pairs for case in cases}
+    return " to ".join(map(str, sorted({min(counts), max(counts)})))
 
 
 def _unjudged(cases: Sequence[CaseCalibration], goals: Mapping[float, float]) -> str:

@@ -47,6 +47,8 @@ class SamplingPlan:
     """Half the width of the median's interval over the median, that is enough; None: the number of samples is."""
     end_to_end: bool = True
     """Whether the latency from the call to the end of a GPU's work is measured too, which takes as many samples."""
+    clocks: bool = True
+    """Whether the GPU's clocks are read beside the samples, which takes the host longer than a short sample."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ def _on_device(call: Callable[[], object], cache: str, plan: SamplingPlan, befor
 
 def _attempt(sampler: device_clock.EventSampler, cache: str, warmups: int, plan: SamplingPlan) -> Timing:
     """A figure of new samples alone. Raises UnjoinedWorkError where the GPU was not done at their calls' ends."""
-    clock_monitor = clocks.monitor()
+    clock_monitor = clocks.monitor() if plan.clocks else None
 
     def sample() -> float:
         taken = sampler.sample()

@@ -104,7 +104,7 @@ def without_noise(pairs: int = 8) -> CaseTimings:
     """Each pair of which is what was injected."""
     ratios = {0.0: 0.0, 0.03: 0.03, 0.1: 0.1}
     pair = {level: PairTiming(10.0, 10.0 + 10 * ratio, ratio) for level, ratio in ratios.items()}
-    return CaseTimings("a", (pair,) * pairs, ratios)
+    return CaseTimings("a", (pair,) * pairs, ratios, tuple(range(pairs)))
 
 
 def test_the_truth_is_what_the_commits_do() -> None:
@@ -152,6 +152,38 @@ def test_the_rules_are_fitted_on_the_other_half(measured: list[CaseTimings], mon
     monkeypatch.setattr(calibration, "fit", fit)
     replay.replay(measured, RULES, 0, judge)
     assert len(fitted_on) == 2
+
+
+def test_cases_are_compared_that_the_same_processes_have_measured() -> None:
+    """Of three, one has pairs of its own between those of all: in the half of these it is compared alone."""
+    pairs = comparisons.calibration_pairs(24, 3, quiet)
+    own = (dataclasses.replace(pair, cases=pair.cases[:1]) for pair in pairs[12:20])
+    some = [*pairs[:12], *own, *pairs[20:]]
+    measured = calibration.timings(some)
+    processes = {id(pair): number for one in measured for number, pair in zip(one.numbers, one.pairs, strict=True)}
+    by_ratio = {pair[level].log_ratio: id(pair) for one in measured for pair in one.pairs for level in pair}
+    asked: dict[str, set[int]] = {}
+
+    def judge(results: Sequence[CaseResult], measure: MeasurePair, rules: Rules) -> None:
+        names = [one.case for one in results]
+        asked.setdefault(names[0], set()).add(len(names))
+        for _ in range(3):
+            seen = [found.log_ratio for found in measure(names).values() if isinstance(found, PairTiming)]
+            pairs_seen = {by_ratio[ratio if ratio in by_ratio else -ratio] for ratio in seen}
+            assert len(pairs_seen) == len(names)
+            assert len({processes[pair] for pair in pairs_seen}) == 1
+        for one in results:
+            one.verdict = CompareVerdict.SAME
+
+    replay.replay(measured, RULES, 0, judge)
+    assert asked == {"case 0": {1, 3}, "case 1": {3}, "case 2": {3}}
+
+
+def test_each_use_of_a_pair_is_counted_by_the_pairs_that_cases_have() -> None:
+    event = BacktestEvent("a", 0, 0.0, None, CompareVerdict.SAME, (), 9)
+    found = Backtest("cpu", "identity", 8, 3, 0, "2026-01-01T00:00:00.000Z", None, None, "x", (event,) * 2)
+    assert found.uses == 18 / 24
+    assert dataclasses.replace(found, case_pairs=12).uses == 18 / 12
 
 
 def test_a_change_that_could_not_be_injected_is_in_no_history() -> None:

@@ -16,14 +16,16 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.ab import calibration, calibration_samples, injection, trial
+from benchmarks.ab.child import THREADS
 from benchmarks.ab.injection import StagedSlowdown
 from benchmarks.ab.result import Rules
 from benchmarks.ab.sequential import PairFailure
+from benchmarks.ab.stages import StageClock
 from benchmarks.ab.starter import PairStarter
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.commands import calibrate as command
-from harness import fingerprint, jsonl
+from harness import fingerprint, jsonl, repository
 from harness.machines import Gpu, recognise
 from tests.benchmarks import comparisons
 from tests.benchmarks.full_results import write_calibration
@@ -80,7 +82,9 @@ def test_slowdowns_must_ascend_from_above_zero(slowdowns: Sequence[float]) -> No
 class Machine:
     """Stands in for the processes: measures at once, and is killed when it is told to."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, killed_after: int | None = None) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, killed_after: int | None = None, there: int = 0) -> None:
+        """`there`: pairs that earlier ones have measured."""
+        self._there = there
         self.pairs, self._killed_after, self._random = 0, killed_after, random.Random(killed_after or 0)
         monkeypatch.setattr(trial, "run", self._play)
         monkeypatch.setattr(command, "_SHAPES", command._SHAPES[:4])
@@ -94,20 +98,27 @@ class Machine:
         slowdowns: Sequence[float],
         *,
         check: bool,
+        clock: StageClock,
     ) -> list[trial.PairedSamples]:
         assert (starter.device, first, slowdowns, check) == (
             "cpu",
-            self.pairs % 2,
+            (self._there + self.pairs) % 2,
             calibration_samples.SLOWDOWNS,
             False,
         )
         if self.pairs == self._killed_after:
             raise KeyboardInterrupt
         self.pairs += 1
+        clock.add({"start": 0.25, "samples": 0.5})
         (pair,) = comparisons.calibration_pairs(
             1, len(keys), quiet, seed=self._random.randrange(2**30), samples=rules.min_samples
         )
         return [one.samples for one in pair.cases]
+
+
+def stored(results: Path) -> list[int]:
+    """How many cases each stored pair has."""
+    return [len(pair.cases) for pair in calibration_samples.read(results, "cpu")[0]]
 
 
 ARGUMENTS = ["calibrate", "--gpu", "cpu", "--pairs", "14"]
@@ -122,7 +133,7 @@ def test_an_interrupted_calibration_goes_on_where_it_stopped(
     assert first.pairs == 4
     with calibration_samples.path(tmp_path, "cpu").open("a") as file:
         file.write('{"identity": "torn in mid')
-    second = Machine(monkeypatch)
+    second = Machine(monkeypatch, there=4)
     assert main(arguments) == 0
     assert second.pairs == 14 - 4
     said, warned = capsys.readouterr()
@@ -130,6 +141,9 @@ def test_an_interrupted_calibration_goes_on_where_it_stopped(
     assert "4 cases, 14 pairs of processes, of which 4 are there" in said
     summary = json.loads(said.splitlines()[-1])[calibration.LONG]
     assert (summary["comparisons"], summary["false_alarms"]) == (16, 0.0)
+    assert "A pair of 4 cases: 0.0 s (samples 0.5, start 0.2; medians of 14 pairs)" in said
+    assert "1 ms and more, 3% found in 90%: 29 tests without a miss are needed, 16 are there: 12 more pairs of" in said
+    assert "these 4 cases, 1 min: python -m benchmarks calibrate --gpu cpu --pairs 26\n" in said
     third = Machine(monkeypatch)
     assert main(arguments) == 0
     assert third.pairs == 0
@@ -159,6 +173,73 @@ def test_minutes_end_a_calibration_that_goes_on_later(
     assert not calibration.path(tmp_path, "cpu").exists()
     assert main(["calibrate", "--gpu", "cpu", "--pairs", "11", "--out", str(tmp_path)]) == 2
     assert "--pairs must be at least 12; got 11" in capsys.readouterr().err
+
+
+def test_pairs_of_some_cases_are_added_to_those_of_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = ["--out", str(tmp_path)]
+    few = Machine(monkeypatch)
+    two = ",".join(key.name for key in command.keys(recognise(None))[:2])
+    assert main([*ARGUMENTS, "--cases", two, *folder]) == 2
+    assert "a calibration of all 4 cases, of which one has 0 pairs in this state" in capsys.readouterr().err
+    assert main([*ARGUMENTS, "--quick", "--cases", two, *folder]) == 2
+    assert few.pairs == 0
+    assert main([*ARGUMENTS, *folder]) == 0
+    whole = calibration.load(tmp_path, "cpu")
+    more = Machine(monkeypatch, there=14)
+    assert main(["calibrate", "--gpu", "cpu", "--pairs", "21", "--cases", two, *folder]) == 0
+    assert more.pairs == 7
+    assert "2 cases, 21 pairs of processes, of which 14 are there" in capsys.readouterr().out
+    assert stored(tmp_path) == [4] * 14 + [2] * 7
+    found = calibration.load(tmp_path, "cpu")
+    assert found is not None
+    assert whole is not None
+    assert [case.case for case in found.cases] == [case.case for case in whole.cases]
+    assert (found.pairs, [case.pairs for case in found.cases]) == (14, [21, 21, 14, 14])
+    assert [case.rates[0].comparisons for case in found.cases] == [6, 6, 4, 4]
+    assert f"--cases {two}" in found.command
+    rest = Machine(monkeypatch, there=21)
+    assert main(["calibrate", "--gpu", "cpu", "--pairs", "16", *folder]) == 0
+    assert rest.pairs == 2
+    assert stored(tmp_path) == [4] * 14 + [2] * 7 + [2] * 2, "no case gets more than it is to have"
+    again = calibration.load(tmp_path, "cpu")
+    assert again is not None
+    assert [case.pairs for case in again.cases] == [21, 21, 16, 16]
+
+
+def test_stored_pairs_are_judged_without_the_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The committed ones, of a GPU: what comes out is what is committed."""
+    assert main(["calibrate", "--stored", "--gpu", "h200", "--out", str(tmp_path)]) == 2
+    assert "--gpu must name a machine whose calibration is in" in capsys.readouterr().err
+    for name in ("h200.json", "h200.pairs.jsonl"):
+        (tmp_path / "calibration" / name).write_bytes((repository.ROOT / "results/calibration" / name).read_bytes())
+    committed = calibration.load(tmp_path, "h200")
+    assert committed is not None
+    assert main(["calibrate", "--stored", "--gpu", "h200", "--out", str(tmp_path)]) == 0
+    assert calibration.load(tmp_path, "h200") == committed
+    assert main(["calibrate", "--stored", "--gpu", "h200", "--pairs", "23", "--out", str(tmp_path)]) == 2
+    (open_bound, all_cases) = (line for line in capsys.readouterr().out.splitlines() if " more pairs of these " in line)
+    assert open_bound.startswith("1 ms and more, 3% found in 99%: 299 tests without a miss are needed, 49 are there: ")
+    assert "min or more: python -m benchmarks calibrate --gpu h200 --pairs 141 --cases prefill" in open_bound
+    assert all_cases.startswith("all cases, no alarm in 99%: 299 tests without a miss are needed, 185 are there: ")
+    other = dataclasses.replace(committed, fingerprint=dataclasses.replace(committed.fingerprint, driver="1"))
+    calibration.save(tmp_path, other)
+    assert main(["calibrate", "--stored", "--gpu", "h200", "--out", str(tmp_path)]) == 2
+    assert "are not of the machine state that was calibrated" in capsys.readouterr().err
+    assert calibration.load(tmp_path, "h200") == other
+    assert all_cases.endswith(" min or more: python -m benchmarks calibrate --gpu h200 --pairs 38")
+
+
+def test_a_session_on_an_h200_goes_on_with_the_committed_pairs() -> None:
+    """They are of the cases that it would measure now, and its processes have as many threads."""
+    results = repository.ROOT / "results"
+    pairs, _ = calibration_samples.read(results, "h200")
+    found = calibration.load(results, "h200")
+    assert found is not None
+    names = [key.name for key in command.keys(recognise(Gpu("NVIDIA H200", (9, 0))))]
+    here = dataclasses.replace(found.fingerprint, threads=THREADS)
+    assert calibration_samples.identity(here, names, Rules.of_device("cuda")) == pairs[-1].identity
 
 
 def test_on_a_gpu_cases_of_each_kind_are_calibrated() -> None:

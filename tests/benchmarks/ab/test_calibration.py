@@ -85,7 +85,7 @@ def test_a_noisy_machine_says_so_instead_of_crying_wolf() -> None:
 
 def test_thresholds_that_judge_a_pair_were_fitted_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = calibration.timings(comparisons.calibration_pairs(8, 2, quiet))
-    halves = [[one.half(number) for one in measured] for number in (0, 1)]
+    halves = calibration.halves(measured)
     assert [[len(one.pairs) for one in half] for half in halves] == [[4, 4], [4, 4]]
     assert halves[0][0].pairs + halves[1][0].pairs == measured[0].pairs
     fitted_on: list[object] = []
@@ -107,10 +107,36 @@ def test_thresholds_that_judge_a_pair_were_fitted_without_it(monkeypatch: pytest
     assert {change for one, change in judged if one in halves[1]} == {0.002}
 
 
+def test_no_pair_of_processes_is_in_both_halves_where_cases_have_different_numbers_of_pairs() -> None:
+    """Case 0 has 8 pairs that the other has too, and 12 of its own after them."""
+    pairs = comparisons.calibration_pairs(20, 2, quiet)
+    some = [*pairs[:8], *(dataclasses.replace(pair, cases=pair.cases[:1]) for pair in pairs[8:])]
+    first, second = calibration.halves(calibration.timings(some))
+    assert [(one.case, one.numbers) for one in first] == [("case 0", tuple(range(7))), ("case 1", tuple(range(7)))]
+    assert [(one.case, one.numbers) for one in second] == [("case 0", tuple(range(7, 20))), ("case 1", (7,))]
+    for half in (first, second):
+        assert all(len(one.pairs) == len(one.numbers) for one in half)
+    late = [dataclasses.replace(pairs[0], cases=pairs[0].cases[1:]), *some[8:]]
+    first, second = calibration.halves(calibration.timings(late))
+    assert ([one.case for one in first], [one.case for one in second]) == (["case 1", "case 0"], ["case 0"])
+
+
+def test_further_pairs_of_some_cases_are_further_tests_of_these(tmp_path: Path) -> None:
+    pairs = comparisons.calibration_pairs(48, 4, quiet)
+    some = [*pairs[:24], *(dataclasses.replace(pair, cases=pair.cases[:2]) for pair in pairs[24:])]
+    classes, cases = calibration.calibrate(calibration.timings(some), RULES)
+    assert [case.pairs for case in cases] == [48, 48, 24, 24]
+    assert [case.rates[2].comparisons for case in cases] == [16, 16, 8, 8]
+    found = Calibration(FINGERPRINT, classes, cases, 24, 1.0, "x")
+    assert found.rates(calibration.LONG)[2].comparisons == 48
+    calibration.save(tmp_path, found)
+    assert calibration.load(tmp_path, "cpu") == found
+
+
 def test_a_test_takes_the_pairs_that_it_needs_and_the_next_one_goes_on_behind_them() -> None:
     same, wild = timed(0.001), [timed(x) for x in (0.4, -0.4, 0.3)]
     pairs = [same, same, same, *wild, *wild, same, same, same, same]
-    one = calibration.CaseTimings("a", tuple({0.0: pair} for pair in pairs), {0.0: 0.0})
+    one = calibration.CaseTimings("a", tuple({0.0: pair} for pair in pairs), {0.0: 0.0}, tuple(range(len(pairs))))
     found = [verdict.value for verdict in calibration.verdicts(one, 0.0, RULES)]
     assert found == ["SAME", "UNDECIDED"], "the second one lacked pairs for its last analysis"
     assert calibration.verdicts(dataclasses.replace(one, pairs=one.pairs[:2]), 0.0, RULES) == []

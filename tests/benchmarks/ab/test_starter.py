@@ -23,6 +23,8 @@ class Child:
     """A process that notes when it is started, and drew the next launch interval."""
 
     started: list[Child]
+    asked: list[Child]
+    waited: list[Child]
     draws: Iterator[float]
 
     def __init__(self, sources: Sources) -> None:
@@ -34,8 +36,18 @@ class Child:
             raise WorkerError(CaseOutcome.CRASHED, "SyntaxError")
         self.begun, self.core = True, core
 
-    def launch_interval_ns(self) -> float:
+    def ask_for_context(self) -> None:
         assert self.begun
+        if self not in Child.asked:
+            Child.asked.append(self)
+
+    def wait_for_context(self) -> None:
+        Child.waited.append(self)
+
+    def launch_interval_ns(self) -> float:
+        """Nobody makes a context meanwhile."""
+        assert self in Child.asked
+        assert set(Child.asked) <= set(Child.waited)
         return self.interval_ns
 
     def close(self) -> None:
@@ -46,6 +58,7 @@ class Child:
 def children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starter, "WorkerProcess", Child)
     Child.started, Child.draws = [], itertools.repeat(SLOW)
+    Child.asked, Child.waited = [], []
 
 
 def test_on_a_gpu_two_that_launch_alike_are_taken() -> None:
@@ -56,9 +69,13 @@ def test_on_a_gpu_two_that_launch_alike_are_taken() -> None:
         assert (base.launch_interval_ns(), head.launch_interval_ns()) == (FAST, FAST * 1.01)
         assert [child.side for child in (base, head)] == ["base", "head"]
         ready = [child for child in Child.started if child not in (base, head)]
-        assert [child.side for child in ready] == ["base", "base", "head", "head", "base", "head"]
-        assert [child.begun for child in ready] == [True] * 4 + [False] * 2, "the new ones import meanwhile"
-    assert all(child.closed for child in ready)
+        assert [child.side for child in ready] == ["base"] * 2 + ["head"] * 2 + ["base"] * 3 + ["head"] * 3
+        assert [child.begun for child in ready] == [True] * 4 + [False] * 6, "the new ones import meanwhile"
+        second = pairs.start()
+        assert [child.begun for child in ready] == [True] * 5 + [False] * 2 + [True] + [False] * 2, "the oldest of each"
+        assert len(Child.started) - len(ready) - 2 == 2, "one for each that was taken"
+        assert [child.begun for child in second] == [True, True]
+    assert all(child.closed for child in ready if child not in second)
     assert not base.closed
 
 

@@ -18,11 +18,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.ab import moderated, trial, worker
+from benchmarks.ab import moderated, stages, trial, worker
 from benchmarks.ab.checkout import Sources
 from benchmarks.ab.child import WorkerError, WorkerProcess
 from benchmarks.ab.result import Rules, Side
 from benchmarks.ab.sequential import PairFailure
+from benchmarks.ab.stages import StageClock
 from benchmarks.ab.starter import PairStarter
 from benchmarks.cases.outcome import CaseOutcome
 from harness import isolate, repository
@@ -126,7 +127,7 @@ for line in sys.stdin:
         length = request["prepare"]["num_keys"]
         if length == 3 and os.getcwd().endswith("side1"):
             os.abort()
-        answer = {"outcome": "PASSED", "reason": None}
+        answer = {"outcome": "PASSED", "reason": None, "stages_s": {"inputs": 0.25}}
     elif "sample" in request:
         answer = {"sample_ms": [float(length + 100 * os.getcwd().endswith("side1"))]}
     elif "slowdowns" in request:
@@ -140,7 +141,8 @@ for line in sys.stdin:
     head = dataclasses.replace(base, folder=tmp_path / "side1")
     monkeypatch.setattr(trial, "_cores", lambda: [None, None])
     keys = [key(length=length) for length in (1, 2, 3, 4, 5)]
-    played = trial.run(PairStarter(base, head, "cpu"), keys, Rules(), 0)
+    clock = StageClock()
+    played = trial.run(PairStarter(base, head, "cpu"), keys, Rules(), 0, clock=clock)
     base_ms = [found.base_ms[0] if isinstance(found, trial.PairedSamples) else None for found in played]
     assert base_ms == [1.0, 2.0, None, 4.0, 5.0]
     assert [found.head_ms[0][0] for found in played if isinstance(found, trial.PairedSamples)] == [
@@ -153,6 +155,10 @@ for line in sys.stdin:
     assert isinstance(lost, PairFailure)
     assert (lost.base, lost.head) == (CaseOutcome.PASSED, CaseOutcome.CRASHED)
     assert lost.reason == "HEAD CRASHED: the child ended with code -6: no word"
+    seconds = clock.seconds()
+    assert set(seconds) == {stages.START, stages.INPUTS, stages.WARM_UP, stages.SAMPLES, stages.FINISH, stages.END}
+    assert seconds[stages.INPUTS] == 4 * 0.25, "of two sides that work together the longer one, of a lost case nothing"
+    assert seconds[stages.START] > 0
 
 
 @pytest.mark.parametrize("as_a_lane_starts", [False, True])
@@ -233,13 +239,13 @@ class Fake:
     def answer(self, deadline_s: float) -> dict[str, object]:
         if self._asked in ("prepare", "finish"):
             outcome = self._fails.get(self._asked, "PASSED")
-            return {"outcome": outcome, "reason": None if outcome == "PASSED" else "why"}
+            return {"outcome": outcome, "reason": None if outcome == "PASSED" else "why", "stages_s": {}}
         return {"sample_ms": [self._latency_ms], "latency_ms": self._latency_ms}
 
 
 def pair_of(log: list[str], device: str = "cpu", **fails: Mapping[str, str]) -> trial.WorkerPair:
     children = [Fake(log, name, latency_ms, fails.get(name)) for name, latency_ms in (("base", 10.0), ("head", 12.0))]
-    return trial.WorkerPair(children[0], children[1], device)  # type: ignore[arg-type]
+    return trial.WorkerPair(children[0], children[1], device, StageClock())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("first", "order"), [(0, "ABBAABBA"), (1, "BAABBAAB")])
@@ -295,7 +301,7 @@ def test_on_a_gpu_the_oracle_is_asked_by_one_side_at_a_time(
 def test_both_sides_make_the_calls_of_the_faster_one() -> None:
     log: list[str] = []
     children = [Fake(log, name, latency_ms) for name, latency_ms in (("base", 30.0), ("head", 15.0))]
-    trial.WorkerPair(children[0], children[1], "cpu").run(key(), Rules(), 0)  # type: ignore[arg-type]
+    trial.WorkerPair(children[0], children[1], "cpu", StageClock()).run(key(), Rules(), 0)  # type: ignore[arg-type]
     assert {entry.split(":", 1)[1] for entry in log if ":sample:" in entry} == {"sample:5"}  # one call for 30 ms alone
 
 
@@ -306,6 +312,32 @@ def test_the_first_of_several_calls_does_not_count(calls: int, counted_ms: float
     rotating = SimpleNamespace(time=lambda plan: SimpleNamespace(samples_ms=taken_ms[: plan.min_samples]))
     vars(case).update(_rotating=rotating, _staged=None)
     assert case.sample(calls) == [counted_ms]
+
+
+@pytest.mark.parametrize(("allocated", "collections"), [((0, 0, 0), 0), ((64, 64, 64), 1), ((64, 200, 64), 2)])
+def test_a_worker_collects_garbage_where_some_of_it_holds_memory_of_the_gpu(
+    allocated: tuple[int, ...], collections: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each of three cases; a library's workspace stays, whoever collects."""
+    collected: list[int] = []
+    held = 0
+
+    def collect() -> None:
+        nonlocal held
+        collected.append(held)
+        held = min(held, 64)
+
+    monkeypatch.setattr(worker.gc, "collect", collect)
+    monkeypatch.setattr(worker.torch.cuda, "memory_allocated", lambda: held)
+    emptied: list[int] = []
+    monkeypatch.setattr(worker.torch.cuda, "empty_cache", lambda: emptied.append(held))
+    one = worker.Worker()
+    for allocated_bytes in allocated:
+        held = allocated_bytes
+        one._free("cuda")
+    assert len(collected) == collections
+    assert len(emptied) == 3
+    assert max(emptied) <= 64, "nothing of a case is left before the next one"
 
 
 @pytest.mark.parametrize("step", ["prepare", "finish"])

@@ -96,6 +96,9 @@ def test_the_clocks_are_read_beside_the_samples_of_a_gpu(monkeypatch: pytest.Mon
     timed = latency.measure(lambda: None, "cuda", "warm", SamplingPlan(4, 0.0, 10.0))
     assert timed.clocks is not None
     assert len(timed.clocks.sm_mhz) == len(timed.samples_ms) == 4
+    looks.clear()
+    unwatched = latency.measure(lambda: None, "cuda", "warm", SamplingPlan(4, 0.0, 10.0, clocks=False))
+    assert (unwatched.clocks, looks) == (None, []), "no time is spent on what a pair of `compare` does not use"
     assert timed.queued_ahead, "the samples hold launch latency"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import regression.ledger
-from benchmarks.ab import result
+from benchmarks.ab import open_bounds, result
 from benchmarks.ab.result import CompareVerdict, Side
 from benchmarks.history import accepted, speedup
 from benchmarks.history.store import Store
@@ -145,6 +145,11 @@ def test_the_calibration_is_told_in_a_sentence(tmp_path: Path) -> None:
     (section,) = shown.classes
     sentence = section.sentence.replace(NBSP, " ")
     assert f"faster or slower in {len(full_results.LENGTHS)} of 240 comparisons" in sentence
+    assert sentence.startswith(f"{len(one.cases)} cases, each in 60 pairs of processes. "), "an earlier file"
+    assert shown.bounds == ("all cases, no alarm in 99%: " + open_bounds.find(one)[-1].text.partition(": ")[2],)
+    more = dataclasses.replace(one, cases=(dataclasses.replace(one.cases[0], pairs=131), *one.cases[1:]))
+    (of_more,) = calibration.show(ReportFolder(tmp_path / "more"), more, {}).classes
+    assert ", each in 60 to 131 pairs of processes. " in of_more.sentence
     assert "A slowdown of 3 % was found in" in sentence
     said = section.unjudged.replace(NBSP, " ")
     assert said == "", "of a CPU 3 % in 90 % is wanted"
