@@ -22,19 +22,23 @@ pytestmark = [
     ),
 ]
 ON_GPU = Case(
-    2048, heads=8, dk=64, dv=64, config=NSAConfig(), dtype=torch.bfloat16, backend="triton", device="cuda"
+    8192, heads=8, dk=64, dv=64, config=NSAConfig(), dtype=torch.bfloat16, backend="triton", device="cuda"
 )  # fmt: skip
 CASES = {
     "head-tail": dataclasses.replace(ON_GPU, dv=32),
     "two sequences": dataclasses.replace(ON_GPU, batch=2, seed=1),
     "sixteen heads in a group": dataclasses.replace(ON_GPU, heads=32, dk=128, dv=128, seed=2),
     "the paper's heads": dataclasses.replace(ON_GPU, heads=16, num_kv_heads=1, dk=192, dv=128, seed=3),
-    "documents": dataclasses.replace(ON_GPU, tokens=3000, cu_seqlens=(0, 0, 1, 300, 301, 1500, 3000), seed=4),
-    "uneven": dataclasses.replace(ON_GPU, tokens=2601, heads=2, separate=False, seed=5),
-    "float32": dataclasses.replace(ON_GPU, tokens=1100, heads=4, dtype=torch.float32, seed=6),
+    "documents": dataclasses.replace(
+        ON_GPU, tokens=7000, heads=32, dk=128, dv=128, cu_seqlens=(0, 0, 1, 300, 301, 3500, 7000), seed=4
+    ),
+    "uneven": dataclasses.replace(ON_GPU, tokens=8601, heads=2, separate=False, seed=5),
+    "float32": dataclasses.replace(ON_GPU, tokens=8448, heads=4, dtype=torch.float32, seed=6),
     "fewer tokens than a block": dataclasses.replace(ON_GPU, tokens=7, seed=7),
 }
-"""Head-tail order has four pieces; where they are whole steps of 128 queries none is padded."""
+"""So long that each of the four pieces takes the kernels that the whole sequence takes (`dispatch`); none is padded
+where pieces are whole steps of 128 queries. Tiles of documents are short, and with 16 heads in a group that does not
+matter."""
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +72,7 @@ def test_nothing_is_left_unwritten(gpus: Pool) -> None:
     assert not laws.wrong(case, cases.joined(case, case.dealt(RANKS), parts), _one("documents"))
 
 
-@pytest.mark.parametrize("cut", [1, 1025, 1400])
+@pytest.mark.parametrize("cut", [1, 4097, 5600])
 def test_no_rank_sees_what_comes_later(gpus: Pool, cut: int) -> None:
     """NaN in every later key and value; they do reach the rows behind them."""
     assert gpus.run(RANKS, rank_work.later_changed, CASES["head-tail"], cut) == [(True, True)] * RANKS
