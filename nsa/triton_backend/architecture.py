@@ -9,6 +9,7 @@ for the GPU that is there.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Mapping
@@ -38,6 +39,7 @@ def forced_by(variables: Mapping[str, str]) -> int | None:
     return None if text is None else known[text]
 
 
+@functools.cache
 def of_gpu(device: torch.device) -> int:
     """A GPU's own compute capability, as in 86; 0 in the interpreter."""
     if device.type != "cuda":

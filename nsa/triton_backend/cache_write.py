@@ -21,7 +21,7 @@ from nsa.triton_backend.compression import BLOCKS
 from nsa.triton_backend.decode_kernels import visible_blocks
 from nsa.triton_backend.launch import on_device
 from nsa.triton_backend.tile import kernel, load_rows, store_rows
-from nsa.triton_backend.tuning import padded
+from nsa.triton_backend.tuning import cdiv, padded
 
 PAIRS = 16  # (token, head) pairs per program
 
@@ -128,10 +128,10 @@ def write(
     (batch, length, num_kv_heads, dk), dv, pages = k[0].shape, v[0].shape[3], into[0].page_size
     if not batch * length:
         return
-    tiles = triton.cdiv(length * num_kv_heads, PAIRS)
+    tiles = cdiv(length * num_kv_heads, PAIRS)
     programs = len(into) * tiles
     if compressed is not None:
-        programs += triton.cdiv(length // config.d + 1, BLOCKS) * num_kv_heads
+        programs += cdiv(length // config.d + 1, BLOCKS) * num_kv_heads
     none = (3 - len(into)) * (None,)
     tables, last = [view.table for view in into], None if compressed is None else compressed.table
     with on_device(k[0]):

@@ -34,6 +34,7 @@ from nsa.triton_backend.tile import (
     rows_of,
     store_rows,
 )
+from nsa.triton_backend.tuning import cdiv
 
 KEYS_PER_PROGRAM = 64  # roughly
 MIN_TOKENS_PER_SPLIT = 256
@@ -224,7 +225,7 @@ def forward(
     elif o.numel():
         shape = tuning.shape("compressed_window_forward", q, v)
         with on_device(q):
-            _forward[triton.cdiv(length, shape.tokens), num_kv_heads, batch](
+            _forward[cdiv(length, shape.tokens), num_kv_heads, batch](
                 q, k, v, finite, lo, hi, o, lse, read, *strides(q), *strides(k), *strides(v),
                 length, k.shape[1], heads, num_kv_heads, heads // num_kv_heads, scale * LOG2E,
                 *shape.sizes(dk, dv), **shape.launch,
@@ -283,7 +284,7 @@ def _gradient_of_queries(
         hopper.compressed_window.backward_q(q, k, v, finite, do, lo, hi, lse, delta, dq, scale)
         return
     shape = tuning.shape("compressed_window_backward_q", q, v)
-    _backward_q[triton.cdiv(length, shape.tokens), num_kv_heads, batch](
+    _backward_q[cdiv(length, shape.tokens), num_kv_heads, batch](
         q, k, v, finite, do, lo, hi, lse, delta, dq, *strides(q), *strides(k), *strides(v),
         length, num_keys, heads, num_kv_heads, heads // num_kv_heads, scale, scale * LOG2E,
         *shape.sizes(dk, dv), shape.stretches, **shape.launch,
@@ -300,7 +301,7 @@ def _parts_of_keys(
     of_k, of_v = (x.new_empty(splits, *x.shape, dtype=torch.float32 if wide or splits > 1 else q.dtype) for x in (k, v))
     shape = tuning.shape("compressed_window_backward_kv", q, v)
     if of_k.numel():
-        _backward_kv[triton.cdiv(num_keys, shape.keys) * splits, num_kv_heads, batch](
+        _backward_kv[cdiv(num_keys, shape.keys) * splits, num_kv_heads, batch](
             q, k, v, do, lo, hi, lse, delta, seen_from, seen_to, of_k, of_v, *strides(q), *strides(k), *strides(v),
             length, num_keys, heads, num_kv_heads, heads // num_kv_heads, scale, scale * LOG2E, splits,
             *shape.sizes(dk, dv), **shape.launch,
@@ -310,5 +311,5 @@ def _parts_of_keys(
 
 def _splits(k: Tensor, num_queries: int, most: int) -> int:
     """How many programs share the queries of one tile of keys: as many as keep the GPU busy."""
-    tiles = triton.cdiv(k.shape[1], KEYS_PER_PROGRAM) * k.shape[2] * k.shape[0]
-    return max(min(triton.cdiv(ENOUGH_PROGRAMS, max(tiles, 1)), num_queries // MIN_TOKENS_PER_SPLIT, most), 1)
+    tiles = cdiv(k.shape[1], KEYS_PER_PROGRAM) * k.shape[2] * k.shape[0]
+    return max(min(cdiv(ENOUGH_PROGRAMS, max(tiles, 1)), num_queries // MIN_TOKENS_PER_SPLIT, most), 1)

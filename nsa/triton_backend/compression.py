@@ -17,7 +17,7 @@ from torch import Tensor
 from nsa.geometry import Layout
 from nsa.triton_backend.launch import KEYS, are_finite, on_device, strides, unit_stride
 from nsa.triton_backend.tile import kernel, load_rows, nonfinite, store_rows
-from nsa.triton_backend.tuning import padded
+from nsa.triton_backend.tuning import cdiv, padded
 
 BLOCKS = 8  # per program
 TOKENS = 32  # per program of the gradient
@@ -158,8 +158,8 @@ def prepare(
     finite = None if v is None else k.new_empty(batch, slots, num_kv_heads, dtype=torch.bool)
     k1, v1 = (None, None) if flagged is None else map(unit_stride, flagged)
     finite_1 = None if k1 is None else k1.new_empty(k1.shape[:3], dtype=torch.bool)
-    tiles = triton.cdiv(slots, BLOCKS)
-    programs = tiles + (0 if k1 is None else triton.cdiv(max(num_keys - first, 0), KEYS))
+    tiles = cdiv(slots, BLOCKS)
+    programs = tiles + (0 if k1 is None else cdiv(max(num_keys - first, 0), KEYS))
     if programs and batch:
         with on_device(k):
             _prepare[programs, num_kv_heads, batch](
@@ -193,7 +193,7 @@ def gradients(
     out = tuple(x.new_empty(shape, dtype=dtype) for x, shape in zip(compressed, shapes, strict=True))
     if out[0].numel():
         with on_device(dk_cmp):
-            _gradient[triton.cdiv(num_keys, TOKENS), num_kv_heads, 2 * batch](
+            _gradient[cdiv(num_keys, TOKENS), num_kv_heads, 2 * batch](
                 dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, *(*out, None)[:2], lo, positions, tokens, used,
                 num_keys, num_kv_heads, slots, batch, splits, l, d, dk, dv, padded(dk), padded(dv), TOKENS,
             )  # fmt: skip

@@ -13,7 +13,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from nsa import geometry
@@ -21,7 +20,7 @@ from nsa.config import NSAConfig
 from nsa.kv import DecodeOutput, KVView
 from nsa.triton_backend import decode_kernels
 from nsa.triton_backend.launch import LOG2E, on_device, strides, unit_stride
-from nsa.triton_backend.tuning import ENOUGH_VALUES, MIN_DOT, NARROW, num_sms, padded
+from nsa.triton_backend.tuning import ENOUGH_VALUES, MIN_DOT, NARROW, cdiv, next_power_of_2, num_sms, padded
 
 ENOUGH_PROGRAMS_PER_SM = 2  # more of them write more partial outputs, which a launch must merge
 RESIDENT_PER_SM = 3  # programs of the first launch that fit on an SM together
@@ -57,10 +56,10 @@ def tiles(num_queries: int, group: int, dk: int, dv: int, dtype: torch.dtype) ->
     """Tiles that fit the 99 KiB of shared memory of an RTX 3090."""
     padded_k = padded(dk)
     padded_v = max(padded(dv), min(padded_k, ENOUGH_VALUES))
-    excess = max(triton.next_power_of_2((padded_k + padded_v) * dtype.itemsize) // NARROW, 1)
-    heads = triton.next_power_of_2(group)
+    excess = max(next_power_of_2((padded_k + padded_v) * dtype.itemsize) // NARROW, 1)
+    heads = next_power_of_2(group)
     heads_in_tile = max(heads, MIN_DOT) if num_queries == 1 else heads
-    tokens = max(min(triton.next_power_of_2(num_queries), MAX_ROWS // heads_in_tile), MIN_DOT // heads_in_tile, 1)
+    tokens = max(min(next_power_of_2(num_queries), MAX_ROWS // heads_in_tile), MIN_DOT // heads_in_tile, 1)
     wide = max(tokens * heads_in_tile // MAX_ROWS, 1)
     return Tiles(tokens, heads_in_tile, max(KEYS // (excess * wide), MIN_DOT), padded_k, padded_v)
 
@@ -86,20 +85,20 @@ def attend(
     out, lse = q.new_empty(*by_head, dv), q.new_empty(3, *by_head, dtype=torch.float32)
     blocks = q.new_empty(*by_group, config.n_sel, dtype=torch.int32)
 
-    cut = batch * num_kv_heads * triton.cdiv(length, shape.tokens)
+    cut = batch * num_kv_heads * cdiv(length, shape.tokens)
     sms = num_sms(q.device)
-    splits = _in_whole_waves(cut, min(triton.cdiv(compressed.capacity, shape.keys), MAX_SPLITS), sms)
-    slots = max(triton.cdiv(compressed.capacity, SLOTS), 1) * SLOTS
+    splits = _in_whole_waves(cut, min(cdiv(compressed.capacity, shape.keys), MAX_SPLITS), sms)
+    slots = max(cdiv(compressed.capacity, SLOTS), 1) * SLOTS
     scores = q.new_empty(*by_head, slots, dtype=torch.float32)
     p = q.new_empty(*by_group, slots, dtype=torch.float32)
     o_cmp, lse_cmp, read_cmp = _parts(q, by_head, by_group, splits, dv)
 
-    tiles_of_choice = config.n_sel * triton.cdiv(config.l_sel, shape.keys)
+    tiles_of_choice = config.n_sel * cdiv(config.l_sel, shape.keys)
     # two at least: one split of 16 blocks would take twice as long as the window's
     selected_splits = _num_splits(batch * num_kv_heads * length, tiles_of_choice, sms)
     selected_splits = max(selected_splits, min(tiles_of_choice, 2))
     selected_splits = 2 ** (selected_splits.bit_length() - 1)  # compiled in: not for every number of sequences anew
-    tiles_of_window = triton.cdiv(config.w, shape.keys)
+    tiles_of_window = cdiv(config.w, shape.keys)
     window_splits = max(selected_splits * tiles_of_window // tiles_of_choice, 1)
     splits_of_both = selected_splits + window_splits
     o_sel_win, lse_sel_win, read_sel_win = _parts(q, by_head, by_group, splits_of_both, dv)
@@ -111,23 +110,23 @@ def attend(
 
     sizes = (dk, dv, shape.dk, shape.dv)
     with on_device(q):
-        decode_kernels._compressed[triton.cdiv(length, shape.tokens) * splits, num_kv_heads, batch](
+        decode_kernels._compressed[cdiv(length, shape.tokens) * splits, num_kv_heads, batch](
             q, compressed.k, compressed.v, compressed.table, lengths, scores, o_cmp, lse_cmp, read_cmp, *strides(q),
             *compressed.strides, length, heads, num_kv_heads, group, slots, splits, to_base_2,
             config.l, config.d, compressed.page_size, length == 1,
             *sizes, shape.tokens, shape.group, shape.keys, **shape.launch,
         )  # fmt: skip
         most_blocks = max(geometry.num_selection_blocks(selected.capacity, config), config.n_sel)
-        columns, heads_in_tile = triton.next_power_of_2(most_blocks), triton.next_power_of_2(group)
+        columns, heads_in_tile = next_power_of_2(most_blocks), next_power_of_2(group)
         wide = max(decode_kernels.SCORES // heads_in_tile, SLOTS)
-        decode_kernels._group_probabilities[length * triton.cdiv(slots, wide), num_kv_heads, batch](
-            scores, lse_cmp, lengths, p, length, heads, num_kv_heads, group, slots, splits, triton.cdiv(slots, wide),
-            config.l, config.d, heads_in_tile, wide, triton.next_power_of_2(splits),
+        decode_kernels._group_probabilities[length * cdiv(slots, wide), num_kv_heads, batch](
+            scores, lse_cmp, lengths, p, length, heads, num_kv_heads, group, slots, splits, cdiv(slots, wide),
+            config.l, config.d, heads_in_tile, wide, next_power_of_2(splits),
         )  # fmt: skip
         decode_kernels._choose[length, num_kv_heads, batch](
             p, lengths, blocks, length, num_kv_heads, slots, config.l, config.d, config.l_sel,
             geometry.overlap_offsets(config).start, tuple(geometry.overlap_weights(config)), config.init_blocks,
-            config.local_blocks, config.n_sel, triton.next_power_of_2(config.n_sel), columns,
+            config.local_blocks, config.n_sel, next_power_of_2(config.n_sel), columns,
             num_warps=min(max(columns // COLUMNS_PER_WARP, 1), 16),
         )  # fmt: skip
         decode_kernels._selected_window[length * splits_of_both, num_kv_heads, batch](
@@ -141,7 +140,7 @@ def attend(
         decode_kernels._merge[rows,](
             o_cmp, lse_cmp, o_sel_win, lse_sel_win, gates, out, lse, *gates.stride(), length, heads, rows, splits,
             selected_splits, window_splits,
-            *(triton.next_power_of_2(n) for n in (splits, selected_splits, window_splits)), dv, shape.dv,
+            *(next_power_of_2(n) for n in (splits, selected_splits, window_splits)), dv, shape.dv,
         )  # fmt: skip
     return decoded
 
@@ -171,7 +170,7 @@ def _unit_stride(rows: KVView) -> KVView:
 
 def _num_splits(rows: int, most: int, sms: int) -> int:
     """Into how many programs the work of each of `rows` is split, at most `most`, so that no SM is idle."""
-    return max(min(triton.cdiv(ENOUGH_PROGRAMS_PER_SM * sms, max(rows, 1)), most), 1)
+    return max(min(cdiv(ENOUGH_PROGRAMS_PER_SM * sms, max(rows, 1)), most), 1)
 
 
 @functools.cache

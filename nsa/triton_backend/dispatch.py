@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 
 from nsa.triton_backend import architecture, hopper, traffic, tuning
+from nsa.triton_backend.tuning import next_power_of_2
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -159,7 +160,7 @@ def hopper_serves(computation: str, group: int, *read: Tensor) -> bool:
     if not hopper.AVAILABLE or interpreted() or name not in table.narrow:
         return False
     rows = table.of(name, "narrow", group).rows
-    return triton.next_power_of_2(group) <= rows and all(map(_readable_by_tma, read))
+    return next_power_of_2(group) <= rows and all(map(_readable_by_tma, read))
 
 
 def _readable_by_tma(x: Tensor) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa.triton_backend.launch import ROWS, backward_row, on_device
 from nsa.triton_backend.tile import kernel, load_rows, store_rows
-from nsa.triton_backend.tuning import padded
+from nsa.triton_backend.tuning import cdiv, padded
 
 BACKWARD_ROWS = 16  # per program: 32 of 128 channels take 159 registers, with which 12 warps fit on an SM
 
@@ -90,7 +90,7 @@ def write(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, out: Tenso
     num_rows, dv = gates.numel() // 3, out.shape[-1]
     if num_rows:
         with on_device(out):
-            _forward[triton.cdiv(num_rows, ROWS),](o_cmp, o_sel, o_win, gates, out, num_rows, dv, padded(dv), ROWS)
+            _forward[cdiv(num_rows, ROWS),](o_cmp, o_sel, o_win, gates, out, num_rows, dv, padded(dv), ROWS)
 
 
 def backward(
@@ -123,7 +123,7 @@ def _gradients(
     num_rows, dv = gates.numel() // 3, do.shape[-1]
     if num_rows:
         with on_device(do):
-            _backward[triton.cdiv(num_rows, BACKWARD_ROWS),](
+            _backward[cdiv(num_rows, BACKWARD_ROWS),](
                 *outputs, gates, do.contiguous(), *gradients, d_gates, *rows, num_rows, dv, padded(dv), BACKWARD_ROWS,
                 in_place,
             )  # fmt: skip

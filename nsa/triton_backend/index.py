@@ -19,6 +19,7 @@ from nsa.geometry import Layout
 from nsa.torch_backend.index import sorted_as
 from nsa.triton_backend.launch import on_device
 from nsa.triton_backend.tile import kernel
+from nsa.triton_backend.tuning import cdiv
 
 PAIRS_PER_PROGRAM = 1024
 CELLS_PER_PROGRAM = 32  # few: each writes its tiles one after the other
@@ -53,10 +54,10 @@ def build(
     """
     assert block_indices.is_contiguous()
     (batch, length, num_kv_heads, n), count, device = block_indices.shape, last - first, block_indices.device
-    cells = triton.cdiv(count, chunk) * batch * num_kv_heads * layout.max_blocks
+    cells = cdiv(count, chunk) * batch * num_kv_heads * layout.max_blocks
     pairs = batch * num_kv_heads * count * n
     of_pair = torch.empty(pairs, dtype=sorted_as(cells), device=device)
-    by_row = (triton.cdiv(count * n, PAIRS_PER_PROGRAM), num_kv_heads, batch)
+    by_row = (cdiv(count * n, PAIRS_PER_PROGRAM), num_kv_heads, batch)
     with on_device(block_indices):
         _cells[by_row](
             block_indices, layout.blocks_before, of_pair, first, count, length, num_kv_heads, layout.max_blocks, chunk,
@@ -67,8 +68,8 @@ def build(
         tiles = cells + pairs // size + 1
         begin, end, cell = (torch.empty(tiles, dtype=torch.int64, device=device) for _ in range(3))
         first_tile = torch.empty(cells + 1, dtype=torch.int64, device=device)
-        of_cells = triton.cdiv(cells + 1, CELLS_PER_PROGRAM)
-        _tiles[of_cells + triton.cdiv(pairs, PAIRS_PER_PROGRAM),](
+        of_cells = cdiv(cells + 1, CELLS_PER_PROGRAM)
+        _tiles[of_cells + cdiv(pairs, PAIRS_PER_PROGRAM),](
             ordered, pair, begin, end, cell, first_tile, query, pairs, cells, tiles, size, of_cells,
             first * n, count * n, 1 if with_slots else n, CELLS_PER_PROGRAM, PAIRS_PER_PROGRAM,
         )  # fmt: skip

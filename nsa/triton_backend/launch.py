@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.triton_backend.tile import kernel, load_rows, nonfinite
-from nsa.triton_backend.tuning import padded
+from nsa.triton_backend.tuning import cdiv, padded
 
 LOG2E = 1.4426950408889634
 ROWS = 32  # (token, head) pairs per program
@@ -73,7 +73,7 @@ def backward_rows(do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> tu
     num_rows, dv = lse.numel(), o.shape[-1]
     if num_rows:
         dlse = None if dlse is None else dlse.contiguous()
-        grid = (triton.cdiv(num_rows, ROWS),)
+        grid = (cdiv(num_rows, ROWS),)
         with on_device(o):
             _backward_rows[grid](do, o, lse, dlse, lse_2, delta, num_rows, dv, padded(dv), ROWS)
     return lse_2, delta
@@ -92,7 +92,7 @@ def add_to(a: Tensor, b: Tensor, c: Tensor) -> None:
     """a += b + c, contiguous tensors of one shape, rounded once."""
     if count := a.numel():
         with on_device(a):
-            _add[triton.cdiv(count, ELEMENTS),](a, b, c, count, ELEMENTS)
+            _add[cdiv(count, ELEMENTS),](a, b, c, count, ELEMENTS)
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def finite_keys(k: Tensor, v: Tensor, first: int = 0) -> Tensor:
     (batch, num_keys, num_kv_heads, dv), dk = v.shape, k.shape[3]
     if v.numel() and num_keys > first:
         with on_device(v):
-            _finite_keys[triton.cdiv(num_keys - first, KEYS), num_kv_heads, batch](
+            _finite_keys[cdiv(num_keys - first, KEYS), num_kv_heads, batch](
                 k,
                 v,
                 finite,

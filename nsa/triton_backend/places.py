@@ -15,6 +15,7 @@ from torch import Tensor
 from nsa.geometry import Layout
 from nsa.triton_backend.launch import on_device
 from nsa.triton_backend.tile import kernel
+from nsa.triton_backend.tuning import cdiv
 
 ITEMS = 128  # queries, tokens, slots and blocks per program
 DOCUMENTS = 32  # looked at at a time
@@ -114,7 +115,7 @@ def located(layout: Layout) -> Layout:
     documents = 0 if layout.cu_seqlens is None else layout.cu_seqlens.numel() - 1
     if (most := max(keys, slots, blocks)) > 0:
         with on_device(starts):
-            _places[triton.cdiv(most, ITEMS),](
+            _places[cdiv(most, ITEMS),](
                 layout.cu_seqlens, starts, positions, blocks_before, *compressed, *window, *block_tokens,
                 *slot_tokens, *of_slots, *of_tokens, queries, keys, slots, blocks, documents,
                 config.l, config.d, config.l_sel, config.w, ITEMS, DOCUMENTS,

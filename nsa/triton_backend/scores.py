@@ -7,7 +7,6 @@ sees, so that no tile needs a mask and what is not finite stays in its own block
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from nsa.triton_backend import compressed_window, hopper, topk, tuning
 from nsa.triton_backend.dispatch import Variant, variant
 from nsa.triton_backend.launch import ENOUGH_PROGRAMS, LOG2E, finite_keys, on_device, strides, unit_stride
 from nsa.triton_backend.tile import kernel, load_rows, product, rows_of
+from nsa.triton_backend.tuning import cdiv
 
 CHUNK = 4096  # queries whose probabilities exist at a time, or fewer where these would pass
 SCRATCH = 2**26  # elements
@@ -71,8 +71,8 @@ def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: T
     p = q.new_empty(batch, chunk, num_kv_heads, slots, dtype=torch.float32)
     for first in range(0, length, chunk):
         count = min(chunk, length - first)
-        tiles = triton.cdiv(count, shape.tokens)
-        splits = triton.cdiv(ENOUGH_PROGRAMS, tiles * num_kv_heads * batch)
+        tiles = cdiv(count, shape.tokens)
+        splits = cdiv(ENOUGH_PROGRAMS, tiles * num_kv_heads * batch)
         splits = max(min(splits, layout.compressed_span(first, first + count)[1] // (TILES_PER_SPLIT * shape.keys)), 1)
         with on_device(q):
             if on_hopper:

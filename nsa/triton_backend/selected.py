@@ -25,6 +25,7 @@ from nsa.triton_backend.tile import (
     product,
     store_rows,
 )
+from nsa.triton_backend.tuning import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -219,7 +220,7 @@ def _per_token(
     group, dk, dv, size = q.shape[2] // v.shape[2], q.shape[3], v.shape[3], layout.config.l_sel
     shape = tuning.shape(kernel, q, v)
     keys = min(tuning.padded(size), shape.keys)
-    steps = triton.cdiv(size, keys)
+    steps = cdiv(size, keys)
     n = block_indices.shape[-1]
-    constants = (n, triton.next_power_of_2(n), size, steps, dk, dv, shape.dk, shape.dv, tuning.padded(group), keys)
+    constants = (n, next_power_of_2(n), size, steps, dk, dv, shape.dk, shape.dv, tuning.padded(group), keys)
     return constants, shape.launch

@@ -15,7 +15,6 @@ for bit. Which calls come here: `dispatch.py`.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from nsa.triton_backend import index, tuning
 from nsa.triton_backend.launch import LOG2E, finite_keys, on_device, strides
 from nsa.triton_backend.partial_sums import merge_blocks, sum_dkdv, sum_dq
 from nsa.triton_backend.tile import dot, kernel, load_rows, nonfinite, product, store_rows
+from nsa.triton_backend.tuning import cdiv, next_power_of_2
 
 CHUNK = 32768  # queries whose partial outputs exist at a time (fewer leave tiles half empty), or fewer where they pass
 FORWARD_SCRATCH = 2**29  # elements of partial outputs that exist at a time
@@ -122,7 +122,7 @@ def forward(
                 merge_blocks[count, num_kv_heads, batch](
                     o_part, lse_part, read_part, block_indices, o, lse, read, *(whole or 4 * (None,)),
                     first, count, length, heads, num_kv_heads, group,
-                    n, triton.next_power_of_2(n), dv, shape.dv, triton.next_power_of_2(group), num_warps=2,
+                    n, next_power_of_2(n), dv, shape.dv, next_power_of_2(group), num_warps=2,
                 )  # fmt: skip
 
 
@@ -211,7 +211,7 @@ def backward(
                 sum_dq[count, num_kv_heads, batch](
                     dq_part, block_indices, *(more_dq or 2 * (None,)), dq,
                     first, count, length, heads, num_kv_heads, group, scale,
-                    n, dk, tuning.padded(dk), triton.next_power_of_2(group), num_warps=2,
+                    n, dk, tuning.padded(dk), next_power_of_2(group), num_warps=2,
                 )  # fmt: skip
     return (sums[0], sums[1]) if wide else (sums[0].to(k.dtype), sums[1].to(v.dtype))
 
@@ -230,13 +230,13 @@ def _backward_chunk(
     keys = min(tuning.padded(size), shape.keys)
     parts = [q.new_empty(tiles.begin.numel(), size, d, dtype=torch.float32) for d in (dk, dv)]
     with on_device(q):
-        _backward[tiles.begin.numel(), triton.cdiv(size, keys)](
+        _backward[tiles.begin.numel(), cdiv(size, keys)](
             q, k, v, do, tiles.query, None if dq_part is None else tiles.pair, tiles.begin, tiles.end, tiles.cell,
             block_from, block_to, lse, delta, *parts, dq_part, *strides(q), *strides(k), *strides(v),
             length, num_keys - length, heads, num_kv_heads, heads // num_kv_heads, max_blocks, scale, scale * LOG2E,
             size, tuning.padded(size), dk, dv, shape.dk, shape.dv, shape.tokens, shape.group, keys, **shape.launch,
         )  # fmt: skip
-        sum_dkdv[batch * num_kv_heads * max_blocks, triton.cdiv(size, keys), 2](
+        sum_dkdv[batch * num_kv_heads * max_blocks, cdiv(size, keys), 2](
             *parts, tiles.first_tile, tiles.begin, tiles.end, block_from, block_to, *sums, num_keys, num_kv_heads,
             max_blocks, size, dk, dv, tuning.padded(dk), tuning.padded(dv), keys, first > 0,
         )  # fmt: skip

@@ -13,6 +13,7 @@ from torch import Tensor
 from nsa import geometry
 from nsa.geometry import Layout
 from nsa.triton_backend.tile import kernel
+from nsa.triton_backend.tuning import cdiv, next_power_of_2
 
 ELEMENTS = 4096  # scores per program
 ELEMENTS_PER_WARP = 1024
@@ -69,10 +70,10 @@ def choose(p: Tensor, layout: Layout, first: int, count: int, out: Tensor) -> No
     """Write out[:, first : first + count], int32 [B, S, Hkv, n], from p, the probabilities of these queries."""
     config, (batch, length, num_kv_heads, n) = layout.config, out.shape
     seen = layout.num_keys - length + first + count  # no position in these queries is as large
-    places = triton.next_power_of_2(n)
-    blocks = max(triton.next_power_of_2(geometry.num_selection_blocks(seen, config)), places)
+    places = next_power_of_2(n)
+    blocks = max(next_power_of_2(geometry.num_selection_blocks(seen, config)), places)
     rows = max(ELEMENTS // blocks, 1)
-    _topk[triton.cdiv(count * num_kv_heads, rows), batch](
+    _topk[cdiv(count * num_kv_heads, rows), batch](
         p, *layout.compressed_interval, layout.positions, out, first, count, length, p.shape[3], num_kv_heads,
         config.l_sel // config.d, geometry.overlap_offsets(config).start, tuple(geometry.overlap_weights(config)),
         config.init_blocks, config.local_blocks, config.l_sel, n, places, rows, blocks,

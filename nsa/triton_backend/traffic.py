@@ -16,9 +16,9 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 
 from nsa.triton_backend import tuning
+from nsa.triton_backend.tuning import next_power_of_2
 
 DRAM_SHARE = 0.89
 """Of the data sheet's bandwidth: what a copy reaches (H200: 4.27 of 4.8 TB/s, `ceilings` of results/runs/h200)."""
@@ -113,7 +113,7 @@ class SelectedCall:
     @property
     def rows(self) -> int:
         """Heads of a group, padded as tiles are."""
-        return int(triton.next_power_of_2(self.group))
+        return int(next_power_of_2(self.group))
 
 
 def missed_share(call: SelectedCall, l2_bytes: int) -> float:

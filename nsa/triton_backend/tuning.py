@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import triton
 from torch import Tensor
 
 from nsa.triton_backend import architecture
@@ -54,6 +53,8 @@ class Table:
     """For up to twice as many, where that is not half of `narrow`."""
     slim: Mapping[str, LaunchConfig] = field(default_factory=dict)
     """For up to half as many, where that is not `narrow`."""
+    shapes: dict[tuple[object, ...], Shape] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """What `fit` has made of it: a call asks for the same shapes again and again."""
 
     def name(self, kernel: str, width: str, group: int) -> str:
         """Where a launch stands: under "kernel/8" for groups padded to 8 heads, if they have one of their own."""
@@ -68,7 +69,7 @@ class Table:
 
 def own_name(kernel: str, group: int) -> str:
     """What the launch of a kernel is called that is for groups padded to so many heads alone."""
-    return f"{kernel}/{triton.next_power_of_2(group)}"
+    return f"{kernel}/{next_power_of_2(group)}"
 
 
 WIDTHS = ("slim", "narrow", "wide")
@@ -126,9 +127,19 @@ class Shape:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **registers}
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up: as `triton.cdiv`, which takes 50 times as long on the host (Triton 3.7)."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is n or more; `triton.next_power_of_2`, likewise."""
+    return 1 << (n - 1).bit_length() if n > 0 else 0
+
+
 def padded(size: int) -> int:
     """A power of two that holds `size` and that a dot takes."""
-    return max(triton.next_power_of_2(size), MIN_DOT)
+    return max(next_power_of_2(size), MIN_DOT)
 
 
 def padded_channels(dk: int, dv: int) -> tuple[int, int]:
@@ -138,7 +149,7 @@ def padded_channels(dk: int, dv: int) -> tuple[int, int]:
 
 def width(dk: int, dv: int, dtype: torch.dtype) -> tuple[str, int]:
     """(the table's width for a row, how many times as wide as that it is)."""
-    row_bytes = triton.next_power_of_2(sum(padded_channels(dk, dv)) * dtype.itemsize)
+    row_bytes = next_power_of_2(sum(padded_channels(dk, dv)) * dtype.itemsize)
     if row_bytes <= NARROW:
         return ("slim" if row_bytes <= NARROW // 2 else "narrow"), 1
     return "wide", row_bytes // (2 * NARROW)
@@ -157,9 +168,17 @@ def shape(kernel: str, q: Tensor, v: Tensor) -> Shape:
 
 def fit(kernel: str, capability: int, group: int, dk: int, dv: int, dtype: torch.dtype) -> Shape:
     """Tiles of the table, made smaller as far as head sizes and dtype make rows wider than the tables assume."""
-    padded_group, (padded_k, padded_v) = triton.next_power_of_2(group), padded_channels(dk, dv)
+    tables, shared_kib = table(capability), architecture.shared_kib(capability)
+    asked = kernel, group, dk, dv, dtype, shared_kib
+    found = tables.shapes.get(asked)
+    if found is None:
+        found = tables.shapes[asked] = _fit(tables, *asked)
+    return found
+
+
+def _fit(tables: Table, kernel: str, group: int, dk: int, dv: int, dtype: torch.dtype, shared_kib: int) -> Shape:
+    padded_group, (padded_k, padded_v) = next_power_of_2(group), padded_channels(dk, dv)
     of_width, excess = width(dk, dv, dtype)
-    tables = table(capability)
     if of_width == "wide" and (excess > 1 or kernel not in tables.wide):
         of_width, excess = "narrow", 2 * excess
     tuned = tables.of(kernel, of_width, group)
@@ -171,5 +190,5 @@ def fit(kernel: str, capability: int, group: int, dk: int, dv: int, dtype: torch
     value_stages = tuned.value_stages or launch[1]
     # where products do not take them from shared memory, q and do stand there for masked and for other loops apart
     twice_kib = 2 * tokens * padded_group * (padded_k + padded_v) * dtype.itemsize / 1024
-    stretches = 1 if twice_kib > 2 / 3 * architecture.shared_kib(capability) else 3
+    stretches = 1 if twice_kib > 2 / 3 * shared_kib else 3
     return Shape(tokens, padded_group, keys, padded_k, padded_v, *launch, value_stages, stretches)

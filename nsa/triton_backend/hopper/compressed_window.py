@@ -7,7 +7,6 @@ multiprocessor, so that one computes while another waits.
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
@@ -35,6 +34,7 @@ from nsa.triton_backend.hopper.tile import (
     zero_rows,
 )
 from nsa.triton_backend.launch import LOG2E, strides
+from nsa.triton_backend.tuning import cdiv
 
 
 @kernel
@@ -204,7 +204,7 @@ def forward(
     """Write o, lse and read; `compressed_window.forward` says what they are."""
     (batch, length, heads, d), num_kv_heads = q.shape, k.shape[2]
     shape = tuning.shape("hopper.compressed_window_forward", q, v)
-    _forward[triton.cdiv(length, shape.tokens), num_kv_heads, batch](
+    _forward[cdiv(length, shape.tokens), num_kv_heads, batch](
         q, descriptor(k, shape.keys), descriptor(v, shape.keys), finite, lo, hi, o, lse, read, *strides(q),
         length, k.shape[1], heads, num_kv_heads, heads // num_kv_heads, scale * LOG2E,
         d, shape.tokens, shape.group, shape.keys, shape.num_stages, shape.value_stages, **shape.launch,
@@ -218,7 +218,7 @@ def backward_q(
     """Write dq; lse (base 2) and delta are those of `launch.backward_rows`."""
     (batch, length, heads, d), num_kv_heads = q.shape, k.shape[2]
     shape = tuning.shape("hopper.compressed_window_backward_q", q, v)
-    _backward_q[triton.cdiv(length, shape.tokens), num_kv_heads, batch](
+    _backward_q[cdiv(length, shape.tokens), num_kv_heads, batch](
         q, descriptor(k, shape.keys), descriptor(v, shape.keys), finite, do, lo, hi, lse, delta, dq, *strides(q),
         length, k.shape[1], heads, num_kv_heads, heads // num_kv_heads, scale, scale * LOG2E,
         d, shape.tokens, shape.group, shape.keys, shape.num_stages, shape.value_stages, **shape.launch,

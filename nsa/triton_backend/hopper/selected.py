@@ -7,7 +7,6 @@ is multiplied, with no registers for addresses.
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import jit
@@ -29,6 +28,7 @@ from nsa.triton_backend.hopper.tile import (
     wait,
 )
 from nsa.triton_backend.launch import LOG2E, strides
+from nsa.triton_backend.tuning import next_power_of_2
 
 
 @jit
@@ -204,5 +204,5 @@ def _launch(
     """(constants, keys per tile, keywords) of a kernel's launch."""
     shape, n = tuning.shape(f"hopper.selected_{kernel}", q, v), block_indices.shape[-1]
     group = tuning.padded(q.shape[2] // v.shape[2])
-    constants = (n, triton.next_power_of_2(n), layout.config.l_sel, q.shape[3], group, shape.keys)
+    constants = (n, next_power_of_2(n), layout.config.l_sel, q.shape[3], group, shape.keys)
     return (*constants, shape.num_stages, shape.value_stages), shape.keys, shape.launch
