@@ -128,7 +128,7 @@ for line in sys.stdin:
             os.abort()
         answer = {"outcome": "PASSED", "reason": None}
     elif "sample" in request:
-        answer = {"sample_ms": [float(length + 100 * os.getcwd().endswith("side1"))]}
+        answer = {"sample_ms": [float(length + 100 * os.getcwd().endswith("side1"))], "discarded": length}
     elif "slowdowns" in request:
         answer = {"latency_ms": 1.0}
     else:
@@ -149,6 +149,9 @@ for line in sys.stdin:
         104.0,
         105.0,
     ]
+    fifth = played[4]
+    assert isinstance(fifth, trial.PairedSamples)
+    assert fifth.discarded == 5 * 2 * len(fifth.base_ms)  # of both sides, in all samples
     lost = played[2]
     assert isinstance(lost, PairFailure)
     assert (lost.base, lost.head) == (CaseOutcome.PASSED, CaseOutcome.CRASHED)
@@ -234,7 +237,7 @@ class Fake:
         if self._asked in ("prepare", "finish"):
             outcome = self._fails.get(self._asked, "PASSED")
             return {"outcome": outcome, "reason": None if outcome == "PASSED" else "why"}
-        return {"sample_ms": [self._latency_ms], "latency_ms": self._latency_ms}
+        return {"sample_ms": [self._latency_ms], "discarded": 0, "latency_ms": self._latency_ms}
 
 
 def pair_of(log: list[str], device: str = "cpu", **fails: Mapping[str, str]) -> trial.WorkerPair:
