@@ -142,13 +142,14 @@ def require_report(path: str | None, asked: Forced | None) -> None:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """(free, total) memory of the current GPU in bytes, within the cap."""
+    """(free, total) memory of the current GPU in bytes, within the cap. What this process's allocator keeps and does
+    not use is free to it."""
     import torch  # as in machines.visible_gpu
 
     free, total = torch.cuda.mem_get_info()
-    forced = read()
+    forced, used = read(), torch.cuda.memory_allocated()
     most = forced.memory_gb * _GB if forced and forced.memory_gb else total
-    return min(free, most), min(total, most)
+    return min(free + torch.cuda.memory_reserved() - used, most - used), min(total, most)
 
 
 def cap_memory() -> None:
