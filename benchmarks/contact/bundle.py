@@ -14,13 +14,13 @@ import io
 import json
 import re
 import tarfile
-import unicodedata
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.contact.private import PrivateWords
-from benchmarks.history import merge, run_file
-from benchmarks.history.run_file import DamagedLine
+from benchmarks.history import merge, plausible, run_file
+from benchmarks.history.run_file import DamagedLine, StoredRecord
 from harness import schema
 from harness.fingerprint import Fingerprint
 from nsa.io import open_atomic
@@ -35,8 +35,6 @@ MOST_BYTES = 64 * 2**20
 """Of one file, and of all files together before they are packed."""
 MOST_LOG_BYTES = 2**20
 """Of a log, of which the end is kept."""
-_UNSEEN = ("Cc", "Cf", "Zl", "Zp")
-"""Unicode's categories of characters that steer a terminal or hide what stands there."""
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*){0,2}", re.ASCII)
 
 
@@ -78,8 +76,10 @@ class Manifest:
         if self.schema_version != SCHEMA_VERSION:
             raise ValueError(f"schema_version must be {SCHEMA_VERSION}; got {self.schema_version}: use a newer version")
         for name, value in vars(self.fingerprint).items():
-            if isinstance(value, str) and any(unicodedata.category(one) in _UNSEEN for one in value):
-                raise ValueError(f"fingerprint.{name} must hold no control characters; got {value!a}")
+            if isinstance(value, str) and (why := plausible.hidden(value, f"fingerprint.{name}")):
+                raise ValueError(why)
+        if why := plausible.objection(dataclasses.asdict(self.fingerprint), "fingerprint"):
+            raise ValueError(why)
 
     def encoded(self) -> bytes:
         """The bytes of manifest.json, the same for equal manifests."""
@@ -154,11 +154,19 @@ def _damaged(name: str, text: str) -> dict[int, str]:
     lines = [(number, line) for number, line in enumerate(text.encode().split(b"\n"), start=1) if line.strip()]
     if name.startswith("runs/"):
         found = run_file.parsed(lines, Path(name))
-        return {one.line: one.why for one in found if isinstance(one, DamagedLine)}
+        return dict(_no_records(found))
     if name.startswith("regression/"):
         reasons = {number: merge.why_damaged(line, Path(name)) for number, line in lines}
         return {number: why for number, why in reasons.items() if why is not None}
     return {}
+
+
+def _no_records(found: Iterable[StoredRecord | DamagedLine]) -> Iterator[tuple[int, str]]:
+    for one in found:
+        if isinstance(one, DamagedLine):
+            yield one.line, one.why
+        elif why := merge.impossible(one.record()):
+            yield one.number, why
 
 
 def _member(name: str, size: int) -> tarfile.TarInfo:

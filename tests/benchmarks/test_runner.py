@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import nsa
-from benchmarks import memory_worker, runner
+from benchmarks import errors, memory_worker, runner
 from benchmarks.baselines import BASELINES
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome, Correctness
@@ -180,6 +180,11 @@ def test_errors_become_outcomes(error: Exception, outcome: CaseOutcome) -> None:
     assert record.reason
     assert "\n" not in record.reason
     assert has_no_number(record)
+
+
+def test_a_reason_holds_nothing_that_steers_a_terminal() -> None:
+    error = RuntimeError("\x1b[31merror:\x1b[0m at \u202ehere\x07")
+    assert errors.classify(error, "nsa") == (CaseOutcome.CRASHED, "RuntimeError: error: at here")
 
 
 def test_an_absent_baseline_says_why() -> None:
