@@ -188,12 +188,13 @@ def notes(machine: Machine, settings: GpuSettings | None) -> list[str]:
             " Install nvidia-ml-py, and in a container give it the driver's utilities"
         ]
     found = []
-    if machines.whole_board(machine.id) != machine.id:
+    if machines.is_slice(machine.id):
         found.append("a MIG slice: clocks, power and heat are the whole board's, which other slices use too")
     if settings.capped:
         found.append(
             f"the power limit is {settings.power_limit_w:.0f} W, the board's own is"
-            f" {settings.default_power_limit_w:.0f} W: records under different limits are not compared"
+            f" {settings.default_power_limit_w:.0f} W: this is the machine {machine.id}, and records under different"
+            " limits are not compared"
         )
     if settings.display:
         found.append("this GPU draws a screen: figures are marked")
