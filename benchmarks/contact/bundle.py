@@ -68,9 +68,11 @@ class Manifest:
     fingerprint: Fingerprint
     """Of the machine when it was packed."""
     complete: bool
-    """Whether every step of a first contact was green, and none was cut down to its least."""
+    """Whether every step was green: of a first contact, or with `smoke` the least of it."""
     files: tuple[FileEntry, ...]
     """Every other file."""
+    smoke: bool = False
+    """Whether each step was cut down to its least, of which no baseline comes."""
 
     def __post_init__(self) -> None:
         if self.schema_version != SCHEMA_VERSION:
@@ -80,6 +82,15 @@ class Manifest:
                 raise ValueError(why)
         if why := plausible.objection(dataclasses.asdict(self.fingerprint), "fingerprint"):
             raise ValueError(why)
+
+    @property
+    def state(self) -> str:
+        """What is said of it."""
+        if not self.complete:
+            return f"{'smoke, ' if self.smoke else ''}NOT complete: a step was red or did not run"
+        if self.smoke:
+            return "smoke, complete as such: the least of every step is green, and no baseline comes of it"
+        return "complete"
 
     def encoded(self) -> bytes:
         """The bytes of manifest.json, the same for equal manifests."""
@@ -96,7 +107,7 @@ def allowed(name: str) -> bool:
     return bool(_PLAIN.fullmatch(name)) and any(Path(name).match(pattern) for pattern in (*PARTS, *BESIDE))
 
 
-def write(folder: Path, fingerprint: Fingerprint, target: Path, *, complete: bool) -> str:
+def write(folder: Path, fingerprint: Fingerprint, target: Path, *, complete: bool, smoke: bool = False) -> str:
     """Pack the folder of a first contact into `target`, in one step; the manifest's SHA-256.
 
     Lines of records that a crash has damaged are left out, and named on stdout.
@@ -110,7 +121,7 @@ def write(folder: Path, fingerprint: Fingerprint, target: Path, *, complete: boo
             f"{folder} holds more than {MOST_FILES} files or {MOST_BYTES / 2**20:.0f} MiB; remove old runs"
         )
     files = tuple(FileEntry.of(name, data) for name, data in sorted(content.items()))
-    manifest = Manifest(SCHEMA_VERSION, fingerprint, complete, files)
+    manifest = Manifest(SCHEMA_VERSION, fingerprint, complete, files, smoke)
     encoded = manifest.encoded()
     if left := private.found(encoded.decode()):
         raise BundleError(f"the fingerprint holds {left}; nothing was packed")
