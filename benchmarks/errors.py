@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 
 import torch
@@ -31,11 +32,19 @@ class MemoryChildError(Exception):
         super().__init__(reason)
 
 
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
 def classify(error: Exception, implementation: str) -> tuple[CaseOutcome, str]:
-    """The outcome that an exception of this implementation means, and one line that says why.
+    """The outcome that an exception of this implementation means, and one line that says why, as it can be printed.
 
     What a baseline cannot import is not installed; NSA is always here, and an import that fails in it is its fault.
     """
+    outcome, reason = _classified(error, implementation)
+    return outcome, "".join(one for one in _COLOUR.sub("", reason) if one.isprintable() or one == "\n")
+
+
+def _classified(error: Exception, implementation: str) -> tuple[CaseOutcome, str]:
     text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
     if isinstance(error, (IncorrectError, UnjoinedWorkError)):
         return CaseOutcome.INCORRECT, str(error)

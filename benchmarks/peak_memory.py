@@ -58,9 +58,47 @@ class OutOfMemory:
                 raise ValueError(f"out_of_memory.{name} must be at least 0; got {value}")
 
 
+@dataclass(frozen=True)
+class MemoryNeed:
+    """What a case takes by its shapes, MiB."""
+
+    inputs_mib: float
+    """What stands before the call, once; a recorded peak is what the call takes beside it."""
+    tensors_mib: float
+    """All tensors at the peak: copies of the inputs and the oracle's too."""
+    reserve_mib: float
+    """What the process needs beside them."""
+
+    @property
+    def whole_mib(self) -> float:
+        """Of a device on which nothing else is."""
+        return self.tensors_mib + self.reserve_mib
+
+    def lacking(self, total_mib: float, free_mib: float) -> str | None:
+        """Why a device of this memory has no room for it; None where it has.
+
+        The reserve counts of the whole alone: of what is free a process has taken its own already.
+        """
+        if self.whole_mib > total_mib:
+            return f"it takes about {gib(self.whole_mib)}, and the device has {gib(total_mib)}"
+        if self.tensors_mib > free_mib:
+            return f"it takes about {gib(self.whole_mib)}, and {free_of(free_mib, total_mib)}"
+        return None
+
+
+def free_of(free_mib: float, total_mib: float) -> str:
+    """20.1 GiB of the device's 24.0 GiB are free."""
+    return f"{gib(free_mib)} of the device's {gib(total_mib)} are free"
+
+
+def gib(mib: float) -> str:
+    """24.0 GiB."""
+    return f"{mib / 1024:.1f} GiB"
+
+
 _SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
 _ASKED = re.compile(rf"(?:[Tt]ried to allocate|takes about) {_SIZE}")
-_FREE = re.compile(rf"of which {_SIZE} (?:is|are) free|the device has {_SIZE}")
+_FREE = re.compile(rf"of which {_SIZE} (?:is|are) free|the device has {_SIZE}|{_SIZE} of the device's")
 _IN_USE = re.compile(rf"this process has {_SIZE} memory in use")
 _ALLOWED = re.compile(rf"{_SIZE} allowed")
 _HELD = re.compile(rf"{_SIZE} is (?:allocated|reserved) by PyTorch")

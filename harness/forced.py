@@ -80,8 +80,8 @@ def machine(found: Machine, gpu: Gpu | None, forced: Forced | None) -> Machine:
     """The machine under the name of what it is forced to. Raises ValueError where it cannot be."""
     if forced is None:
         return found
-    if gpu is None or found.id == machines.CPU:
-        raise ValueError(f"--force-arch {forced.architecture} needs an NVIDIA GPU; leave it out on a CPU")
+    require_gpu(forced, there=gpu is not None and found.id != machines.CPU)
+    assert gpu is not None
     here = "sm{}{}".format(*gpu.compute_capability)
     if int(here[2:]) <= int(forced.architecture[2:]):
         raise ValueError(f"--force-arch {forced.architecture} needs a newer GPU; {gpu.name} is {here}: leave it out")
@@ -98,6 +98,12 @@ def machine(found: Machine, gpu: Gpu | None, forced: Forced | None) -> Machine:
         memory_tb_per_s=None,
         memory_gb=memory_gb,
     )
+
+
+def require_gpu(asked: Forced | None, *, there: bool) -> None:
+    """Raises ValueError where something is asked for and there is no GPU that it could be asked of."""
+    if asked is not None and not there:
+        raise ValueError(f"--force-arch {asked.architecture} needs an NVIDIA GPU; leave it out on a CPU")
 
 
 def of(machine_id: str) -> Forced | None:
@@ -136,13 +142,14 @@ def require_report(path: str | None, asked: Forced | None) -> None:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """(free, total) memory of the current GPU in bytes, within the cap."""
+    """(free, total) memory of the current GPU in bytes, within the cap. What this process's allocator keeps and does
+    not use is free to it."""
     import torch  # as in machines.visible_gpu
 
     free, total = torch.cuda.mem_get_info()
-    forced = read()
+    forced, used = read(), torch.cuda.memory_allocated()
     most = forced.memory_gb * _GB if forced and forced.memory_gb else total
-    return min(free, most), min(total, most)
+    return min(free + torch.cuda.memory_reserved() - used, most - used), min(total, most)
 
 
 def cap_memory() -> None:

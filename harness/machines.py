@@ -1,7 +1,7 @@
 """The machines by name: how each is recognised, what its data sheet promises, its suite and its image.
 
-A machine is a board, not a family: boards of one name differ in memory and bandwidth, and a MIG slice has a share of
-its board. The table is machines.toml.
+A machine is a board, not a family: boards of one name differ in memory and bandwidth, a MIG slice has a share of its
+board, and one whose power limit was lowered is slower where it computes most. The table is machines.toml.
 
 Nothing here imports PyTorch but `visible_gpu`: noxfile.py and the host's side of the containers run where there is
 none.
@@ -29,6 +29,7 @@ _SUITE_OF_UNKNOWN = "24gb"
 _MIG = re.compile(r"^(.+) MIG ((?:\d+c\.)?\d+g\.(\d+)gb\S*)$")
 """As CUDA names a slice: "NVIDIA A100-SXM4-80GB MIG 3g.40gb"."""
 _OF_SLICE = "-mig-"
+_CAPPED = re.compile(r"-capped-[1-9]\d*w$", re.ASCII)
 _MEMORY_SLICES = 8
 _VGPU = re.compile(r"-\d+(-\d+)?([ABCQ]|CME)$")
 """How the names of vGPU profiles end: "GRID A100-40C", "NVIDIA A100-3-20C", "NVIDIA A100-1-5CME"."""
@@ -46,6 +47,11 @@ class Gpu:
     compute_capability: tuple[int, int]
     sms: int | None = field(default=None, kw_only=True)
     """Multiprocessors that can be used; None where only the driver's name is known."""
+    capped_w: int | None = field(default=None, kw_only=True)
+    """Its power limit, where that is well below the board's own (`harness.nvml.GpuSettings.capped_w`); else None."""
+
+    def __str__(self) -> str:
+        return self.name if self.capped_w is None else f"{self.name}, capped to {self.capped_w} W"
 
 
 @dataclass(frozen=True)
@@ -53,8 +59,9 @@ class Machine:
     """What the figures are measured on."""
 
     id: str
-    """The board's in machines.toml ("h200", "a100-80gb-sxm"), with its slice behind it ("...-mig-3g-40gb"); of a GPU
-    that is not listed "gpu-" and its name; "cpu"."""
+    """The board's in machines.toml ("h200", "a100-80gb-sxm"), with its slice behind it ("...-mig-3g-40gb"), and behind
+    that a power limit well below the board's own ("...-capped-200w"); of a GPU that is not listed "gpu-" and its name;
+    "cpu"."""
     title: str
     """As it is shown: the board's name, or the device's own where the board is not listed."""
     device: str
@@ -149,19 +156,26 @@ def known_ids() -> list[str]:
 
 
 def is_id(text: str) -> bool:
-    """Whether a machine can have this name: also a slice of a board, and a GPU that is not listed."""
-    whole, _, part = text.partition(_OF_SLICE)
+    """Whether a machine can have this name: also a slice of a board, a capped one, and a GPU that is not listed."""
+    uncapped = _CAPPED.sub("", text)
+    whole, slice_of, part = uncapped.partition(_OF_SLICE)
     listed = whole in known_ids() and whole not in (UNKNOWN_GPU, CPU)
-    return text in known_ids() or (listed and bool(part)) or re.fullmatch(r"gpu-[a-z0-9-]+", text) is not None
+    own = listed and bool(part or not slice_of)
+    return text in known_ids() or own or re.fullmatch(r"gpu-[a-z0-9-]+", text) is not None
 
 
 def whole_board(machine_id: str) -> str:
-    """The board that a slice is of; any other machine as it is."""
-    return machine_id.partition(_OF_SLICE)[0]
+    """The board that a slice is of, or that was capped; any other machine as it is."""
+    return _CAPPED.sub("", machine_id).partition(_OF_SLICE)[0]
+
+
+def is_slice(machine_id: str) -> bool:
+    """Whether it is a MIG slice of a board."""
+    return _OF_SLICE in machine_id
 
 
 def same_family(machine_id: str, family: str) -> bool:
-    """Whether a machine is this entry of the table, or one of its boards as a whole."""
+    """Whether a machine is this entry of the table, or one of its boards as a whole and at its own power limit."""
     boards = families()[family].boards if family in families() else ()
     return machine_id in (family, *(board.id for board in boards))
 
@@ -188,6 +202,14 @@ def recognise(gpu: Gpu | None) -> Machine:
     """The machine that holds this GPU; the CPU where there is none."""
     if gpu is None:
         return Machine(CPU, "CPU", CPU, CPU)
+    found = _uncapped(gpu)
+    if gpu.capped_w is None:
+        return found
+    return replace(found, id=f"{found.id}-capped-{gpu.capped_w}w", title=f"{found.title}, capped to {gpu.capped_w} W")
+
+
+def _uncapped(gpu: Gpu) -> Machine:
+    """The machine as it is at its own power limit."""
     mig = _MIG.fullmatch(gpu.name)
     whole = gpu if mig is None else replace(gpu, name=mig[1])
     for family in families().values():
@@ -226,10 +248,14 @@ def visible_gpu() -> Gpu | None:
     """The GPU that PyTorch would use, or None."""
     import torch  # see above
 
+    from harness import nvml  # which imports it too
+
     if not torch.cuda.is_available():
         return None
     seen = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return Gpu(seen.name, (seen.major, seen.minor), sms=seen.multi_processor_count)
+    settings = nvml.settings()
+    capped_w = None if settings is None else settings.capped_w
+    return Gpu(seen.name, (seen.major, seen.minor), sms=seen.multi_processor_count, capped_w=capped_w)
 
 
 def machine(required: str | None, gpu: Gpu | None) -> Machine:
@@ -238,7 +264,7 @@ def machine(required: str | None, gpu: Gpu | None) -> Machine:
         return recognise(None)
     here = recognise(gpu)
     if required is not None and not here.fits(required):
-        seen = "no GPU that PyTorch can use" if gpu is None else gpu.name
+        seen = "no GPU that PyTorch can use" if gpu is None else gpu
         raise WrongMachineError(f"this session needs {named(required)}; found: {seen}")
     return here
 
@@ -247,6 +273,8 @@ def named(required: str) -> str:
     """How a message names a machine that is wanted."""
     if required in families():
         return f"an {families()[required].title}"
+    if (capped := _CAPPED.search(required)) is not None:
+        return f"{named(required[: capped.start()])}, capped to {capped[0].rpartition('-')[2][:-1]} W"
     titles = {board.id: board.title for family in families().values() for board in family.boards}
     if (board := titles.get(whole_board(required))) is not None:
         return f"an {board}" if required in titles else f"the slice {required.partition(_OF_SLICE)[2]} of an {board}"

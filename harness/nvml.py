@@ -19,6 +19,9 @@ import torch
 _MIB = 2**20
 _LEAST_SLOWDOWN_C = 60
 """No GPU slows down below; boards since 2022 tell how far they are from it in its place, a small number."""
+_CAPPED = 0.95
+"""A power limit below this share of the board's own makes it another machine. A smaller difference is a condition of
+the records (`gpu_clocks`), under which they are not compared either."""
 _UTILISATION_OF_S = 2.0
 """How far back a process's use of the multiprocessors is asked for; NVML averages it over up to a second."""
 
@@ -60,6 +63,12 @@ class GpuSettings:
         """Whether its power limit is below the board's own."""
         limits = self.power_limit_w, self.default_power_limit_w
         return limits[0] is not None and limits[1] is not None and limits[0] < limits[1]
+
+    @property
+    def capped_w(self) -> int | None:
+        """Its power limit where that is well below the board's own; else None, also where NVML does not say."""
+        limit_w, own_w = self.power_limit_w, self.default_power_limit_w
+        return None if limit_w is None or own_w is None or limit_w >= _CAPPED * own_w else round(limit_w)
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     try:
         asked = forced.enter(config.getoption("--force-arch"), config.getoption("--memory-gb"))
+        forced.require_gpu(asked, there=torch.cuda.is_available())
         forced.require_report(config.getoption("xmlpath", None), asked)
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None

@@ -14,6 +14,7 @@ from benchmarks.ab.child import THREADS
 from benchmarks.ab.result import CompareVerdict, ComparisonResult, Rules
 from benchmarks.ab.sequential import PairFailure, PairTiming
 from benchmarks.ab.starter import PairStarter
+from benchmarks.ab.trial import PairedSamples
 from benchmarks.cases.key import Key
 from benchmarks.timing import gpu_watch
 from benchmarks.timing.gpu_watch import GpuWatch
@@ -87,7 +88,7 @@ class _PairMeasurement:
     ) -> None:
         self._starter, self._keys, self._rules, self._budget_s, self._watch = starter, keys, rules, budget_s, watch
         self.disturbed: dict[str, list[str]] = {}
-        """Of each case, what could not be waited for before its pairs."""
+        """Of each case, what could not be waited for before its pairs, and samples that were thrown away."""
         self._done, self._seconds, self._cases = 0, 0.0, 0
 
     def __call__(self, cases: Sequence[str]) -> Mapping[str, PairTiming | PairFailure]:
@@ -98,6 +99,10 @@ class _PairMeasurement:
         keys = [self._keys[case] for case in cases]
         found = trial.run(self._starter, keys, self._rules, self._done % 2, check=self._done == 0)
         self._done += 1
+        for case, result in zip(cases, found, strict=True):
+            if isinstance(result, PairedSamples) and result.discarded:
+                why = "the GPU still worked at the ends of their calls"
+                self._note(case, f"in pair {self._done} {result.discarded} samples were taken anew: {why}")
         self._seconds += time.perf_counter() - begin
         self._cases += len(cases)
         print(self._progress(len(cases)), flush=True)
@@ -110,7 +115,10 @@ class _PairMeasurement:
             print(f"GPU: {text}", flush=True)
         for text in (noticed[name] for name in gpu_watch.UNTRUSTED if name in noticed):
             for case in cases:
-                self.disturbed.setdefault(case, []).append(f"before pair {self._done + 1} {text}")
+                self._note(case, f"before pair {self._done + 1} {text}")
+
+    def _note(self, case: str, text: str) -> None:
+        self.disturbed.setdefault(case, []).append(text)
 
     def _progress(self, cases: int) -> str:
         """Time left to the next interim analysis; how many cases go on after it is not known before it."""

@@ -49,13 +49,14 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _summary(bundle: ReceivedBundle) -> dict[str, object]:
     where = bundle.manifest.fingerprint
-    state = "complete" if bundle.manifest.complete else "NOT complete: a step was red or did not run"
-    print(f"{where.device} ({where.machine}), {where.utc}, commit {(where.commit or 'unknown')[:10]}: {state}")
+    commit = (where.commit or "unknown")[:10]
+    print(f"{where.device} ({where.machine}), {where.utc}, commit {commit}: {bundle.manifest.state}")
     print(f"{len(bundle.manifest.files)} files, {bundle.records} records, sha256 of its manifest {bundle.sha256}")
     return {
         "machine": where.machine,
         "device": where.device,
         "complete": bundle.manifest.complete,
+        "smoke": bundle.manifest.smoke,
         "records": bundle.records,
         "sha256": bundle.sha256,
     }

@@ -47,7 +47,7 @@ def main(arguments: argparse.Namespace) -> int:
     session.keep_preflight(folder, found)
     if refused := session.refusal(found):
         _tell(session.of_preflight(refused))
-        print(json.dumps(_pack(folder, identity, [], complete=False)))
+        print(json.dumps(_pack(folder, identity, [], complete=False, smoke=arguments.smoke)))
         return 2
     plan = steps.plan(machine, folder, smoke=arguments.smoke)
     results = session.run(folder, plan, identity)
@@ -59,9 +59,8 @@ def main(arguments: argparse.Namespace) -> int:
         assert red.diagnosis is not None
         print(f"\n{red.name} is RED (exit code {red.code})")
         _tell(red.diagnosis)
-    can_be_baseline = complete and not arguments.smoke
-    summary = _pack(folder, identity, results, complete=can_be_baseline)
-    if can_be_baseline:
+    summary = _pack(folder, identity, results, complete=complete, smoke=arguments.smoke)
+    if complete and not arguments.smoke:
         with received.opened(Path(summary["bundle"])) as own:  # as they are sent: merged again, they are known
             for left_out in received.merge_into(own, arguments.out).refused:
                 print(f"note: {left_out}")
@@ -80,17 +79,19 @@ def _tell(diagnosis: Diagnosis) -> None:
     )
 
 
-def _pack(folder: Path, identity: Fingerprint, results: list[StepResult], *, complete: bool) -> dict[str, Any]:
+def _pack(
+    folder: Path, identity: Fingerprint, results: list[StepResult], *, complete: bool, smoke: bool
+) -> dict[str, Any]:
     """What the last line says of the bundle."""
     target = folder.with_suffix(".tar.gz")
     made = target.with_name(f".{target.name}.new")
     try:
-        sha256 = bundle.write(folder, identity, made, complete=complete)
-        with received.opened(made):  # what a receiver would refuse is seen here
-            pass
+        sha256 = bundle.write(folder, identity, made, complete=complete, smoke=smoke)
+        with received.opened(made) as own:  # what a receiver would refuse is seen here
+            state = own.manifest.state
         made.replace(target)
     finally:
         made.unlink(missing_ok=True)
-    print(f"\nThe bundle: {target}\n{'complete' if complete else 'NOT complete'}, sha256 of its manifest {sha256}")
+    print(f"\nThe bundle: {target}\n{state}\nsha256 of its manifest {sha256}")
     steps_told = {one.name: one.code for one in results}
-    return {"bundle": str(target), "sha256": sha256, "complete": complete, "steps": steps_told}
+    return {"bundle": str(target), "sha256": sha256, "complete": complete, "smoke": smoke, "steps": steps_told}

@@ -14,8 +14,6 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-import psutil
-
 from benchmarks import anchors, budget, console, contenders, runner, watched, worker
 from benchmarks.ab import calibration
 from benchmarks.baselines import contender
@@ -37,12 +35,11 @@ from benchmarks.timing import gpu_watch, peak
 from benchmarks.timing.gpu_watch import GpuWatch
 from benchmarks.timing.latency import SamplingPlan
 from benchmarks.workloads import suite
-from benchmarks.workloads.prepare import estimate_gib
+from benchmarks.workloads.prepare import memory_mib, memory_need
 from harness import fingerprint, forced, machines
 from harness.fingerprint import Fingerprint
 from harness.interrupt import INTERRUPTED
 from harness.machines import Machine
-from harness.peak import MIB
 from nsa import backends
 
 SUMMARY = "measure, write records, build the page"
@@ -199,25 +196,19 @@ def _cases(arguments: argparse.Namespace, machine: Machine, asked: Sequence[Cont
 
 def _too_large(results: Path, machine: Machine, identity: Fingerprint, keys: Sequence[Key]) -> list[WillNotFit]:
     """The cases that this device has no memory for, which are said before anything runs."""
-    free_mib, total_mib = _memory_mib(machine)
+    free_mib, total_mib = memory_mib(machine.device)
     stored = Store(results)
     elsewhere_mib: dict[str, float] = {}
     for other in stored.machines():
         for name, found in stored.visits(other).items():
             if other != machines.CPU and found[-1].peak_mem_mib is not None:
                 elsewhere_mib[name] = min(found[-1].peak_mem_mib, elsewhere_mib.get(name, math.inf))
-    estimates_mib = {key.name: 1024 * estimate_gib(key) for key in keys}
+    needs = {key.name: memory_need(key) for key in keys}
     sources, here = identity.nsa_sha256, stored.visits(machine.id)
-    found_too_large = will_not_fit(estimates_mib, total_mib, free_mib, sources, here, elsewhere_mib)
+    found_too_large = will_not_fit(needs, total_mib, free_mib, sources, here, elsewhere_mib)
     for one in found_too_large:
         print(f"will not fit: {one.name}: {one.reason}", flush=True)
     return found_too_large
-
-
-def _memory_mib(machine: Machine) -> tuple[float, float]:
-    """(free, total) memory of what is measured; within the cap of a GPU that is forced."""
-    free, total = forced.memory_bytes() if machine.device == "cuda" else psutil.virtual_memory()[1::-1]
-    return free / MIB, total / MIB
 
 
 def _not_tried(key: Key, why: WillNotFit, identity: Fingerprint, command: str) -> Measurement:

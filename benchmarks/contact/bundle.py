@@ -14,13 +14,13 @@ import io
 import json
 import re
 import tarfile
-import unicodedata
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.contact.private import PrivateWords
-from benchmarks.history import merge, run_file
-from benchmarks.history.run_file import DamagedLine
+from benchmarks.history import merge, plausible, run_file
+from benchmarks.history.run_file import DamagedLine, StoredRecord
 from harness import schema
 from harness.fingerprint import Fingerprint
 from nsa.io import open_atomic
@@ -35,8 +35,6 @@ MOST_BYTES = 64 * 2**20
 """Of one file, and of all files together before they are packed."""
 MOST_LOG_BYTES = 2**20
 """Of a log, of which the end is kept."""
-_UNSEEN = ("Cc", "Cf", "Zl", "Zp")
-"""Unicode's categories of characters that steer a terminal or hide what stands there."""
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*){0,2}", re.ASCII)
 
 
@@ -70,16 +68,29 @@ class Manifest:
     fingerprint: Fingerprint
     """Of the machine when it was packed."""
     complete: bool
-    """Whether every step of a first contact was green, and none was cut down to its least."""
+    """Whether every step was green: of a first contact, or with `smoke` the least of it."""
     files: tuple[FileEntry, ...]
     """Every other file."""
+    smoke: bool = False
+    """Whether each step was cut down to its least, of which no baseline comes."""
 
     def __post_init__(self) -> None:
         if self.schema_version != SCHEMA_VERSION:
             raise ValueError(f"schema_version must be {SCHEMA_VERSION}; got {self.schema_version}: use a newer version")
         for name, value in vars(self.fingerprint).items():
-            if isinstance(value, str) and any(unicodedata.category(one) in _UNSEEN for one in value):
-                raise ValueError(f"fingerprint.{name} must hold no control characters; got {value!a}")
+            if isinstance(value, str) and (why := plausible.hidden(value, f"fingerprint.{name}")):
+                raise ValueError(why)
+        if why := plausible.objection(dataclasses.asdict(self.fingerprint), "fingerprint"):
+            raise ValueError(why)
+
+    @property
+    def state(self) -> str:
+        """What is said of it."""
+        if not self.complete:
+            return f"{'smoke, ' if self.smoke else ''}NOT complete: a step was red or did not run"
+        if self.smoke:
+            return "smoke, complete as such: the least of every step is green, and no baseline comes of it"
+        return "complete"
 
     def encoded(self) -> bytes:
         """The bytes of manifest.json, the same for equal manifests."""
@@ -96,7 +107,7 @@ def allowed(name: str) -> bool:
     return bool(_PLAIN.fullmatch(name)) and any(Path(name).match(pattern) for pattern in (*PARTS, *BESIDE))
 
 
-def write(folder: Path, fingerprint: Fingerprint, target: Path, *, complete: bool) -> str:
+def write(folder: Path, fingerprint: Fingerprint, target: Path, *, complete: bool, smoke: bool = False) -> str:
     """Pack the folder of a first contact into `target`, in one step; the manifest's SHA-256.
 
     Lines of records that a crash has damaged are left out, and named on stdout.
@@ -110,7 +121,7 @@ def write(folder: Path, fingerprint: Fingerprint, target: Path, *, complete: boo
             f"{folder} holds more than {MOST_FILES} files or {MOST_BYTES / 2**20:.0f} MiB; remove old runs"
         )
     files = tuple(FileEntry.of(name, data) for name, data in sorted(content.items()))
-    manifest = Manifest(SCHEMA_VERSION, fingerprint, complete, files)
+    manifest = Manifest(SCHEMA_VERSION, fingerprint, complete, files, smoke)
     encoded = manifest.encoded()
     if left := private.found(encoded.decode()):
         raise BundleError(f"the fingerprint holds {left}; nothing was packed")
@@ -154,11 +165,19 @@ def _damaged(name: str, text: str) -> dict[int, str]:
     lines = [(number, line) for number, line in enumerate(text.encode().split(b"\n"), start=1) if line.strip()]
     if name.startswith("runs/"):
         found = run_file.parsed(lines, Path(name))
-        return {one.line: one.why for one in found if isinstance(one, DamagedLine)}
+        return dict(_no_records(found))
     if name.startswith("regression/"):
         reasons = {number: merge.why_damaged(line, Path(name)) for number, line in lines}
         return {number: why for number, why in reasons.items() if why is not None}
     return {}
+
+
+def _no_records(found: Iterable[StoredRecord | DamagedLine]) -> Iterator[tuple[int, str]]:
+    for one in found:
+        if isinstance(one, DamagedLine):
+            yield one.line, one.why
+        elif why := merge.impossible(one.record()):
+            yield one.number, why
 
 
 def _member(name: str, size: int) -> tarfile.TarInfo:

@@ -1,7 +1,7 @@
 """Whose matter a step is that failed: the machine's, the driver's, Triton's or ours; and what to send.
 
-Judged from its exit code and the end of its log, by the first sign that is found, the most certain ones first. What
-shows no sign of another is ours.
+Judged from its exit code and the error that ended it (`log_errors`), by the first sign that is found there, the most
+certain ones first. What shows no sign of another is ours.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
+
+from benchmarks.contact import log_errors
 
 
 class Cause(str, Enum):
@@ -50,7 +52,7 @@ _LINE_CHARACTERS = 300
 class _Sign:
     cause: Cause
     pattern: str
-    """Found in the log, whatever the case of its letters."""
+    """Found in the error, whatever the case of its letters."""
     do: str
     send: str = "nothing: nobody else can repair it"
 
@@ -67,7 +69,8 @@ _SIGNS = (
     _Sign(Cause.MACHINE, r" is a vGPU: ", "pass a whole GPU or a MIG slice through to this machine"),
     _Sign(Cause.MACHINE, r" computed on the GPU too|devices?(\(s\))? (is|are|is/are) busy or unavailable",
           "end other work on the GPU, then run this again"),
-    _Sign(Cause.MACHINE, r"Failed to find C compiler|Python\.h: No such file",
+    _Sign(Cause.MACHINE, r"Failed to find C compiler|Python\.h: No such file"
+          r"|Command '\['[^']*\b(gcc|clang|cc)'.* returned non-zero",
           "Triton builds its launcher here: install a C compiler and Python's headers (build-essential, python3-dev)"),
     _Sign(Cause.DRIVER, r"driver version is insufficient|driver .{0,80} is too old|Driver/library version mismatch"
           r"|Found no NVIDIA driver|couldn't communicate with the NVIDIA driver"
@@ -86,23 +89,18 @@ _SIGNS = (
 
 def diagnose(code: int, log: str) -> Diagnosis:
     """Of a step that ended with this code (negative: a signal) and printed this."""
-    for sign in _SIGNS:
-        if found := re.search(sign.pattern, log, re.IGNORECASE):
-            return Diagnosis(sign.cause, _line_of(log, found.start()), sign.do, sign.send)
     if code in (-9, 137):
         message = "it was killed (SIGKILL), as Linux does when memory runs out"
         return Diagnosis(Cause.MACHINE, message, "end other work on this machine, then run this again", _TO_US)
-    message = _last_line(log) or f"exit code {code}, without a word"
+    error = log_errors.ending(log)
+    for sign in _SIGNS:
+        for line in error:
+            if re.search(sign.pattern, line, re.IGNORECASE):
+                return Diagnosis(sign.cause, _short(line), sign.do, sign.send)
+    message = _short(error[-1]) if error else f"exit code {code}, without a word"
     do = "nothing before an answer: figures of this machine would prove nothing"
     return Diagnosis(Cause.OURS, message, do, _TO_US)
 
 
-def _line_of(log: str, place: int) -> str:
-    begin = log.rfind("\n", 0, place) + 1
-    return log[begin:].partition("\n")[0].strip()[:_LINE_CHARACTERS]
-
-
-def _last_line(log: str) -> str:
-    lines = [line.strip() for line in log.splitlines() if line.strip() and not line.startswith("{")]
-    failed = [line for line in lines if line.startswith(("FAILED ", "E  ", "ERROR "))]
-    return (failed or lines or [""])[-1][:_LINE_CHARACTERS]
+def _short(line: str) -> str:
+    return line.strip()[:_LINE_CHARACTERS]

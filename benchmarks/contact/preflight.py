@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,10 @@ class MachineFacts:
     load: float | None
     """Processes that wanted a core in the last minute."""
     cores: int
+    c_compiler: str | None
+    """What Triton builds its launcher with."""
+    python_headers: bool
+    """Whether this Python's, which the launcher includes, are there."""
     virtual: bool = False
     """Whether the GPU is a vGPU."""
 
@@ -107,8 +112,25 @@ def read(machine: Machine, out: Path, *, asked_for_cpu: bool) -> MachineFacts:
         free_disk_mib=shutil.disk_usage(out).free / MIB,
         load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         cores=os.cpu_count() or 1,
+        c_compiler=_c_compiler(),
+        python_headers=_python_headers(),
         virtual=on_gpu and gpu_watch.is_virtual(machine, nvml.settings()),
     )
+
+
+def _c_compiler() -> str | None:
+    """The one that Triton takes (`triton.runtime.build`)."""
+    asked = os.environ.get("CC")
+    candidates = ("gcc", "clang") if asked is None else (asked,)
+    return next((path for name in candidates if (path := shutil.which(name))), None)
+
+
+def _python_headers() -> bool:
+    """Whether they are where Triton looks for them (`triton.runtime.build`)."""
+    scheme = sysconfig.get_default_scheme()
+    if scheme == "posix_local":  # Debian's, for what is installed beside its own packages
+        scheme = "posix_prefix"
+    return Path(sysconfig.get_path("include", scheme), "Python.h").is_file()
 
 
 def _other_processes() -> tuple[int | None, int]:
@@ -155,8 +177,21 @@ def _gpu(facts: MachineFacts) -> Iterator[PreflightFinding]:
         yield PreflightFinding("Triton", "not installed", Cause.TRITON, do)
     else:
         yield PreflightFinding("Triton", f"{facts.triton}, PyTorch {facts.torch}")
+    yield _compiler(facts)
     yield _memory(facts)
     yield _other_work(facts)
+
+
+def _compiler(facts: MachineFacts) -> PreflightFinding:
+    """What Triton builds its launcher with, before the first kernel runs."""
+    if facts.c_compiler is None:
+        do = "apt install build-essential (Fedora: dnf install gcc), or set CC to a compiler that is there"
+        return PreflightFinding("C compiler", "none found: Triton builds its launcher with one", Cause.MACHINE, do)
+    if not facts.python_headers:
+        do = "apt install python3-dev (Fedora: dnf install python3-devel), for this very Python"
+        message = f"{facts.c_compiler}, but no Python.h: Triton's launcher includes it"
+        return PreflightFinding("C compiler", message, Cause.MACHINE, do)
+    return PreflightFinding("C compiler", f"{facts.c_compiler}, and Python's headers")
 
 
 def _memory(facts: MachineFacts) -> PreflightFinding:

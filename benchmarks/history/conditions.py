@@ -1,11 +1,10 @@
 """Which conditions of a run a series can be followed across, and by what.
 
 Hard ones act on the device or on what is compiled for it (driver, CUDA, PyTorch, Triton, the GPU itself): figures on
-both sides are not compared unless the same sources were measured under both (`anchors`). A power cap (the limit in
-`gpu_clocks`) is such a condition and no machine of its own: it is a setting of the same board that goes as it comes,
-and it slows what is bound by arithmetic more than what is bound by memory, so that dense attention cannot make up for
-it. `SOFT` ones
-change often and mostly touch the host: dense attention of the same runs makes up for them.
+both sides are not compared unless the same sources were measured under both (`anchors`). A board whose power limit is
+well below its own is a machine of its own (`harness.machines`); a smaller difference of the limit (in `gpu_clocks`) is
+such a condition. `SOFT` ones change often and mostly touch the host: dense attention of the same runs makes up for
+them.
 """
 
 from __future__ import annotations

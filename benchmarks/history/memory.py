@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from benchmarks import peak_memory
 from benchmarks.cases.key import NSA
 from benchmarks.history.store import CaseVisit
-from benchmarks.peak_memory import MemoryVerdict, OutOfMemory
+from benchmarks.peak_memory import MemoryNeed, MemoryVerdict, OutOfMemory, gib
 
 
 @dataclass(frozen=True)
@@ -89,34 +89,34 @@ class WillNotFit:
 
 
 def will_not_fit(
-    estimates_mib: Mapping[str, float],
+    needs: Mapping[str, MemoryNeed],
     total_mib: float,
     free_mib: float,
     nsa_sha256: str,
     here: Mapping[str, Sequence[CaseVisit]],
     elsewhere_mib: Mapping[str, float],
 ) -> list[WillNotFit]:
-    """Which of these cases need more than the device has: by their shapes, or by what records say.
+    """Which of these cases need more than is free on the device: by their shapes, or by what records say.
 
-    `estimates_mib`: from the shapes, in the order in which they would run. `here`: this machine's records, of which a
+    `needs`: from the shapes, in the order in which they would run. `here`: this machine's records, of which a
     run of the same sources that ran out of memory counts while no more is free than it would have needed.
-    `elsewhere_mib`: peaks of the same cases on GPUs of any kind.
+    `elsewhere_mib`: peaks of the same cases on GPUs of any kind, beside which their inputs stood.
     """
     found = []
-    for name, needed_mib in estimates_mib.items():
+    for name, need in needs.items():
         last = here[name][-1] if here.get(name) else None
         lacked = last.out_of_memory if last is not None and last.nsa_sha256 == nsa_sha256 else None
-        recorded_mib = elsewhere_mib.get(name, 0.0)
-        if needed_mib > total_mib:
-            why = f"it takes about {_gib(needed_mib)}, and the device has {_gib(total_mib)}"
-            lacks = OutOfMemory(needed_mib, free_mib, None)
-        elif recorded_mib > total_mib:
-            why = f"it took {_gib(recorded_mib)} in a record, and the device has {_gib(total_mib)}"
-            lacks = OutOfMemory(recorded_mib, free_mib, None)
+        peak_mib = elsewhere_mib.get(name, 0.0)
+        if lacking := need.lacking(total_mib, free_mib):
+            why, lacks = lacking, OutOfMemory(need.whole_mib, free_mib, None)
+        elif peak_mib + need.inputs_mib > free_mib:
+            free = peak_memory.free_of(free_mib, total_mib)
+            why = f"it took {gib(peak_mib)} beside {gib(need.inputs_mib)} of inputs in a record, and {free}"
+            lacks = OutOfMemory(peak_mib + need.inputs_mib, free_mib, None)
         elif last and lacked and lacked.asked_mib and lacked.in_use_mib and _sum(lacked) > free_mib:
             why = (
-                f"on {last.utc[:10]} the same sources had {_gib(lacked.in_use_mib)} and tried to allocate"
-                f" {_gib(lacked.asked_mib)} more; {_gib(free_mib)} are free now"
+                f"on {last.utc[:10]} the same sources had {gib(lacked.in_use_mib)} and tried to allocate"
+                f" {gib(lacked.asked_mib)} more; {gib(free_mib)} are free now"
             )
             lacks = replace(lacked, free_mib=free_mib)
         else:
@@ -127,7 +127,3 @@ def will_not_fit(
 
 def _sum(lacked: OutOfMemory) -> float:
     return (lacked.asked_mib or 0.0) + (lacked.in_use_mib or 0.0)
-
-
-def _gib(mib: float) -> str:
-    return f"{mib / 1024:.1f} GiB"

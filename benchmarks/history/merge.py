@@ -7,6 +7,7 @@ along; pages are built again.
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import re
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ab.result import ComparisonResult
-from benchmarks.history import conversion, mutants, run_file
+from benchmarks.history import conversion, mutants, plausible, run_file
 from benchmarks.history.accepted import Acceptance
 from benchmarks.history.alerts import AlertEvent
 from benchmarks.history.records import Record
@@ -97,6 +98,8 @@ def _merge_run(path: Path, target: Path, merged: MergeResult) -> None:
             merged.refused.append(f"{path}:{found.number}: {wrong}")
         elif (line := run_file.full_line(record := found.record())) in known:
             merged.known_lines += 1
+        elif (why := impossible(record)) is not None:
+            merged.refused.append(f"{path}:{found.number}: {why}")
         else:
             known.add(line)
             fresh.append(record)
@@ -107,6 +110,11 @@ def _merge_run(path: Path, target: Path, merged: MergeResult) -> None:
         atomic_write(target, "".join(f"{line}\n" for line in run_file.lines_of(fresh)).encode())
         merged.new_files += 1
     merged.new_lines += len(fresh)
+
+
+def impossible(record: Record) -> str | None:
+    """What no record can hold and this one does, by case and field; None where it is sound."""
+    return plausible.objection(dataclasses.asdict(record), f"{record.key.name}: record")
 
 
 def _merge_lines(path: Path, target: Path, merged: MergeResult) -> None:
@@ -140,9 +148,9 @@ def why_damaged(line: bytes, path: Path) -> str | None:
         if not isinstance(found, dict):
             raise TypeError("a line must be a JSON object")
         _KINDS[kind](found)
+        return plausible.objection(found, "line")
     except (ValueError, TypeError, RecursionError) as error:
         return f"{type(error).__name__}: {error}"
-    return None
 
 
 def _replayed(found: dict[str, Any]) -> None:
@@ -179,6 +187,9 @@ _KINDS: dict[str, Callable[[dict[str, Any]], None]] = {
 
 def _merge_whole(path: Path, target: Path, merged: MergeResult) -> None:
     content = path.read_bytes()
+    if why := _impossible_file(content):
+        merged.refused.append(f"{path}: {why}")
+        return
     if not target.exists() or (
         path.suffix == ".json" and _calibrated_utc(content) > _calibrated_utc(target.read_bytes())
     ):
@@ -188,6 +199,14 @@ def _merge_whole(path: Path, target: Path, merged: MergeResult) -> None:
         return
     elif target.read_bytes() != content:
         merged.refused.append(f"{path}: differs from {target}; remove the one that is not wanted")
+
+
+def _impossible_file(content: bytes) -> str | None:
+    """The same of a file that is one JSON value; what is none is its reader's to refuse."""
+    try:
+        return plausible.objection(json.loads(content), "file")
+    except (ValueError, RecursionError):
+        return None
 
 
 def _calibrated_utc(calibration: bytes) -> str:

@@ -101,9 +101,9 @@ class SharedSequence:
 
     def __post_init__(self) -> None:
         for name in ("one_rank_ms", "slowest_rank_ms"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be finite and above 0; got {value}")
+            time_ms = getattr(self, name)
+            if time_ms is not None and not 0 < time_ms < math.inf:
+                raise ValueError(f"{name} must be finite and above 0; got {time_ms}")
         for name in ("exposed_ms", "received_gb", "imbalance", "gather_gb_per_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and at least 0; got {getattr(self, name)}")

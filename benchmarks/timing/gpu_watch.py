@@ -22,9 +22,11 @@ OTHER_PROCESS, HOT = "other_process", "hot"
 UNTRUSTED = (OTHER_PROCESS, HOT)
 """Conditions under which a figure is not to be trusted."""
 UNSEEN, WAITED, COOLED, RETRIED, IDLE_PROCESS = "unseen", "waited", "cooled", "retried", "idle_process"
+REMEASURED = "remeasured"
+"""All samples of the figure were taken anew, because the GPU still worked at the ends of the calls before."""
 WARMER = "warmer"
 """The GPU was much warmer than when the session began: its clocks may be lower than beside the first cases."""
-TOLD = (UNSEEN, WAITED, COOLED, RETRIED, IDLE_PROCESS)
+TOLD = (UNSEEN, WAITED, COOLED, RETRIED, REMEASURED, IDLE_PROCESS)
 """Conditions that take nothing of the trust in a figure."""
 LONGEST_WAIT_S = 120.0
 """For one case; for the whole session `LONGEST_IN_ALL_S`."""
@@ -186,12 +188,13 @@ def notes(machine: Machine, settings: GpuSettings | None) -> list[str]:
             " Install nvidia-ml-py, and in a container give it the driver's utilities"
         ]
     found = []
-    if machines.whole_board(machine.id) != machine.id:
+    if machines.is_slice(machine.id):
         found.append("a MIG slice: clocks, power and heat are the whole board's, which other slices use too")
     if settings.capped:
         found.append(
             f"the power limit is {settings.power_limit_w:.0f} W, the board's own is"
-            f" {settings.default_power_limit_w:.0f} W: records under different limits are not compared"
+            f" {settings.default_power_limit_w:.0f} W: this is the machine {machine.id}, and records under different"
+            " limits are not compared"
         )
     if settings.display:
         found.append("this GPU draws a screen: figures are marked")

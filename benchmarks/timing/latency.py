@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache as remember
 
@@ -69,6 +69,8 @@ class Timing:
     queued_ahead: bool | None = None
     """Whether no sample holds launch latency; None on the CPU."""
     clocks: Clocks | None = None
+    discarded: tuple[str, ...] = ()
+    """Why each earlier attempt at these samples was thrown away, whole; empty where the first one held."""
 
     @property
     def latency_ms(self) -> float:
@@ -156,10 +158,14 @@ def _on_device(call: Callable[[], object], cache: str, plan: SamplingPlan, befor
     sampler = device_clock.EventSampler(call, before, cold=cache == "cold")
     warmups = _warm_up(sampler.plain_sample, plan)
     sampler.queue_ahead()
-    for _ in range(_DISTURBED_ATTEMPTS):
-        with suppress(device_clock.UnjoinedWorkError):
-            return _attempt(sampler, cache, warmups, plan)
-    return _attempt(sampler, cache, warmups, plan)
+    discarded: list[str] = []
+    while True:
+        try:
+            return dataclasses.replace(_attempt(sampler, cache, warmups, plan), discarded=tuple(discarded))
+        except device_clock.UnjoinedWorkError as error:
+            if len(discarded) == _DISTURBED_ATTEMPTS:
+                raise
+            discarded.append(str(error))
 
 
 def _attempt(sampler: device_clock.EventSampler, cache: str, warmups: int, plan: SamplingPlan) -> Timing:

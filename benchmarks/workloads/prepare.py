@@ -12,13 +12,14 @@ import torch
 from benchmarks.baselines import find
 from benchmarks.cases.key import HOST, NSA, Key
 from benchmarks.cases.work import Work
+from benchmarks.peak_memory import MemoryNeed
 from benchmarks.workloads import attention, parts, train_loop, train_step
 from benchmarks.workloads.train_step import MODELS
 from harness import forced
+from harness.peak import MIB
 
-GIB = 2**30
 _SEQUENCES_COMPARED = 4
-_RESERVE_GIB = 1.5
+_RESERVE_MIB = 1536.0
 """The device's own context, libraries, and the gaps between allocations."""
 
 _COPIES_OF_INPUTS = 3
@@ -35,14 +36,18 @@ _TRAINED_BYTES = 60
 """Peak of a train step per token, layer and channel (H200, PyTorch 2.11: 55)."""
 _PARAMETER_BYTES = 16
 """A float32 weight, its gradient, and AdamW's two moments."""
+_STANDING_BYTES = 12
+"""The same between two steps, where there is no gradient."""
 
 
-def estimate_gib(key: Key) -> float:
+def memory_need(key: Key) -> MemoryNeed:
     """Peak memory of the case on its device, the oracle included."""
-    return (_of_step(key) if key.model is not None else _of_attention(key)) / GIB + _RESERVE_GIB
+    inputs, tensors = _of_step(key) if key.model is not None else _of_attention(key)
+    return MemoryNeed(inputs / MIB, tensors / MIB, _RESERVE_MIB)
 
 
-def _of_attention(key: Key) -> float:
+def _of_attention(key: Key) -> tuple[float, float]:
+    """(inputs, all tensors), bytes."""
     size = getattr(torch, key.dtype).itemsize
     backward = key.mode.removeprefix(HOST) in ("prefill-forward-backward", "memory")
     queries, keys = (key.batch * tokens for tokens in (key.num_queries, key.num_keys))
@@ -54,25 +59,35 @@ def _of_attention(key: Key) -> float:
     call = size * _OUTPUTS["dense" if is_dense else "nsa"][backward] * per_query
     if key.implementation == "sdpa-math":
         call += queries * key.num_keys * key.heads * _MATH_BYTES_PER_PAIR * (1 + backward)
-    return size * _COPIES_OF_INPUTS * inputs + max(call, oracle)
+    return size * inputs, size * _COPIES_OF_INPUTS * inputs + max(call, oracle)
 
 
-def _of_step(key: Key) -> float:
+def _of_step(key: Key) -> tuple[float, float]:
+    """(weights and moments, all tensors), bytes."""
     assert key.model is not None
     model = MODELS[key.model]
     hidden = model.dim * model.n_layers
     parameters = hidden * (4 * model.dim + 3 * model.hidden_dim) + model.vocab_size * model.dim
     wide = getattr(torch, key.dtype).itemsize / 2
-    return parameters * _PARAMETER_BYTES + key.batch * key.num_keys * hidden * _TRAINED_BYTES * wide
+    activations = key.batch * key.num_keys * hidden * _TRAINED_BYTES * wide
+    return parameters * _STANDING_BYTES, parameters * _PARAMETER_BYTES + activations
 
 
 def require_room(key: Key, device: str) -> None:
-    """Raises MemoryError where the case cannot fit in the memory of the device."""
-    total = forced.memory_bytes()[1] if device == "cuda" else None
-    available_gib = (psutil.virtual_memory().total if total is None else total) / GIB
-    needed_gib = estimate_gib(key)
-    if needed_gib > available_gib:
-        raise MemoryError(f"not tried: it takes about {needed_gib:.1f} GiB, and the device has {available_gib:.1f} GiB")
+    """Raises MemoryError where the case cannot fit in what is free on the device."""
+    free_mib, total_mib = memory_mib(device)
+    if why := memory_need(key).lacking(total_mib, free_mib):
+        raise MemoryError(f"not tried: {why}")
+
+
+def memory_mib(device: str) -> tuple[float, float]:
+    """(free, total) memory of the device; within the cap of a GPU that is forced."""
+    if device == "cuda":
+        free, total = forced.memory_bytes()
+    else:
+        seen = psutil.virtual_memory()
+        free, total = seen.available, seen.total
+    return free / MIB, total / MIB
 
 
 def prepare(key: Key, device: str) -> Work:

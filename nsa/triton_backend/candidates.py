@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 from nsa.triton_backend.tuning import MIN_DOT, WIDTHS, LaunchConfig, Table
 
@@ -89,7 +90,8 @@ def changed(table: Table, width: str, chosen: Mapping[str, LaunchConfig], how: s
     if width not in WIDTHS:
         raise ValueError(f"width must be one of {', '.join(WIDTHS)}; got {width!r}")
     launches: Mapping[str, LaunchConfig] = getattr(table, width)
-    return dataclasses.replace(table, how=how, **{width: {**launches, **chosen}})
+    of_widths: dict[str, Any] = {width: {**launches, **chosen}}
+    return dataclasses.replace(table, how=how, **of_widths)
 
 
 def text(table: Table) -> str:

@@ -18,7 +18,7 @@ from benchmarks.history import merge, run_file
 from benchmarks.history.records import Record
 from benchmarks.history.run_file import DamagedLine
 from benchmarks.history.store import Store
-from benchmarks.peak_memory import OutOfMemory
+from benchmarks.peak_memory import MemoryNeed, OutOfMemory
 from benchmarks.report import ledger, proof
 from benchmarks.report.links import Repository
 from benchmarks.report.table import BAD, GOOD, Cell
@@ -188,7 +188,7 @@ def test_running_out_under_the_cap_is_an_outcome_and_the_next_case_runs(
     assert lacked is not None
     assert (lacked.asked_mib, lacked.free_mib) == (20480.0, pytest.approx((22.35 - 17.5) * 1024))
     capsys.readouterr()
-    monkeypatch.setattr(run_command, "_memory_mib", lambda machine: (22.35 * 1024, 22.35 * 1024))
+    monkeypatch.setattr(run_command, "memory_mib", lambda device: (22.35 * 1024, 22.35 * 1024))
     tried.append("one")
     assert forced_run(tmp_path, "--cases", CASE) == 2  # nothing has a figure
     said = capsys.readouterr().out
@@ -203,7 +203,7 @@ def test_what_will_not_fit_under_the_cap_is_said_before_it_runs(
     """The H200 has room for it."""
     free_and_total = (138 * 10**9, 141 * 10**9)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: free_and_total)
-    monkeypatch.setattr(run_command, "estimate_gib", lambda the_key: 30.0)
+    monkeypatch.setattr(run_command, "memory_need", lambda the_key: MemoryNeed(1024.0, 29184.0, 1536.0))
     recognised = run_command.machines.recognise
     monkeypatch.setattr(
         run_command.machines, "recognise", lambda gpu: dataclasses.replace(recognised(gpu), device="cuda")

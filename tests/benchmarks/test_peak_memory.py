@@ -23,7 +23,7 @@ from benchmarks.commands import run as run_command
 from benchmarks.history import accepted, memory, run_file
 from benchmarks.history.memory import MemoryTrend
 from benchmarks.history.store import CaseVisit
-from benchmarks.peak_memory import CUDA, RSS, MemoryVerdict, OutOfMemory
+from benchmarks.peak_memory import CUDA, RSS, MemoryNeed, MemoryVerdict, OutOfMemory
 from benchmarks.report import comparisons
 from benchmarks.report import memory as memory_page
 from benchmarks.report.links import Repository
@@ -173,6 +173,7 @@ CAPPED = (
 """What PyTorch says under `set_per_process_memory_fraction`."""
 TORCH_CPU = "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 1048576 bytes."
 NOT_TRIED = "MemoryError: not tried: it takes about 30.0 GiB, and the device has 24.0 GiB"
+NO_ROOM = "MemoryError: not tried: it takes about 30.0 GiB, and 20.0 GiB of the device's 40.0 GiB are free"
 
 
 @pytest.mark.parametrize(
@@ -183,6 +184,7 @@ NOT_TRIED = "MemoryError: not tried: it takes about 30.0 GiB, and the device has
         (CAPPED.replace("117.00", "2.00"), OutOfMemory(20480.0, 2048.0, 18688.0)),
         (TORCH_CPU, OutOfMemory(1.0, None, None)),
         (NOT_TRIED, OutOfMemory(30720.0, 24576.0, None)),
+        (NO_ROOM, OutOfMemory(30720.0, 20480.0, None)),
         ("the child was killed (SIGKILL)", OutOfMemory(None, None, None)),
     ],
 )
@@ -229,21 +231,33 @@ def test_what_will_not_fit_is_known_before_it_runs() -> None:
     here["other sources"][0] = here["other sources"][0]._replace(
         fingerprint=dataclasses.replace(FINGERPRINT, nsa_sha256="b" * 16)
     )
-    estimates_mib = {"large": 30720.0, "fits": 20000.0, "on record": 100.0, "ran out": 9000.0, "other sources": 9000.0}
-    found = memory.will_not_fit(
-        estimates_mib, 24576.0, 24000.0, "0" * 16, here, {"on record": 25600.0, "fits": 24000.0}
-    )
+    needs = {
+        "large": MemoryNeed(1024.0, 29184.0, 1536.0),
+        "fits": MemoryNeed(4000.0, 23000.0, 1536.0),
+        "no room": MemoryNeed(1024.0, 23040.5, 1535.5),
+        "on record": MemoryNeed(2048.0, 100.0, 1536.0),
+        "ran out": MemoryNeed(1024.0, 9000.0, 1536.0),
+        "other sources": MemoryNeed(1024.0, 9000.0, 1536.0),
+    }
+    peaks_mib = {"on record": 21504.0, "fits": 19000.0}
+    found = memory.will_not_fit(needs, 24576.0, 23040.0, "0" * 16, here, peaks_mib)
     assert [(one.name, one.reason) for one in found] == [
         ("large", "not tried: it takes about 30.0 GiB, and the device has 24.0 GiB"),
-        ("on record", "not tried: it took 25.0 GiB in a record, and the device has 24.0 GiB"),
+        ("no room", "not tried: it takes about 24.0 GiB, and 22.5 GiB of the device's 24.0 GiB are free"),
+        (
+            "on record",
+            "not tried: it took 21.0 GiB beside 2.0 GiB of inputs in a record, and 22.5 GiB of the device's 24.0 GiB"
+            " are free",
+        ),
         (
             "ran out",
             "not tried: on 2026-03-01 the same sources had 18.2 GiB and tried to allocate 20.0 GiB more;"
-            " 23.4 GiB are free now",
+            " 22.5 GiB are free now",
         ),
     ]
-    assert found[2].lacks == OutOfMemory(20480.0, 24000.0, 18688.0)  # and so the next run knows it again
-    assert not memory.will_not_fit({"ran out": 9000.0}, 81920.0, 40000.0, "0" * 16, here, {})
+    assert found[2].lacks == OutOfMemory(23552.0, 23040.0, None)
+    assert found[3].lacks == OutOfMemory(20480.0, 23040.0, 18688.0)  # and so the next run knows it again
+    assert not memory.will_not_fit({"ran out": needs["ran out"]}, 81920.0, 40000.0, "0" * 16, here, {})
 
 
 def test_a_run_says_what_will_not_fit_and_measures_the_rest(
@@ -251,7 +265,8 @@ def test_a_run_says_what_will_not_fit_and_measures_the_rest(
 ) -> None:
     monkeypatch.setattr(peak, "measure", lambda machine: None)
     monkeypatch.setattr(run_command, "build_page", lambda results: results)
-    monkeypatch.setattr(run_command, "estimate_gib", lambda the_key: 1e6 if the_key.mode == "part-scores" else 0.1)
+    large, small = MemoryNeed(0.0, 1024e6, 0.0), MemoryNeed(0.0, 1.0, 0.0)
+    monkeypatch.setattr(run_command, "memory_need", lambda one: large if one.mode == "part-scores" else small)
     monkeypatch.setattr(worker, "run", lambda keys, device, plan, where, *_, **__: [
         Measurement(dataclasses.replace(passed(the_key), fingerprint=where)) for the_key in keys
     ])  # fmt: skip

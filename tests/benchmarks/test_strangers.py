@@ -27,7 +27,7 @@ from tests.fake_nvml import process
 from tests.fake_nvml.boards import ALONE, BOARDS, Board, Course, OnGpu
 
 CASE = "prefill-forward/8x2x64/b1/s512/float32/nsa"
-IN_THIS_PROCESS = ("a100-80gb-sxm", "a100-80gb-pcie", "a100-40gb-pcie", "a100-80gb-sxm-mig-3g-40gb")
+IN_THIS_PROCESS = ("a100-80gb-sxm", "a100-80gb-pcie-capped-200w", "a100-40gb-pcie", "a100-80gb-sxm-mig-3g-40gb")
 IN_A_NEW_ONE = ("3090", "gpu-geforce-rtx-5090")
 
 
@@ -66,7 +66,8 @@ def test_each_board_is_measured_under_its_own_key(
     settings, clocks = found.fingerprint.gpu_settings, found.fingerprint.gpu_clocks
     assert settings is not None
     assert clocks is not None
-    assert settings.capped is (machine == "a100-80gb-pcie") is ("the power limit is 200 W" in said)
+    assert settings.capped is ("-capped-" in machine) is ("200 W, the board's own is 300 W: this is the" in said)
+    assert ("PCIe 80 GB, capped to 200 W" in said) is settings.capped
     assert clocks.power_limit_w == (200.0 if settings.capped else 400.0)
     assert (settings.may_lock_clocks is False) is (machine == "a100-40gb-pcie") is ("no right to lock" in said)
     assert ("a MIG slice" in said) is ("-mig-" in machine)

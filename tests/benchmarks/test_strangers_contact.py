@@ -19,8 +19,8 @@ from tests.benchmarks.synthetic import FINGERPRINT, key
 from tests.fake_nvml.boards import ALONE, BOARDS, OnGpu
 
 STRANGERS = (
-    "a100-80gb-sxm", "a100-80gb-pcie", "a100-40gb-sxm", "a100-40gb-pcie", "a100-80gb-sxm-mig-3g-40gb", "3090",
-    "gpu-geforce-rtx-5090",
+    "a100-80gb-sxm", "a100-80gb-pcie", "a100-80gb-pcie-capped-200w", "a100-40gb-sxm", "a100-40gb-pcie",
+    "a100-80gb-sxm-mig-3g-40gb", "3090", "gpu-geforce-rtx-5090",
 )  # fmt: skip
 CASE = "prefill-forward/8x2x64/b1/s512/float32/nsa"
 

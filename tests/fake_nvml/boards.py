@@ -86,13 +86,12 @@ class Board:
 
 
 _A100, _GEFORCE = (8, 0), {"nvmlDeviceGetPersistenceMode": 0, "nvmlDeviceGetAPIRestriction": 1}
+_300_W = {"nvmlDeviceGetEnforcedPowerLimit": 300_000, "nvmlDeviceGetPowerManagementDefaultLimit": 300_000}
 BOARDS: Mapping[str, Board] = {
     "a100-80gb-sxm": Board("NVIDIA A100-SXM4-80GB", _A100, 108),
-    "a100-80gb-pcie": Board(
-        "NVIDIA A100 80GB PCIe",
-        _A100,
-        108,
-        {"nvmlDeviceGetEnforcedPowerLimit": 200_000, "nvmlDeviceGetPowerManagementDefaultLimit": 300_000},
+    "a100-80gb-pcie": Board("NVIDIA A100 80GB PCIe", _A100, 108, _300_W),
+    "a100-80gb-pcie-capped-200w": Board(
+        "NVIDIA A100 80GB PCIe", _A100, 108, {**_300_W, "nvmlDeviceGetEnforcedPowerLimit": 200_000}
     ),
     "a100-40gb-sxm": Board("NVIDIA A100-SXM4-40GB", _A100, 108),
     "a100-40gb-pcie": Board("NVIDIA A100-PCIE-40GB", _A100, 108, {"nvmlDeviceGetAPIRestriction": 1}),

@@ -76,7 +76,14 @@ def patches(board: Board) -> dict[str, Patch]:
                 return found
             return dataclasses.replace(found, device="cpu", suite="cpu", title=f"{SAID}: {found.title}")
 
-        put(module, "visible_gpu", lambda: module.Gpu(board.name, board.compute_capability, sms=board.sms))
+        def visible_gpu() -> Any:
+            from harness import nvml
+
+            settings = nvml.settings()
+            capped_w = None if settings is None else settings.capped_w
+            return module.Gpu(board.name, board.compute_capability, sms=board.sms, capped_w=capped_w)
+
+        put(module, "visible_gpu", visible_gpu)
         put(module, "recognise", on_the_cpu)
 
     def fingerprint(module: ModuleType, put: Callable[[Any, str, Any], None]) -> None:

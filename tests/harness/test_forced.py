@@ -170,6 +170,18 @@ def test_what_others_hold_is_not_free_under_a_cap(
     assert forced.memory_bytes() == (10 * 10**9, 24 * 10**9)
 
 
+def test_what_this_process_keeps_and_does_not_use_is_free_to_it(
+    gpu_of: Callable[[float, float], list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu_of(10.0, 141.0)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 9 * 10**9)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 7 * 10**9)
+    assert forced.memory_bytes() == (12 * 10**9, 141 * 10**9)
+    monkeypatch.setenv("NSA_FORCE_ARCH", "sm86")
+    monkeypatch.setenv("NSA_MEMORY_GB", "18")
+    assert forced.memory_bytes() == (11 * 10**9, 18 * 10**9)
+
+
 @pytest.mark.parametrize(
     ("name", "made"),
     [

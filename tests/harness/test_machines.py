@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from benchmarks.workloads.suite import MODES, planned, table
 from harness import machines
 from harness.machines import Gpu, WrongMachineError
+from tests.fake_nvml import process
+from tests.fake_nvml.boards import BOARDS
 
 NAMES: list[tuple[str, tuple[int, int], str, float | None]] = [
     ("NVIDIA A100-SXM4-80GB", (8, 0), "a100-80gb-sxm", 2.039),
@@ -65,13 +71,68 @@ def test_a_mig_slice_is_a_machine_of_its_own(
     assert machine.fits(machines.whole_board(wanted)) is (machines.whole_board(wanted) == machine.family)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "wanted"),
+    [
+        (Gpu("NVIDIA GeForce RTX 3090", (8, 6), capped_w=280), "3090-capped-280w"),
+        (Gpu("NVIDIA A100-SXM4-80GB MIG 3g.40gb", (8, 0), capped_w=300), "a100-80gb-sxm-mig-3g-40gb-capped-300w"),
+        (Gpu("NVIDIA GeForce RTX 5090", (12, 0), capped_w=400), "gpu-geforce-rtx-5090-capped-400w"),
+    ],
+)
+def test_a_power_cap_makes_a_machine_of_its_own(gpu: Gpu, wanted: str) -> None:
+    capped, whole = machines.recognise(gpu), machines.recognise(dataclasses.replace(gpu, capped_w=None))
+    words = f", capped to {gpu.capped_w} W"
+    assert capped == dataclasses.replace(whole, id=wanted, title=f"{whole.title}{words}")
+    assert machines.is_id(wanted)
+    assert machines.whole_board(wanted) == machines.whole_board(whole.id)
+    assert not machines.same_family(wanted, capped.family or "3090")
+    assert machines.named(wanted) == f"{machines.named(whole.id)}{words}"
+    assert machines.machine(wanted, gpu) == machines.machine(whole.family or "gpu", gpu) == capped
+    with pytest.raises(WrongMachineError, match=f"{words}; found: {gpu.name}$"):
+        machines.machine(wanted, dataclasses.replace(gpu, capped_w=None))
+
+
+def test_one_board_is_not_asked_for_by_its_whole_power_where_it_is_capped() -> None:
+    capped = Gpu("NVIDIA A100 80GB PCIe", (8, 0), capped_w=200)
+    with pytest.raises(WrongMachineError, match=r"found: NVIDIA A100 80GB PCIe, capped to 200 W$"):
+        machines.machine("a100-80gb-pcie", capped)
+
+
+@pytest.mark.parametrize(("board", "wanted"), [("a100-80gb-pcie-capped-200w", 200), ("h200", None)])
+def test_the_gpu_that_is_seen_tells_its_power_cap(
+    board: str, wanted: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    visible_gpu = machines.visible_gpu
+    process.install(monkeypatch, BOARDS[board])
+    seen = SimpleNamespace(**vars(torch.cuda.get_device_properties(0)), major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: seen)
+    assert visible_gpu() == Gpu(BOARDS[board].name, (9, 0), sms=BOARDS[board].sms, capped_w=wanted)
+
+
 def test_no_two_boards_share_an_id_and_records_of_before_keep_theirs() -> None:
     boards = [board.id for family in machines.families().values() for board in family.boards]
     assert len(set(boards)) == len(boards)
     assert {"h200", "3090", "4090", "b200"} <= set(boards)
 
 
-@pytest.mark.parametrize("name", ["a101", "a100-mig", "gpu-", "cpu-mig-1g-5gb", "A100", "../h200", ""])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a101",
+        "a100-mig",
+        "a100-mig-",
+        "gpu-",
+        "cpu-mig-1g-5gb",
+        "A100",
+        "../h200",
+        "",
+        "cpu-capped-9w",
+        "a101-capped-200w",
+        "h200-capped-0w",
+        "h200-capped",
+    ],
+)
 def test_no_machine_has_such_a_name(name: str) -> None:
     assert not machines.is_id(name)
 

@@ -60,17 +60,24 @@ def test_without_nvml_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit_mw", "default_mw", "capped"),
-    [(200_000, 300_000, True), (300_000, 300_000, False), (Refused("NOT_SUPPORTED"), 300_000, False)],
+    ("limit_mw", "default_mw", "capped", "capped_w"),
+    [
+        (200_400, 300_000, True, 200),
+        (284_000, 300_000, True, 284),
+        (286_000, 300_000, True, None),
+        (300_000, 300_000, False, None),
+        (Refused("NOT_SUPPORTED"), 300_000, False, None),
+        (200_000, Refused("NOT_SUPPORTED"), False, None),
+    ],
 )
 def test_a_power_cap_is_a_limit_below_the_board_s_own(
-    limit_mw: object, default_mw: object, capped: bool, monkeypatch: pytest.MonkeyPatch
+    limit_mw: object, default_mw: object, capped: bool, capped_w: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tells = {"nvmlDeviceGetEnforcedPowerLimit": limit_mw, "nvmlDeviceGetPowerManagementDefaultLimit": default_mw}
     process.install(monkeypatch, A100.telling(**tells))
     settings = nvml.settings()
     assert settings is not None
-    assert settings.capped is capped
+    assert (settings.capped, settings.capped_w) == (capped, capped_w)
 
 
 def test_processes_are_told_by_name_memory_and_how_busy_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,8 +34,8 @@ def sources(folder: Path, old: str = "", new: str = "") -> Sources:
 
 CHANGES = {
     "a comment": ("import triton\n", "# moved\n\nimport triton\n", True),
-    "an instruction": ("return gate[:, None] *", "return 2 * gate[:, None] *", False),
-    "the grid": ("_forward[triton.cdiv(num_rows, ROWS),]", "_forward[triton.cdiv(num_rows, ROWS) + 1,]", False),
+    "an instruction": ("total = _gate(GATES, row, 0, real) *", "total = 2 * _gate(GATES, row, 0, real) *", False),
+    "the grid": ("_forward[cdiv(num_rows, ROWS),]", "_forward[cdiv(num_rows, ROWS) + 1,]", False),
     "an operator of PyTorch": ("out = torch.empty_like(o_cmp)", "out = torch.zeros_like(o_cmp)", False),
 }
 """What is changed in the file -> (old, new, whether the device runs the same)."""

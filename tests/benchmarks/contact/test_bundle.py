@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import tarfile
 from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import main
 from benchmarks.ab import calibration
 from benchmarks.contact import bundle, received
 from benchmarks.contact.bundle import BundleError
@@ -87,3 +89,22 @@ def test_incidents_travel_too(folder: Path, tmp_path: Path) -> None:
     bundle.write(folder, dataclasses.replace(where, machine="a100"), tmp_path / "three.tar.gz", complete=False)
     with pytest.raises(BundleError, match="is of the machine 'h200'"), received.opened(tmp_path / "three.tar.gz"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("complete", "smoke", "state"),
+    [
+        (True, False, "complete"),
+        (False, False, "NOT complete: a step was red or did not run"),
+        (True, True, "smoke, complete as such: the least of every step is green, and no baseline comes of it"),
+        (False, True, "smoke, NOT complete: a step was red or did not run"),
+    ],
+)
+def test_a_receiver_is_told_what_it_is(
+    complete: bool, smoke: bool, state: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle.write(folder, WHERE, tmp_path / "two.tar.gz", complete=complete, smoke=smoke)
+    assert main(["bundle", "verify", str(tmp_path / "two.tar.gz")]) == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first.endswith(f": {state}")
+    assert (json.loads(last)["complete"], json.loads(last)["smoke"]) == (complete, smoke)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.contact import preflight, session
-from benchmarks.contact.cause import Cause, diagnose
+from benchmarks.contact.cause import Cause
 from benchmarks.contact.preflight import MachineFacts
 from harness import machines
 from harness.machines import Gpu
@@ -40,6 +40,8 @@ def facts(gpu: Gpu | None = GPU_3090, **changes: Any) -> MachineFacts:
         free_disk_mib=9000.0,
         load=0.1,
         cores=8,
+        c_compiler="/usr/bin/gcc",
+        python_headers=True,
     )
     return dataclasses.replace(of_gpu, **changes)
 
@@ -55,6 +57,7 @@ def facts(gpu: Gpu | None = GPU_3090, **changes: Any) -> MachineFacts:
         facts(idle_processes=2),
         facts(None),
         facts(None, load=7.9),
+        facts(None, c_compiler=None, python_headers=False),
         facts(None, driver_loaded=True, asked_for_cpu=True),
     ],
     ids=[
@@ -66,6 +69,7 @@ def facts(gpu: Gpu | None = GPU_3090, **changes: Any) -> MachineFacts:
         "idle",
         "cpu",
         "busy cpu",
+        "cpu without a compiler",
         "cpu on purpose",
     ],
 )
@@ -79,6 +83,8 @@ REFUSED: list[tuple[MachineFacts, str, Cause, str]] = [
     (facts(Gpu("Tesla T4", (7, 5))), "compute capability", Cause.MACHINE, "7.5; the Triton kernels need 8.0"),
     (facts(virtual=True), "GPU", Cause.MACHINE, "a vGPU: other guests use it in turn"),
     (facts(triton=None), "Triton", Cause.TRITON, "not installed"),
+    (facts(c_compiler=None), "C compiler", Cause.MACHINE, "none found: Triton builds its launcher with one"),
+    (facts(python_headers=False), "C compiler", Cause.MACHINE, "/usr/bin/gcc, but no Python.h"),
     (facts(None, driver_loaded=True), "GPU", Cause.DRIVER, "PyTorch 2.11.0 can use no GPU"),
     (facts(free_disk_mib=100.0), "disk", Cause.MACHINE, "100 MiB free"),
 ]
@@ -121,6 +127,28 @@ def test_counts_other_processes_as_a_session_does(
     assert preflight._other_processes() == (None, 0)
 
 
+def test_looks_for_a_compiler_and_headers_where_triton_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seen() -> tuple[str | None, bool]:
+        found = preflight.read(machines.recognise(None), tmp_path, asked_for_cpu=True)
+        return found.c_compiler, found.python_headers
+
+    include = tmp_path / "include"
+    include.mkdir()
+    monkeypatch.setattr(preflight.sysconfig, "get_path", lambda name, scheme: str(include))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert seen() == (None, False)
+    (include / "Python.h").touch()
+    for name in ("clang", "gcc", "my-cc"):  # Triton takes gcc where there are both
+        (tmp_path / name).touch(mode=0o755)
+        asked = tmp_path / name
+        if name == "my-cc":
+            monkeypatch.setenv("CC", str(asked))
+        assert seen() == (str(asked), True)
+    monkeypatch.setenv("CC", "not-there")
+    assert seen() == (None, True)
+
+
 def test_reads_this_machine(tmp_path: Path) -> None:
     found = preflight.read(machines.recognise(None), tmp_path, asked_for_cpu=True)
     assert found.in_use_mib is found.driver is found.compute_capability is found.other_processes is None
@@ -128,44 +156,3 @@ def test_reads_this_machine(tmp_path: Path) -> None:
     assert found.cores >= 1
     session.keep_preflight(tmp_path, preflight.findings(found))
     assert (tmp_path / session.PREFLIGHT).exists()
-
-
-LOGS = [
-    (1, "RuntimeError: CUDA error: uncorrectable ECC error encountered", Cause.MACHINE),
-    (1, "FAILED tests/laws/x.py - torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20 GiB", Cause.MACHINE),
-    (1, "OSError: [Errno 28] No space left on device", Cause.MACHINE),
-    (-9, "collected 12 items", Cause.MACHINE),
-    (2, "python -m benchmarks: this session needs an NVIDIA A100; found: NVIDIA L4", Cause.MACHINE),
-    (1, "The NVIDIA driver on your system is too old (found version 11040)", Cause.DRIVER),
-    (1, "RuntimeError: CUDA error: no kernel image is available for execution on the device", Cause.DRIVER),
-    (1, "nvidia-smi: Failed to initialize NVML: Driver/library version mismatch", Cause.DRIVER),
-    (1, "ERROR: GPU is lost", Cause.MACHINE),
-    (2, "python -m benchmarks: NVIDIA A10-24Q is a vGPU: other guests use its multiprocessors", Cause.MACHINE),
-    (2, "python -m benchmarks: python (pid 7) computed on the GPU too, for as long as was waited", Cause.MACHINE),
-    (1, "RuntimeError: CUDA error: all CUDA-capable devices are busy or unavailable", Cause.MACHINE),
-    (1, "torch.AcceleratorError: CUDA-capable device(s) is/are busy or unavailable", Cause.MACHINE),
-    (1, "RuntimeError: Failed to find C compiler. Please specify via CC environment variable", Cause.MACHINE),
-    (1, "cuda_utils.c:7:10: fatal error: Python.h: No such file or directory", Cause.MACHINE),
-    (1, "RuntimeError: Found no NVIDIA driver on your system", Cause.DRIVER),
-    (9, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver", Cause.DRIVER),
-    (1, "triton.compiler.errors.CompilationError: at 12:4", Cause.TRITON),
-    (1, "RuntimeError: PassManager::run failed", Cause.TRITON),
-    (1, "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 131072", Cause.OURS),
-    (1, "[1/2 3 s] decode/8x2x64/nsa   INCORRECT  o: 0.1 > 0.01\nx/nsa  OUT_OF_MEMORY  out of memory", Cause.OURS),
-    (1, "E  AssertionError: row 3 sees the future\nFAILED tests/laws/test_causality.py::test_x", Cause.OURS),
-    (1, "", Cause.OURS),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("code", "log", "cause"), LOGS)
-def test_whose_matter_a_failure_is(code: int, log: str, cause: Cause) -> None:
-    found = diagnose(code, f"before\n{log}\n" if log else "")
-    assert found.cause is cause
-    assert found.message
-    assert found.do
-    assert found.send
-
-
-def test_the_line_that_was_seen_is_told() -> None:
-    assert diagnose(1, "a\n  no kernel image is available\nb\n").message == "no kernel image is available"
-    assert diagnose(1, "a\nFAILED tests/x.py::test_y\n2 failed\n").message == "FAILED tests/x.py::test_y"

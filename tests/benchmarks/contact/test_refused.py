@@ -85,6 +85,39 @@ FORGED: list[tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] = [
         "architectures.86.passed must be int; got None",
     ),
     (lambda c: resigned(edited(c, "calibration/*", b'"rates"', b'"gates"')), "is no calibration"),
+    (
+        lambda c: resigned(edited(c, "runs/*/*", b'"latency_ms":10', b'"latency_ms":1e300')),
+        ":2: prefill-forward/4x2x16/b1/s64/float32/nsa: record.latency_ms must be at most 1e+09; got 1e+300",
+    ),
+    (
+        lambda c: resigned(edited(c, "runs/*/*", b"[6,10,10,10,10,null]", b"[6,10,10,10,2e15,null]")),
+        "record.samples.max_ms must be at most 1e+09; got 2e+15",
+    ),
+    (
+        lambda c: resigned(edited(c, "runs/*/*", b'"command":"python', b'"command":"\\u001b]0;python')),
+        "record.command must hold no control characters; got '\\x1b]0;python",
+    ),
+    (
+        lambda c: resigned(edited(c, "calibration/*", b'"sd": 0.0065', b'"sd": 1e300')),
+        "cpu.json: file.classes[0].rules.noise.sd must be at most 3.5e+38; got 1e+300",
+    ),
+    (
+        lambda c: resigned(edited(c, "calibration/*", b'"1 ms and more"', b'"1 ms\\u202e"')),
+        "file.classes[0].name must hold no control characters",
+    ),
+    (
+        lambda c: resigned(edited(c, "laws/*", b'"failed"', b'"\\u001b[2J": 1, "failed"')),
+        "a name in file must hold no control characters",
+    ),
+    (
+        lambda c: edited(
+            c,
+            MANIFEST,
+            b'"measured_peak": null',
+            b'"measured_peak": {"bf16_tflops": 1e300, "float32_tflops": 1, "copy_tb_per_s": 1, "cache_mib": 1}',
+        ),
+        "fingerprint.measured_peak.bf16_tflops must be at most 1e+06",
+    ),
     (lambda c: resigned(edited(c, "runs/*/*", b'"utc":"2026-', b'"utc":"9999-')), "is dated 9999-01-04"),
     (
         lambda c: resigned(edited(c, "runs/*/*", b'"utc":"2026-', b'"utc":"2019-')),

@@ -158,7 +158,11 @@ def test_the_least_of_it_on_this_cpu(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["steps"] == {"laws": 0, "incidents": 0, "bench": 0}
-    assert not told["complete"]
+    assert told["complete"]
+    assert told["smoke"]
+    assert "\nsmoke, complete as such: the least of every step is green, and no baseline comes of it\n" in done.stdout
+    assert "NOT complete" not in done.stdout
+    assert "accept -- --first" not in done.stdout
     elsewhere = tmp_path / "elsewhere"
     for new, known in ((3, 0), (0, 3)):
         assert main(["bundle", "merge", told["bundle"], "--out", str(elsewhere)]) == 0

@@ -84,7 +84,7 @@ def test_an_unlisted_gpu_that_ran_forced_is_no_gpu_that_is_not_listed(tmp_path: 
 
 def test_a_board_s_records_are_its_family_s(tmp_path: Path) -> None:
     law(tmp_path, "a100-80gb-pcie-20260101-aaaaaaaaaa-laws", "2026-01-01", 700)
-    found = rows(tmp_path, **{"a100-80gb-pcie": 12, "a100-40gb-sxm": 3})
+    found = rows(tmp_path, **{"a100-80gb-pcie": 12, "a100-40gb-sxm-capped-250w": 3})
     assert found["NVIDIA A100"]["laws"].text == "700 of 700 at aaaaaaa"
     assert found["NVIDIA A100"]["bench"].text == "15 cases"
     assert found["NVIDIA H100"]["laws"].text == "–"

@@ -187,7 +187,10 @@ def test_a_vgpu_is_refused(board: Board, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("board", "said"),
     [
-        ("a100-80gb-pcie", "the power limit is 200 W, the board's own is 300 W"),
+        (
+            "a100-80gb-pcie-capped-200w",
+            "the power limit is 200 W, the board's own is 300 W: this is the machine a100-80gb-pcie-capped-200w",
+        ),
         ("a100-80gb-sxm-mig-3g-40gb", "a MIG slice: clocks, power and heat are the whole board's"),
         ("gpu-geforce-rtx-5090", "persistence mode is off"),
         ("a100-40gb-pcie", "no right to lock the clocks"),

@@ -191,6 +191,7 @@ def test_a_disturbed_attempt_is_measured_again_and_none_of_its_samples_kept(monk
     timed = latency.measure(lambda: None, "cuda", "warm", SamplingPlan(5, 0.0, 5.0, end_to_end=False))
     assert timed.samples_ms == (2.0,) * 5
     assert (stub.taken, stub.attempts) == (10, 2)
+    assert timed.discarded == ("1.0 ms",)
 
 
 def test_work_that_every_attempt_finds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,13 +189,19 @@ def test_decode_steps_follow_one_another_on_the_keys_of_the_first() -> None:
 
 
 def test_a_case_that_cannot_fit_is_not_tried_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"total": 24 * prepare.GIB}))
+    room = type("Memory", (), {"total": 24 * 2**30, "available": 23 * 2**30})
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: room)
     monkeypatch.setattr(attention, "prepare", lambda *_: pytest.fail("tried"))
     record = runner.measure(large("prefill-forward-backward"), "cpu", PLAN, FINGERPRINT, "command").record
     assert record.outcome is CaseOutcome.OUT_OF_MEMORY
     assert record.reason is not None
     assert record.reason.startswith("MemoryError: not tried: it takes about 2")
     assert record.reason.endswith(" GiB, and the device has 24.0 GiB")
+    room.total, room.available = 2**40, 20 * 2**30
+    record = runner.measure(large("prefill-forward-backward"), "cpu", PLAN, FINGERPRINT, "command").record
+    assert record.outcome is CaseOutcome.OUT_OF_MEMORY
+    assert record.reason is not None
+    assert record.reason.endswith(" GiB, and 20.0 GiB of the device's 1024.0 GiB are free")
 
 
 def test_no_peak_on_record_is_above_the_estimate() -> None:
@@ -207,7 +213,8 @@ def test_no_peak_on_record_is_above_the_estimate() -> None:
     peaks = [(record.peak_mem_mib / 1024, record.key) for record in found if record.peak_mem_mib is not None]
     assert len(peaks) > 20
     for peak_gib, the_key in peaks:
-        assert peak_gib < prepare.estimate_gib(the_key), the_key.name
+        need = prepare.memory_need(the_key)
+        assert peak_gib * 1024 + need.inputs_mib < need.whole_mib, the_key.name
 
 
 PEAK_OF_ORACLE = """
@@ -235,5 +242,5 @@ def test_the_oracle_fits_in_the_estimate() -> None:
         check=True,
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
     )
-    estimate_mib = (prepare.estimate_gib(the_key) - prepare.estimate_gib(key(length=1))) * 1024
+    estimate_mib = prepare.memory_need(the_key).tensors_mib
     assert float(done.stdout) < estimate_mib < 150

@@ -1,0 +1,59 @@
+"""What no record can hold, whatever its types allow: characters that steer a terminal, and figures of no machine.
+
+A record from elsewhere is asked before it is merged (`merge`). Records of this machine are not: what measures them says
+nothing of the kind.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Mapping
+from typing import Any
+
+_HIDDEN = ("Cc", "Cf", "Zl", "Zp")
+"""Unicode's categories of characters that steer a terminal or hide what stands there."""
+_LINES = "\n\t"
+"""Which are of them, and may stand in a text: a message of several lines, the stacks of a process."""
+_MOST_BY_UNIT = {
+    "tokens_per_s": 1e12, "tb_per_s": 1e5, "gb_per_s": 1e7, "tflops": 1e6, "ms": 1e9, "s": 1e7, "mib": 1e9, "gb": 1e7,
+    "mhz": 1e6, "w": 1e6, "c": 1e3,
+}  # fmt: skip
+"""By the unit that a field's name carries: twelve days of ms, a petabyte of MiB, and so on."""
+_ENDING = r"(.*_)?{}(_min|_median|_max)?(\[\d+\])*"
+_MOST = 3.5e38
+"""Of any other figure: what float32 holds, in which a fault may overflow."""
+
+
+def objection(value: Any, name: str) -> str | None:
+    """The first thing in parsed JSON (or `dataclasses.asdict`) that cannot be, with its field; None where all can.
+
+    `name` is what stands before the field in the message: "record" of "record.clocks.power_w_median".
+    """
+    if isinstance(value, str):
+        return hidden(value, name, allowed=_LINES)
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            if found := objection(key, f"a name in {name}") or objection(part, f"{name}.{key}"):
+                return found
+    elif isinstance(value, (list, tuple)):
+        for number, part in enumerate(value):
+            if found := objection(part, f"{name}[{number}]"):
+                return found
+    elif isinstance(value, (int, float)) and not abs(value) <= (most := _most(name)):
+        return f"{name} must be at most {most:g}; got {value:.4g}"
+    return None
+
+
+def hidden(text: str, name: str, *, allowed: str = "") -> str | None:
+    """Why a text is refused; None where all of it can be seen."""
+    if any(unicodedata.category(one) in _HIDDEN and one not in allowed for one in text):
+        return f"{name} must hold no control characters; got {text[:80]!a}"
+    return None
+
+
+def _most(name: str) -> float:
+    """Of several units that fit ("tokens_per_s", "s") the one that stands first in the table."""
+    field = name.rpartition(".")[2]
+    units = (unit for unit in _MOST_BY_UNIT if re.fullmatch(_ENDING.format(unit), field))
+    return _MOST_BY_UNIT.get(next(units, ""), _MOST)
