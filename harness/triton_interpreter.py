@@ -91,7 +91,8 @@ def settle_equal_operands_first(interpreter: Any) -> None:
     Which type a pair of types computes in is found once, and each constant is made once. What is wrong is left to
     Triton, whose words it has.
     """
-    tl, plain = interpreter.tl, type(interpreter.interpreter_semantic)
+    tl = interpreter.tl
+    plain: Any = type(interpreter.interpreter_semantic)
     types: dict[tuple[Any, ...], Any] = {}
     constants: dict[tuple[Any, ...], Any] = {}
 
@@ -136,7 +137,7 @@ def settle_equal_operands_first(interpreter: Any) -> None:
 
 def builtin(value: Any, tl: Any, semantic: Any) -> Any:
     """`value`, which the interpreter calls in place of a built-in function, without the two calls around the latter."""
-    member = (getattr(value, "__kwdefaults__", None) or {}).get("member")
+    member: Any = (getattr(value, "__kwdefaults__", None) or {}).get("member")
     if getattr(member, "__code__", None) is not tl.arange.__code__:  # `tl.core.builtin` has not made it
         return value
     function = member.__wrapped__
