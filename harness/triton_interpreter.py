@@ -1,4 +1,4 @@
-"""Triton's interpreter on a CPU, made exact enough for the laws and the incidents, and three times as fast."""
+"""Triton's interpreter on a CPU, made exact enough for the laws and the incidents, and faster."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ def prepare() -> None:
     if hasattr(interpreter, "_LangPatchScope"):  # as Triton 3.7 does it; an earlier one stays as slow as it is
         drop_unread_overflow_checks(interpreter)
         look_up_types_by_name(interpreter)
+        make_handles_directly(interpreter)
+        settle_equal_operands_first(interpreter)
         change_the_language_once_a_launch(interpreter)
 
 
@@ -71,6 +73,92 @@ def look_up_types_by_name(interpreter: Any) -> None:
     interpreter._get_np_dtype = get_np_dtype
 
 
+def make_handles_directly(interpreter: Any) -> None:
+    """A handle, which each operation makes, is checked where its numbers are wider than its type, without calls."""
+
+    def handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        bits = vars(dtype).get("primitive_bitwidth")  # None: a pointer, which holds 64 of any type
+        if bits is not None and 8 * data.itemsize > bits:
+            self.__post_init__()
+
+    interpreter.TensorHandle.__init__ = handle
+
+
+def settle_equal_operands_first(interpreter: Any) -> None:
+    """Two operands of one type and shape, as most are, are neither cast nor broadcast: that is seen at once.
+
+    Which type a pair of types computes in is found once, and each constant is made once. What is wrong is left to
+    Triton, whose words it has.
+    """
+    tl = interpreter.tl
+    plain: Any = type(interpreter.interpreter_semantic)
+    types: dict[tuple[Any, ...], Any] = {}
+    constants: dict[tuple[Any, ...], Any] = {}
+
+    class Semantic(plain):  # type: ignore[misc]
+        def scalar_constant(self, value: Any, dtype: Any) -> Any:
+            key = (value, getattr(dtype, "name", None))
+            if key not in constants:
+                made = super().scalar_constant(value, dtype)
+                made.handle.data.flags.writeable = False  # it is in use wherever this number is written
+                constants[key] = made.handle
+            return self.tensor(constants[key], dtype)
+
+        def cast(self, input: Any, dst_ty: Any, fp_downcast_rounding: str | None = None) -> Any:
+            if input.type.scalar is dst_ty.scalar:
+                return input
+            return super().cast(input, dst_ty, fp_downcast_rounding)
+
+        def computation_type_impl(self, a_ty: Any, a_is_scalar: bool, b_ty: Any, *more: bool) -> Any:
+            key = (a_ty.name, a_is_scalar, b_ty.name, *more)
+            if key not in types:
+                types[key] = super().computation_type_impl(a_ty, a_is_scalar, b_ty, *more)
+            return types[key]
+
+        def broadcast_impl_value(self, lhs: Any, rhs: Any) -> Any:
+            if not (lhs.type.is_block() and rhs.type.is_block()):
+                return super().broadcast_impl_value(lhs, rhs)
+            left, right = lhs.type.shape.values, rhs.type.shape.values
+            if left == right:
+                return lhs, rhs
+            if len(left) != len(right) or any(1 != a != b != 1 for a, b in zip(left, right, strict=True)):
+                return super().broadcast_impl_value(lhs, rhs)
+            shape = [max(pair) for pair in zip(left, right, strict=True)]
+            return self._broadcast(lhs, shape), self._broadcast(rhs, shape)
+
+        def _broadcast(self, x: Any, shape: list[int]) -> Any:
+            if x.type.shape.values == shape:
+                return x
+            return self.tensor(self.builder.create_broadcast(x.handle, shape), tl.block_type(x.type.scalar, shape))
+
+    interpreter.interpreter_semantic = Semantic(interpreter.interpreter_builder)
+
+
+def builtin(value: Any, tl: Any, semantic: Any) -> Any:
+    """`value`, which the interpreter calls in place of a built-in function, without the two calls around the latter."""
+    member: Any = (getattr(value, "__kwdefaults__", None) or {}).get("member")
+    if getattr(member, "__code__", None) is not tl.arange.__code__:  # `tl.core.builtin` has not made it
+        return value
+    function = member.__wrapped__
+
+    def call(*args: Any, **options: Any) -> Any:
+        options["_semantic"] = semantic
+        return function(*args, **options)
+
+    return call
+
+
+def dtype_equal(tl: Any) -> Any:
+    """`tl.dtype.__eq__`, which sees first whether it is the same one."""
+    equal = tl.dtype.__eq__
+
+    def same_or_equal(self: Any, other: Any) -> bool:
+        return self is other or equal(self, other)
+
+    return same_or_equal
+
+
 def block_type_init(tl: Any) -> Any:
     """`tl.block_type.__init__`, which checks each shape and writes each name once."""
     init = tl.block_type.__init__
@@ -115,7 +203,10 @@ def change_the_language_once_a_launch(interpreter: Any) -> None:
     scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     changes = [(owner, name, vars(owner)[name]) for owner, name, _ in scope._changes]
     scope.restore()
+    semantic = interpreter.interpreter_semantic
+    changes = [(owner, name, builtin(value, tl, semantic)) for owner, name, value in changes]
     changes += [(tl.block_type, "__init__", block_type_init(tl)), (tl.tensor, "__init__", tensor_init(tl))]
+    changes += [(tl.dtype, "__eq__", dtype_equal(tl)), (tl.block_type, "to_ir", lambda self, _: self)]
     launched = False
 
     class Launch(interpreter._LangPatchScope):  # type: ignore[misc]

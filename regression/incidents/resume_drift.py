@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # the first optimiser of a process imports it: here once, else in each child that is forked
 
 from nsa.train import checkpoint
 from nsa.train.run import CHECKPOINTS

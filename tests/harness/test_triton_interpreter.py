@@ -110,3 +110,65 @@ def test_types_and_tensors_that_are_known_are_as_new_ones() -> None:
                 tl.block_type(tl.float32, [3])
     finally:
         scope.restore()
+
+
+def described(one: Any) -> tuple[Any, ...]:
+    return one.type.name, one.handle.dtype.name, one.handle.data.dtype, one.handle.data.tolist()
+
+
+def test_operands_become_what_triton_makes_of_them() -> None:
+    """Every pair of types and shapes, with its error where it has one."""
+    dtypes = (tl.int1, tl.int32, tl.int64, tl.uint32, tl.float16, tl.bfloat16, tl.float32, tl.pointer_type(tl.float32))
+    shapes: tuple[list[int], ...] = ([], [4], [8], [1, 4], [4, 1], [4, 4], [1, 1, 4])
+    numbers = (2, -1, 2**40, 0.5)
+
+    def operands() -> list[Any]:
+        return [
+            tl.tensor(
+                interpreter.TensorHandle(np.arange(np.prod(shape or [1])).reshape(shape or [1]).astype(
+                    interpreter._get_np_dtype(dtype)), dtype),
+                tl.block_type(dtype, shape) if shape else dtype,
+            )
+            for dtype in dtypes
+            for shape in shapes
+        ]  # fmt: skip
+
+    def outcome(semantic: Any, a: Any, b: Any, division: bool) -> Any:
+        try:
+            return [*map(described, semantic.binary_op_type_checking_impl(a, b, True, True, div_or_mod=division))]
+        except Exception as error:
+            return type(error), str(error)
+
+    scope = interpreter._patch_lang(kernel.fn)  # as a launch does
+    try:
+        plain = interpreter.TritonSemantic(interpreter.interpreter_builder)
+        found = operands()
+        pairs = [(a, b) for a in found for b in (*found, *numbers)]
+        differ = [
+            (described(a), b)
+            for division in (False, True)
+            for a, b in pairs
+            if outcome(interpreter.interpreter_semantic, a, b, division) != outcome(plain, a, b, division)
+        ]
+        assert differ == []
+    finally:
+        scope.restore()
+
+
+def test_constants_are_made_once_and_are_those_of_their_type() -> None:
+    wanted = [(0.0, tl.float32), (-0.0, tl.float32), (0, tl.int32), (1, tl.int32), (True, tl.int1), (1.0, tl.float16)]
+    plain = interpreter.TritonSemantic(interpreter.interpreter_builder)
+    for value, dtype in wanted * 2:
+        made = interpreter.interpreter_semantic.scalar_constant(value, dtype)
+        assert described(made) == described(plain.scalar_constant(value, dtype))
+        with pytest.raises(ValueError, match="read-only"):
+            made.handle.data[:] = 7
+    with pytest.raises(ValueError, match="dtype must be specified"):
+        interpreter.interpreter_semantic.scalar_constant(1, None)
+
+
+def test_a_handle_whose_numbers_are_wider_than_its_type_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"64 bits.* exceeds dtype primitive_bitwidth \(32 bits\)"):
+        interpreter.TensorHandle(np.zeros(4), tl.float32)
+    assert interpreter.TensorHandle(np.zeros(4, np.uint64), tl.pointer_type(tl.float16)).attr == {}
+    assert interpreter.TensorHandle(np.zeros(4, np.bool_), tl.int1).dtype is tl.int1
