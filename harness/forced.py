@@ -155,7 +155,8 @@ def memory_bytes() -> tuple[int, int]:
 def cap_memory() -> None:
     """Have PyTorch's allocator refuse what is above the cap, in this process, as a smaller GPU would.
 
-    From the moment at which the process uses the GPU: one that never does can still be forked.
+    From the moment at which the process uses the GPU: one that never does can still be forked. To ask whether there is
+    one (torch.cuda.is_available) would start CUDA's driver, after which no forked child can use it.
     """
     forced = read()
     if forced is None or forced.memory_gb is None:
@@ -168,5 +169,4 @@ def cap_memory() -> None:
         total = torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(min(most / total, 1.0))
 
-    if torch.cuda.is_available():
-        torch.cuda._lazy_call(cap)
+    torch.cuda._lazy_call(cap)

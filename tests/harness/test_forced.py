@@ -143,6 +143,7 @@ def test_memory_is_capped_when_the_gpu_is_first_used(
     fractions, queued = gpu_of(138.0, 141.0), list[tuple[Callable[[], None], object]]()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "_queued_calls", queued)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("starts CUDA's driver"))
     forced.enter("sm80", 40, variables := {})
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
