@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from benchmarks.workloads import roofline
 from nsa import NSAConfig, geometry
@@ -119,7 +118,7 @@ def selected_by_query(shape: PrefillShape, memory: MemorySystem, products: tuple
 def selected_by_block(shape: PrefillShape, products: tuple[int, int], query_channels: int, out_channels: int) -> Work:
     """A program per block and tile of queries: per choice and head, so many channels are read and written."""
     dk, dv = _channels(shape)
-    rows = choices(shape) * triton.next_power_of_2(shape.group)
+    rows = choices(shape) * tuning.next_power_of_2(shape.group)
     moved = choices(shape) * shape.group * (query_channels + out_channels) * ELEMENT_BYTES
     flop = rows * CONFIG.l_sel * 2 * (products[0] * dk + products[1] * dv)
     return Work(flop, moved, moved)
@@ -128,7 +127,7 @@ def selected_by_block(shape: PrefillShape, products: tuple[int, int], query_chan
 def topk(shape: PrefillShape) -> Work:
     """A program per 4096 scores, whatever the length; probabilities are written once and read once."""
     rows = shape.tokens * shape.num_kv_heads
-    blocks = triton.next_power_of_2(geometry.num_selection_blocks(shape.tokens, CONFIG))
+    blocks = tuning.next_power_of_2(geometry.num_selection_blocks(shape.tokens, CONFIG))
     probabilities = 4.0 * pairs(shape).compressed * shape.num_kv_heads
     return Work(0.0, 2 * probabilities, 2 * probabilities, programs=rows * blocks / 4096)
 

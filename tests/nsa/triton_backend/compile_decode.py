@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nsa import NSAConfig, geometry
-from nsa.triton_backend import decode, decode_kernels
+from nsa.triton_backend import decode, decode_kernels, tuning
 
 CONTEXT = 131072
 SPLITS, SELECTED_SPLITS, WINDOW_SPLITS = 32, 16, 8
@@ -47,9 +47,9 @@ def kernels(queries: int, group: int, dk: int, dv: int, page: int) -> list[tuple
     near = {"SEL": config.l_sel, "N": config.n_sel, "W": config.w, "PAGE": page, "WINDOW_PAGE": page}
     near |= {"SELECTED_SPLITS": SELECTED_SPLITS, "WINDOW_SPLITS": WINDOW_SPLITS}
     choice |= {"WEIGHTS": tuple(geometry.overlap_weights(config)), "LOCAL": config.local_blocks}
-    columns = triton.next_power_of_2(geometry.num_selection_blocks(CONTEXT, config))
+    columns = tuning.next_power_of_2(geometry.num_selection_blocks(CONTEXT, config))
     choice |= {"BLOCKS": columns}
-    heads = triton.next_power_of_2(group)
+    heads = tuning.next_power_of_2(group)
     probabilities = {"SIZE": config.l, "STRIDE": config.d, "GP": heads, "SPLITS": SPLITS}
     probabilities |= {"BN": max(decode_kernels.SCORES // heads, decode.SLOTS)}
     merge = {"SELECTED_SPLITS": SELECTED_SPLITS, "WINDOW_SPLITS": WINDOW_SPLITS, "CMP": SPLITS, "SEL": SELECTED_SPLITS}
