@@ -45,26 +45,34 @@ class Backend(Protocol):
     def combine(self, outputs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor: ...
 
 
+Rows = tuple[tuple[Tensor, float], ...]
+"""What a branch's backward pass takes of the queries, [B, S, Hq, ...] each, and what stands there for padding."""
+
+
 class ParallelBackend(Backend, Protocol):
     """A backend whose gradients can be asked for apart from autograd, as ranks need it that gather keys anew.
 
-    Each takes what the part was given and gave, and returns (dq, dk, dv); dk and dv may be in a wider type.
+    Those of a branch are (dq, dk, dv); dk and dv may be in a wider type.
     """
 
+    def gated_rows(
+        self, do: Tensor, dlse: Sequence[Tensor], outputs: Sequence[Tensor], lse: Sequence[Tensor], gates: Tensor
+    ) -> tuple[list[Rows], Tensor]:
+        """(the rows of each branch, the gradient of the gates) from those of o and of each lse: `combine` backward."""
+        ...
+
     def compressed_attention_backward(
-        self, do: Tensor, dlse: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, o: Tensor, lse: Tensor,
-        layout: Layout, scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+        self, rows: Sequence[Tensor], q: Tensor, k_cmp: Tensor, v_cmp: Tensor, layout: Layout, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def selected_attention_backward(
-        self, do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-        block_indices: Tensor, layout: Layout, scale: float,
+        self, rows: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, layout: Layout,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 
     def window_attention_backward(
-        self, do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, layout: Layout,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+        self, rows: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def add_gradients(self, dq_cmp: Tensor, dq_sel: Tensor, dq_win: Tensor) -> Tensor:
         """dq of all branches, in the order and with the rounding of a call on one device; any may be overwritten."""

@@ -102,12 +102,13 @@ def attend(
     gates = checks.gates(gates, q)
     name, run = backend
     pairs = (x for pair in zip(k, v, strict=True) for x in pair)
-    o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win, chosen, *read = ParallelBranches.apply(q, *pairs, plan, run, scale)
-    o = run.combine((o_cmp, o_sel, o_win), gates)
+    o, *lse_of_branches, chosen, read_cmp, read_sel, read_win = ParallelBranches.apply(
+        q, *pairs, gates, plan, run, scale
+    )
     if not return_aux:
         return o
-    lse = dict(zip(BRANCHES, (x.float() for x in (lse_cmp, lse_sel, lse_win)), strict=True))
-    total = dict(zip(BRANCHES, (x.sum(dtype=torch.int64) for x in read), strict=True))
+    lse = dict(zip(BRANCHES, (x.float() for x in lse_of_branches), strict=True))
+    total = dict(zip(BRANCHES, (x.sum(dtype=torch.int64) for x in (read_cmp, read_sel, read_win)), strict=True))
     return o, Aux(chosen, lse, total, name, plan.positions)
 
 

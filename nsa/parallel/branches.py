@@ -6,7 +6,8 @@ on their way beneath compressed attention and the choice of blocks. Between the 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,15 +34,16 @@ class HaloRows(torch.autograd.Function):
 
 
 class ParallelBranches(torch.autograd.Function):
-    """(o, lse) of the compressed, the selected and the window branch, then the blocks and the keys read by each.
+    """(o, lse of the compressed, the selected and the window branch, the blocks, the keys read by each).
 
-    q [B, S, Hq, Dk], k_cmp [B, own blocks, Hkv, Dk], k_sel and k_win [B, S, Hkv, Dk], values likewise; S is the rank's.
+    q [B, S, Hq, Dk], k_cmp [B, own blocks, Hkv, Dk], k_sel and k_win [B, S, Hkv, Dk], values likewise, gates
+    [B, S, Hq, 3]; S is the rank's.
     """
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor,
-        plan: Plan, run: ParallelBackend, scale: float,
+        gates: Tensor, plan: Plan, run: ParallelBackend, scale: float,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         compressed = [plan.slots_gather.start(x) for x in (k_cmp, v_cmp)]
         selected = [plan.tokens_gather.start(x) for x in (k_sel, v_sel)]
@@ -65,18 +67,21 @@ class ParallelBranches(torch.autograd.Function):
         for piece, part in zip(plan.queries, parts, strict=True):
             near = window_keys(keys, piece), window_keys(vals, piece)
             part += run.window_attention(padded(q[:, piece.rows], piece), *near, piece.window, scale)
-        joined = [[unpadded(x, piece) for x in part] for piece, part in zip(plan.queries, parts, strict=True)]
-        if not joined:
-            joined = [_nothing(q, v_sel, plan)]
-        o_cmp, lse_cmp, chosen, read_cmp, o_sel, lse_sel, read_sel, o_win, lse_win, read_win = (
-            torch.cat(column, 1) for column in zip(*joined, strict=True)
-        )
+        del keys, vals
+        found = [
+            _OfPiece.of([unpadded(x, piece) for x in part]) for piece, part in zip(plan.queries, parts, strict=True)
+        ]
+        o = q.new_empty(*q.shape[:3], v_sel.shape[3])
+        for piece, one in zip(plan.queries, found, strict=True):
+            o[:, piece.rows] = run.combine(one.outputs, gates[:, piece.rows])
         ctx.save_for_backward(
-            q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win, chosen
+            q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, *(x for one in found for x in one.for_backward)
         )
         ctx.plan, ctx.run, ctx.scale = plan, run, scale
-        ctx.mark_non_differentiable(chosen, read_cmp, read_sel, read_win)
-        return o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win, chosen, read_cmp, read_sel, read_win
+        joined = [torch.cat(column, 1) for column in zip(*(one.beside for one in found), strict=True)]
+        lse_and_counts = joined or _nothing(q, v_sel, plan)
+        ctx.mark_non_differentiable(*lse_and_counts[3:])
+        return o, *lse_and_counts
 
     @staticmethod
     @once_differentiable
@@ -85,70 +90,100 @@ class ParallelBranches(torch.autograd.Function):
             return *_gradients(ctx.saved_tensors, upstream, ctx.plan, ctx.run, ctx.scale), None, None, None
 
 
+class _OfPiece(NamedTuple):
+    """What the branches gave for one piece, without its padding."""
+
+    outputs: tuple[Tensor, Tensor, Tensor]
+    """Of the compressed, the selected and the window branch, as everywhere below."""
+    lse: tuple[Tensor, Tensor, Tensor]
+    chosen: Tensor
+    read: tuple[Tensor, Tensor, Tensor]
+
+    @classmethod
+    def of(cls, part: Sequence[Tensor]) -> _OfPiece:
+        o_cmp, lse_cmp, chosen, read_cmp, o_sel, lse_sel, read_sel, o_win, lse_win, read_win = part
+        return cls((o_cmp, o_sel, o_win), (lse_cmp, lse_sel, lse_win), chosen, (read_cmp, read_sel, read_win))
+
+    @property
+    def beside(self) -> list[Tensor]:
+        """What is handed out for all pieces together."""
+        return [*self.lse, self.chosen, *self.read]
+
+    @property
+    def for_backward(self) -> list[Tensor]:
+        return [*self.outputs, *self.lse, self.chosen]
+
+
+_SAVED_OF_PIECE = 7
+"""Tensors of `_OfPiece.for_backward`."""
+
+
 def _gradients(
     saved: tuple[Tensor, ...], upstream: tuple[Tensor, ...], plan: Plan, run: ParallelBackend, scale: float
 ) -> list[Tensor]:
-    """Of q and of the six keys and values, each in its own type."""
-    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win, chosen = saved
-    do_cmp, dlse_cmp, do_sel, dlse_sel, do_win, dlse_win = upstream[:6]
+    """Of q, of the six keys and values and of the gates, each in its own type."""
+    (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates), of_pieces = saved[:8], saved[8:]
+    do, *dlse = upstream[:4]
     window = [plan.window_halo.start(x) for x in (k_win, v_win)]
     selected = [plan.tokens_gather.start(x) for x in (k_sel, v_sel)]
     compressed = [plan.slots_gather.start(x) for x in (k_cmp, v_cmp)]
 
-    keys, vals = (x.wait() for x in window)
-    dq_win, sums = torch.empty_like(q), [_zeros(x) for x in (keys, vals)]
-    for piece in plan.queries:
-        given = _given(piece, do_win, dlse_win, q)
-        near = window_keys(keys, piece), window_keys(vals, piece)
-        dq, *gradients = run.window_attention_backward(
-            *given, *near, *_gave(piece, o_win, lse_win), piece.window, scale
+    dgates = torch.empty_like(gates)
+    given: list[list[list[Tensor]]] = []  # of each piece, of each branch
+    chosen: list[Tensor] = []
+    for number, piece in enumerate(plan.queries):
+        *kept, blocks = of_pieces[number * _SAVED_OF_PIECE : (number + 1) * _SAVED_OF_PIECE]
+        own = piece.rows
+        of_branches, dgates[:, own] = run.gated_rows(
+            do[:, own], [x[:, own] for x in dlse], kept[:3], kept[3:], gates[:, own]
         )
-        dq_win[:, piece.rows] = unpadded(dq, piece)
+        given.append([[padded(x, piece, value) for x, value in branch] for branch in of_branches])
+        chosen.append(padded(blocks, piece, -1))
+
+    keys, vals = (x.wait() for x in window)
+    dq: list[list[Tensor]] = [[] for _ in plan.queries]
+    sums = [_zeros(x) for x in (keys, vals)]
+    for piece, rows, parts in zip(plan.queries, given, dq, strict=True):
+        near = window_keys(keys, piece), window_keys(vals, piece)
+        of_q, *gradients = run.window_attention_backward(
+            rows.pop(), padded(q[:, piece.rows], piece), *near, piece.window, scale
+        )
+        parts.append(of_q)
         begin, count = piece.window_before, piece.window_rows.stop - piece.window_rows.start
         _add(sums, piece.window_rows, [x[:, begin : begin + count] for x in gradients])
     of_window = [plan.window_halo.start_sum(x) for x in sums]
 
     keys, vals = (x.wait() for x in selected)
-    dq_sel, sums = torch.empty_like(q), [_zeros(x) for x in (keys, vals)]
-    for piece in plan.queries:
-        given, blocks = _given(piece, do_sel, dlse_sel, q), padded(chosen[:, piece.rows], piece, -1)
-        dq, *gradients = run.selected_attention_backward(
-            *given, keys[:, piece.keys], vals[:, piece.keys], *_gave(piece, o_sel, lse_sel), blocks, piece.layout, scale
-        )
-        dq_sel[:, piece.rows] = unpadded(dq, piece)
+    sums = [_zeros(x) for x in (keys, vals)]
+    for piece, rows, blocks, parts in zip(plan.queries, given, chosen, dq, strict=True):
+        of_q, *gradients = run.selected_attention_backward(
+            rows.pop(), padded(q[:, piece.rows], piece), keys[:, piece.keys], vals[:, piece.keys], blocks, piece.layout,
+            scale,
+        )  # fmt: skip
+        parts.append(of_q)
         _add(sums, piece.keys, gradients)
     of_selected = [plan.tokens_gather.start_sum(x) for x in sums]
 
     keys, vals = (x.wait() for x in compressed)
-    dq_cmp, sums = torch.empty_like(q), [_zeros(x) for x in (keys, vals)]
-    for piece in plan.queries:
-        given = _given(piece, do_cmp, dlse_cmp, q)
-        dq, *gradients = run.compressed_attention_backward(
-            *given, keys[:, piece.slots], vals[:, piece.slots], *_gave(piece, o_cmp, lse_cmp), piece.layout, scale
+    sums = [_zeros(x) for x in (keys, vals)]
+    for piece, rows, parts in zip(plan.queries, given, dq, strict=True):
+        of_q, *gradients = run.compressed_attention_backward(
+            rows.pop(), padded(q[:, piece.rows], piece), keys[:, piece.slots], vals[:, piece.slots], piece.layout, scale
         )
-        dq_cmp[:, piece.rows] = unpadded(dq, piece)
+        parts.append(of_q)
         _add(sums, piece.slots, gradients)
     of_compressed = [plan.slots_gather.start_sum(x) for x in sums]
 
-    dq = run.add_gradients(dq_cmp, dq_sel, dq_win)
-    return [dq, *(x.wait().to(q.dtype) for x in (*of_compressed, *of_selected, *of_window))]
+    whole = torch.empty_like(q)
+    for piece, (dq_win, dq_sel, dq_cmp) in zip(plan.queries, dq, strict=True):
+        whole[:, piece.rows] = unpadded(run.add_gradients(dq_cmp, dq_sel, dq_win), piece)
+    return [whole, *(x.wait().to(q.dtype) for x in (*of_compressed, *of_selected, *of_window)), dgates]
 
 
 def _add(sums: list[Tensor], rows: slice, gradients: list[Tensor]) -> None:
     """What a piece gives to the keys and values of these rows."""
     for total, gradient in zip(sums, gradients, strict=True):
         total[:, rows] += gradient
-
-
-def _given(piece: Queries, do: Tensor, dlse: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A piece's upstream gradients and queries."""
-    own = piece.rows
-    return padded(do[:, own], piece), padded(dlse[:, own], piece), padded(q[:, own], piece)
-
-
-def _gave(piece: Queries, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """What the forward pass gave; an lse of infinity makes all probabilities of padding 0."""
-    return padded(o[:, piece.rows], piece), padded(lse[:, piece.rows], piece, torch.inf)
 
 
 def padded(x: Tensor, piece: Queries, value: float = 0.0) -> Tensor:
@@ -180,9 +215,8 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _nothing(q: Tensor, v: Tensor, plan: Plan) -> list[Tensor]:
-    """What a rank without tokens gives."""
-    o = q.new_zeros(*q.shape[:3], v.shape[3])
+    """`_OfPiece.beside` of a rank without tokens."""
     lse = q.new_zeros(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     read = q.new_zeros(q.shape[0], 0, v.shape[2], dtype=torch.int32)
     chosen = read.new_zeros(q.shape[0], 0, v.shape[2], plan.config.n_sel)
-    return [o, lse, chosen, read, o, lse, read, o, lse, read]
+    return [lse, lse.clone(), lse.clone(), chosen, read, read.clone(), read.clone()]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ __all__ = [
     "compress",
     "compressed_attention",
     "compressed_attention_backward",
+    "gated_rows",
     "select_blocks",
     "selected_attention",
     "selected_attention_backward",
@@ -55,14 +58,26 @@ def compressed_attention(
     return CompressedWindowAttention.apply(q, k_cmp, v_cmp, lo, hi, layout.compressed_span, COMPRESSED_CHUNK, scale)
 
 
+def gated_rows(
+    do: Tensor, dlse: Sequence[Tensor], outputs: Sequence[Tensor], lse: Sequence[Tensor], gates: Tensor
+) -> tuple[list[tuple[tuple[Tensor, float], ...]], Tensor]:
+    """`combine` backward, and what the branches take of each query: do, dlse, o and lse."""
+    with torch.enable_grad():
+        *leaves, gate = (x.detach().requires_grad_() for x in (*outputs, gates))
+        o_cmp, o_sel, o_win = leaves
+        *d_o, d_gates = torch.autograd.grad(combine((o_cmp, o_sel, o_win), gate), [*leaves, gate], do)
+    of_branches = zip(d_o, dlse, outputs, lse, strict=True)
+    # an lse of infinity makes all probabilities of padding 0
+    return [((a, 0.0), (b, 0.0), (o, 0.0), (one, torch.inf)) for a, b, o, one in of_branches], d_gates
+
+
 def compressed_attention_backward(
-    do: Tensor, dlse: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, o: Tensor, lse: Tensor, layout: Layout,
-    scale: float,
-) -> Gradients:  # fmt: skip
-    """Gradients of `compressed_attention`, from what it was given and gave."""
-    chunk, span = COMPRESSED_CHUNK, layout.compressed_span
+    rows: Sequence[Tensor], q: Tensor, k_cmp: Tensor, v_cmp: Tensor, layout: Layout, scale: float
+) -> Gradients:
+    """Gradients of `compressed_attention`, from what it was given and `gated_rows`."""
+    do, dlse, o, lse = rows
     given = do, dlse, q, k_cmp, v_cmp, o, lse, *layout.compressed_interval
-    return compressed_window.backward(*given, span, chunk, scale)
+    return compressed_window.backward(*given, layout.compressed_span, COMPRESSED_CHUNK, scale)
 
 
 def selected_attention(
@@ -73,10 +88,10 @@ def selected_attention(
 
 
 def selected_attention_backward(
-    do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, block_indices: Tensor,
-    layout: Layout, scale: float,
-) -> Gradients:  # fmt: skip
-    """Gradients of `selected_attention`, from what it was given and gave."""
+    rows: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, layout: Layout, scale: float
+) -> Gradients:
+    """Gradients of `selected_attention`, from what it was given and `gated_rows`."""
+    do, dlse, o, lse = rows
     return selected.backward(do, dlse, q, k, v, o, lse, block_indices, layout, scale)
 
 
@@ -87,9 +102,10 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: flo
 
 
 def window_attention_backward(
-    do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, layout: Layout, scale: float
+    rows: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float
 ) -> Gradients:
-    """Gradients of `window_attention`, from what it was given and gave."""
+    """Gradients of `window_attention`, from what it was given and `gated_rows`."""
+    do, dlse, o, lse = rows
     given = do, dlse, q, k, v, o, lse, *layout.window_interval
     return compressed_window.backward(*given, layout.window_span, WINDOW_CHUNK, scale)
 

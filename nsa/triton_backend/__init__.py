@@ -18,6 +18,7 @@ from nsa.triton_backend import (
     compressed_window,
     compression,
     decode,
+    gated_sum,
     ops,
     scores,
     selected,
@@ -33,6 +34,7 @@ __all__ = [
     "compressed_attention",
     "compressed_attention_backward",
     "decode_attention",
+    "gated_rows",
     "select_blocks",
     "selected_attention",
     "selected_attention_backward",
@@ -108,25 +110,34 @@ def _turned(dq: Tensor, scale: float) -> Tensor:
     return dq if scale > 0 else -dq
 
 
+def gated_rows(
+    do: Tensor, dlse: Sequence[Tensor], outputs: Sequence[Tensor], lse: Sequence[Tensor], gates: Tensor
+) -> tuple[list[tuple[tuple[Tensor, float], ...]], Tensor]:
+    """`combine` backward, and what the branches take of each query: do, lse (base 2) and delta, from one launch."""
+    of_branches, d_gates = gated_sum.backward_branches(do, outputs, gates, lse, dlse)
+    # an lse of infinity makes all probabilities of padding 0
+    return [((d_o, 0.0), (lse_2, torch.inf), (delta, 0.0)) for d_o, lse_2, delta in of_branches], d_gates
+
+
 def _compressed_window_backward(
-    do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    places: tuple[Tensor, Tensor, Tensor, Tensor], first_key: int, max_splits: int, scale: float,
+    rows: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, places: tuple[Tensor, Tensor, Tensor, Tensor],
+    first_key: int, max_splits: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (turned, positive), finite = _positive(q, scale), finite_keys(unit_stride(k), unit_stride(v), first_key)
-    given = do, dlse, turned, k, v, finite, o, lse, *places
-    dq, dk, dv = compressed_window.backward(*given, max_splits, positive, wide=True)
+    do, lse_2, delta = rows
+    given = turned, k, v, finite, do, lse_2, delta, *places
+    dq, *parts = compressed_window.gradients(*given, max_splits, positive, wide=True)
+    dk, dv = (part[0] if len(part) == 1 else part.sum(0) for part in parts)
     return _turned(dq, scale), dk, dv
 
 
 def compressed_attention_backward(
-    do: Tensor, dlse: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, o: Tensor, lse: Tensor, layout: Layout,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of `compressed_attention`, from what it was given and gave."""
+    rows: Sequence[Tensor], q: Tensor, k_cmp: Tensor, v_cmp: Tensor, layout: Layout, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `compressed_attention`, from what it was given and `gated_rows`."""
     layout = _layout(layout)
     places = *layout.compressed_interval, *layout.compressed_queries
-    given = do, dlse, q, k_cmp, v_cmp, o, lse, places
-    return _compressed_window_backward(*given, 0, attention.MAX_SPLITS, scale)
+    return _compressed_window_backward(rows, q, k_cmp, v_cmp, places, 0, attention.MAX_SPLITS, scale)
 
 
 def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: Tensor | None = None) -> Tensor:
@@ -146,13 +157,12 @@ def selected_attention(
 
 
 def selected_attention_backward(
-    do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, block_indices: Tensor,
-    layout: Layout, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of `selected_attention`, from what it was given and gave."""
-    turned, positive = _positive(q, scale)
-    given = do, dlse, turned, k, v, o, lse, block_indices, _layout(layout), positive
-    dq, dk, dv = selected.backward(*given, wide=True)
+    rows: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, layout: Layout, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `selected_attention`, from what it was given and `gated_rows`."""
+    (turned, positive), (do, lse_2, delta) = _positive(q, scale), rows
+    given = turned, k, v, do, lse_2, delta, block_indices, _layout(layout)
+    dq, dk, dv = selected.gradients(*given, positive, wide=True)
     return _turned(dq, scale), dk, dv
 
 
@@ -164,13 +174,13 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: flo
 
 
 def window_attention_backward(
-    do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, layout: Layout, scale: float
+    rows: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `window_attention`, from what it was given and gave."""
+    """Gradients of `window_attention`, from what it was given and `gated_rows`."""
     layout = _layout(layout)
     first_key, _ = layout.window_span(0, layout.num_queries)
     places = *layout.window_interval, *layout.window_queries
-    return _compressed_window_backward(do, dlse, q, k, v, o, lse, places, first_key, 1, scale)
+    return _compressed_window_backward(rows, q, k, v, places, first_key, 1, scale)
 
 
 def add_gradients(dq_cmp: Tensor, dq_sel: Tensor, dq_win: Tensor) -> Tensor:

@@ -261,14 +261,13 @@ def gradients(
 
 def backward(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, finite: Tensor, o: Tensor, lse: Tensor,
-    lo: Tensor, hi: Tensor, seen_from: Tensor, seen_to: Tensor, max_splits: int, scale: float, wide: bool = False,
+    lo: Tensor, hi: Tensor, seen_from: Tensor, seen_to: Tensor, max_splits: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv), from what `forward` was given and gave; None is a gradient of 0. `wide`: dk and dv in float32."""
+    """(dq, dk, dv), from what `forward` was given and gave; None is a gradient of 0."""
     do = torch.zeros_like(o) if do is None else do.contiguous()
     rows = backward_rows(do, o, lse, dlse)
-    dq, *parts = gradients(q, k, v, finite, do, *rows, lo, hi, seen_from, seen_to, max_splits, scale, wide)
-    dtype = torch.float32 if wide else q.dtype
-    dk, dv = (part[0] if len(part) == 1 else part.sum(0).to(dtype) for part in parts)
+    dq, *parts = gradients(q, k, v, finite, do, *rows, lo, hi, seen_from, seen_to, max_splits, scale)
+    dk, dv = (part[0] if len(part) == 1 else part.sum(0).to(q.dtype) for part in parts)
     return dq, dk, dv
 
 

@@ -108,7 +108,7 @@ def backward_branches(
     """((gradient of the output, lse base 2, delta) of each branch, gradient of the gates), from the branches' lse and
     the gradients of these; the last two of a branch are those of `launch.backward_rows`. `in_place`: the gradients of
     the outputs take the outputs' memory."""
-    given = [None if x is None else x.contiguous() for x in dlse]
+    lse, given = [x.contiguous() for x in lse], [None if x is None else x.contiguous() for x in dlse]
     rows = [torch.empty_like(x) for x in (*lse, *lse)]
     gradients, d_gates = _gradients(do, outputs, gates, (*lse, *given, *rows), in_place)
     return list(zip(gradients, rows[:3], rows[3:], strict=True)), d_gates

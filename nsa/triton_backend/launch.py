@@ -62,13 +62,12 @@ def _backward_rows(DO, O, LSE, DLSE, LSE_2, DELTA, num_rows, DV: tl.constexpr, D
 
 
 def backward_rows(do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(lse base 2, delta) of a backward pass, float32 [B, S, Hq], contiguous; do is contiguous, the others need not be.
+    """(lse base 2, delta) of a backward pass, float32 [B, S, Hq]; do, o and lse are contiguous.
 
     The lse is NaN in rows whose do is not finite, so that it reaches what the row sees and nothing else, and in rows
     that saw no key: neither are loaded where a tile holds keys that they may not see, so that a query there that is
     not finite does not reach these keys as 0 · NaN. delta is rowsum(do · o) minus the gradient of lse.
     """
-    o, lse = o.contiguous(), lse.contiguous()
     lse_2, delta = torch.empty_like(lse), torch.empty_like(lse)
     num_rows, dv = lse.numel(), o.shape[-1]
     if num_rows:

@@ -200,11 +200,11 @@ def gradients(
 
 def backward(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    block_indices: Tensor, layout: Layout, scale: float, wide: bool = False,
+    block_indices: Tensor, layout: Layout, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv), from what `forward` was given and gave; None is a gradient of 0. `wide`: dk and dv in float32."""
+    """(dq, dk, dv), from what `forward` was given and gave; None is a gradient of 0."""
     do = torch.zeros_like(o) if do is None else do.contiguous()
-    return gradients(q, k, v, do, *backward_rows(do, o, lse, dlse), block_indices, layout, scale, wide=wide)
+    return gradients(q, k, v, do, *backward_rows(do, o, lse, dlse), block_indices, layout, scale)
 
 
 def _blocks(layout: Layout, block_indices: Tensor) -> tuple[int, float]:

@@ -79,12 +79,13 @@ def test_kernels_over_two_ranks(pool: Pool, device: torch.device) -> None:
     torch.testing.assert_close(got.gradients["q"], one.gradients["q"])
 
 
-def test_kernels_that_are_given_parts_of_tensors(pool: Pool, device: torch.device) -> None:
-    """Pieces of whole steps are not padded, so not copied; going backward, each kv head is a part of a tensor."""
+@pytest.mark.parametrize("batch", [1, 2])
+def test_kernels_that_are_given_parts_of_tensors(pool: Pool, device: torch.device, batch: int) -> None:
+    """Pieces of whole steps are not padded, so not copied: of two sequences they are no contiguous tensors."""
     if device.type == "cuda":
         pytest.skip("these ranks are CPU processes")
     config = NSAConfig(l=4, d=2, l_sel=8, n_sel=3, w=8)
-    case = Case(32, heads=4, num_kv_heads=2, dk=16, dv=16, config=config, backend="triton")
+    case = Case(32, heads=4, num_kv_heads=2, dk=16, dv=16, batch=batch, config=config, backend="triton")
     got, one = cases.joined(case, case.dealt(2), pool.run(2, rank_work.in_steps_of, 8, case)), one_device(case)
     rounded = {"o", "dq", "dgates", *(f"lse of {branch}" for branch in BRANCHES)}
     assert set(laws.wrong(case, got, one)) <= rounded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 from typing import Any
@@ -143,30 +144,26 @@ def test_at_real_sizes(
     agree(*inputs, Layout(queries, keys, nsa.NSAConfig(), device, documents), tolerance=2**-6)
 
 
-@pytest.mark.parametrize("branch", ["compressed", "selected", "window"])
-def test_a_part_of_a_tensor_goes_backward_as_its_copy_does(branch: str, device: torch.device) -> None:
-    """As a rank that shares a sequence asks for one kv head after the other (`nsa.parallel.branches`)."""
-    q, gates, (pair, *_) = draw(device, 24, 24, (4, 2, 16, 16), torch.float32, "all")
-    layout, q, do = Layout(24, 24, CONFIG, device), q.detach(), gates.detach()[..., :1].expand(1, 24, 4, 16)
-    source = [x.detach() for x in pair]
-    k_cmp, v_cmp = (triton_backend.compress(x, layout) for x in source)
-    chosen = triton_backend.select_blocks(q, k_cmp, layout, 0.3)
-    k, v = (k_cmp, v_cmp) if branch == "compressed" else source
-    more = [chosen] if branch == "selected" else []
-    o, lse, _ = getattr(triton_backend, f"{branch}_attention")(q, k, v, *more, layout, 0.3)
-    heads, kv_head = slice(2, 4), slice(1, 2)
-    of_query = [x[:, :, heads] for x in (do, torch.ones_like(lse), q, o, lse)]
-    of_key = [x[:, :, kv_head] for x in (k, v, *more)]
-    backward = getattr(triton_backend, f"{branch}_attention_backward")
+def test_a_part_of_a_tensor_goes_backward_as_its_copy_does(device: torch.device) -> None:
+    """As a rank that shares a sequence asks for the rows of one of its pieces (`nsa.parallel.branches`)."""
+    generator = torch.Generator().manual_seed(0)
+    do, *outputs = (torch.randn(2, 24, 4, 16, generator=generator).to(device) for _ in range(4))
+    lse, dlse = ([torch.randn(2, 24, 4, generator=generator).to(device) for _ in range(3)] for _ in range(2))
+    gates = torch.rand(2, 24, 4, 3, generator=generator).to(device)
 
-    def gradients(
-        do: Tensor, dlse: Tensor, q: Tensor, o: Tensor, lse: Tensor, k: Tensor, v: Tensor, *more: Tensor
-    ) -> Any:
-        return backward(do, dlse, q, k, v, o, lse, *more, layout, 0.3)
+    def of_piece(x: Tensor, *, copied: bool) -> Tensor:
+        return x[:, 8:16].contiguous() if copied else x[:, 8:16]
 
-    parts, copies = gradients(*of_query, *of_key), gradients(*(x.contiguous() for x in (*of_query, *of_key)))
-    for one, other in zip(parts, copies, strict=True):
-        assert torch.equal(one, other)
+    answers = []
+    for copied in (False, True):
+        piece = functools.partial(of_piece, copied=copied)
+        rows, d_gates = triton_backend.gated_rows(
+            piece(do), [*map(piece, dlse)], [*map(piece, outputs)], [*map(piece, lse)], piece(gates)
+        )
+        answers.append([d_gates, *(x for branch in rows for x, _ in branch)])
+    for part, copy in zip(*answers, strict=True):
+        assert part.is_contiguous()
+        assert torch.equal(part, copy)
 
 
 def _gradients(device: torch.device, kept: int) -> tuple[list[Tensor], int]:
