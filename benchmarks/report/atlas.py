@@ -68,7 +68,8 @@ def show(folder: ReportFolder, atlases: Sequence[Atlas]) -> AtlasSection | None:
         trained=(
             f"{trained.tokens:,} tokens in {trained.minutes:.1f} minutes at"
             f" {', then '.join(map(in_k, trained.seq_lens))} tokens a sequence, seed {trained.seed}; loss"
-            f" {trained.loss:.3f} nats per token on held-out text at {in_k(one.lengths[0].seq_len)} tokens. Text: {trained.text}."
+            f" {trained.loss:.3f} nats per token on held-out text at"
+            f" {in_k(one.lengths[0].seq_len)} tokens. Text: {trained.text}."
         ),
         figures=_figures(one.lengths),
         pictures=atlas_pictures.draw(folder, one),

@@ -48,13 +48,11 @@ def least_squares(
 ) -> Place:
     """The best place found with so many evaluations, or the first whose residuals are `enough`.
 
-    `steps` [n]: by how much a parameter is changed to measure a slope, and the unit of the steps. `slopes`: those of a
-    similar function; passed over where it has another number of residuals.
+    `steps` [n]: by how much a parameter is changed to measure a slope, and the unit of the steps. `slopes` [m, n]:
+    those of a similar function, if they are known.
     """
     count = _Counted(residuals, evaluations)
-    first = count(begin)
-    known = slopes is not None and slopes.shape == (first.size, begin.size)
-    here = Place(begin, first, slopes if known else None)
+    here = Place(begin, count(begin), slopes)
     fresh, damping, failed = False, _DAMPING, 0
     while count.left and not enough(here.residuals):
         if here.slopes is None:

@@ -19,8 +19,10 @@ from benchmarks.selection.fit import TOLERANCE
 from harness.repository import ROOT
 from nsa import NSAConfig
 
-SMALL, LARGE = (8192, 4, 1, 64, "float32"), (65536, 4, 16, 128, "bfloat16")
+SMALL, LARGE = (8192, 16, 1, 64, "float32"), (65536, 4, 16, 128, "bfloat16")
 """Tokens, key/value heads, query heads of each, channels, dtype."""
+HEADS = 64
+"""On a GPU, of all seeds: popularity differs by a quarter from head to head."""
 
 
 @cache
@@ -57,7 +59,7 @@ def test_the_choice_follows_the_recorded_curves(kind: str) -> None:
 @pytest.mark.parametrize("size", [(8192, *LARGE[1:]), LARGE, (8192, 2, 6, 64, "bfloat16")], ids=str)
 @pytest.mark.parametrize("kind", recorded.KINDS)
 def test_the_choice_follows_the_recorded_curves_on_a_gpu(kind: str, size: tuple[int, int, int, int, str]) -> None:
-    assert worst(deviations(kind, size, "cuda", seeds=4)) < TOLERANCE
+    assert worst(deviations(kind, size, "cuda", seeds=HEADS // size[1])) < TOLERANCE
 
 
 def test_the_kinds_bracket_one_another() -> None:
