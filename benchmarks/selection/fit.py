@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.atlas.record import LAGS, UNIONS
+from benchmarks.cases import recorded
 from benchmarks.cases.recorded import KINDS, TIME_SCALES, Law
 from benchmarks.selection import sampling, search
 from benchmarks.selection.sampling import STRETCHES
-from benchmarks.selection.search import Place, Vector
+from benchmarks.selection.search import Vector
 from benchmarks.selection.targets import Target
 
 TOLERANCE = 0.1
@@ -35,10 +36,11 @@ _FEW_STRETCHES = 16
 _SMOOTH = 0.1
 """What unequal weights of the time scales cost: where the target leaves them open, they stay alike."""
 _DIGITS = 4
-_START = (0.25, 0.12, 0.09, 0.15, 0.2, 0.1, 0.09)
 _WALKS = len(TIME_SCALES) + 1
 _FIXED = _WALKS + 2
 _FOLLOWED = 3
+_LEAST = 0.01
+"""Of what keys follow, to begin with: at 0 a root has no slope."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +58,18 @@ class Fit:
 
 
 def fit_all(targets: Mapping[str, Sequence[Target]], evaluations: int) -> Iterator[Fit]:
-    """Each kind at each length; a length begins from what the one before it ended with."""
+    """Each kind at each length; a length begins with the slopes that the one before it ended with."""
     for kind in KINDS:
-        end: Place | None = None
+        slopes: Vector | None = None
         for target in targets[kind]:
-            found, end = fit(kind, target, evaluations, end)
+            found, slopes = fit(kind, target, evaluations, recorded.law(kind, target.num_keys), slopes)
             yield found
 
 
-def fit(kind: str, target: Target, evaluations: int, begin: Place | None = None) -> tuple[Fit, Place]:
-    """(the fit, where its search ended, to begin the next one from); it repeats to the bit."""
+def fit(
+    kind: str, target: Target, evaluations: int, begin: Law, slopes: Vector | None = None
+) -> tuple[Fit, Vector | None]:
+    """(the fit, the slopes at its end); from `begin`, today's law, so that a second fit changes nothing."""
     stretches = STRETCHES if target.curves.popularity is not None else _FEW_STRETCHES
     heads = max(1, _HEAD_TOKENS // target.num_keys)
 
@@ -80,20 +84,19 @@ def fit(kind: str, target: Target, evaluations: int, begin: Place | None = None)
     def enough(found: Vector) -> bool:
         return bool(np.abs(found[:-_WALKS]).max() < _ENOUGH)
 
-    x = _first(target) if begin is None else begin.x
-    steps = np.array([0.3] * _WALKS + [0.1] * (x.size - _WALKS))
-    end = search.least_squares(
-        residuals, x, steps, slopes=begin.slopes if begin else None, evaluations=evaluations, enough=enough
-    )
+    x = _parameters(begin, target)
+    steps = np.array([0.3] * (_WALKS + 1) + [0.1] * (x.size - _WALKS - 1))
+    end = search.least_squares(residuals, x, steps, slopes=slopes, evaluations=evaluations, enough=enough)
     law = _law(end.x, target)
-    return Fit(kind, law, measured(law)), end
+    return Fit(kind, law, measured(law)), end.slopes
 
 
-def _first(target: Target) -> Vector:
-    """Logarithms of the weights, the spread, the root of the share apart, and where the target has distances the roots
-    of what keys follow."""
-    distances = [0.3] * _FOLLOWED if target.curves.distance else []
-    return np.array([*map(math.log, _START), 0.3, 0.1, *distances])
+def _parameters(law: Law, target: Target) -> Vector:
+    """Logarithms of the weights and of the spread, the root of the share apart, and where the target has distances the
+    roots of what keys follow."""
+    logarithms = [math.log(max(x, 10**-_DIGITS)) for x in (*law.weights, law.spread)]
+    roots = [math.sqrt(law.apart), *(math.sqrt(max(x, _LEAST)) for x in law.followed)]
+    return np.array([*logarithms, *roots[: 1 + _FOLLOWED * bool(target.curves.distance)]])
 
 
 def _law(x: Vector, target: Target) -> Law:
@@ -103,7 +106,7 @@ def _law(x: Vector, target: Target) -> Law:
     followed = np.zeros(_FOLLOWED)
     followed[: len(x) - _FIXED] = x[_FIXED:] ** 2
     followed = np.round(followed / max(followed.sum() / 0.9, 1.0), _DIGITS)
-    spread = round(abs(float(x[_WALKS])), _DIGITS)
+    spread = round(math.exp(min(float(x[_WALKS]), 2.0)), _DIGITS)
     apart = round(min(float(x[_WALKS + 1]) ** 2, 0.9), _DIGITS)
     rounded = tuple(round(float(weight), _DIGITS) for weight in weights)
     return Law(target.num_keys, rounded, tuple(map(float, followed)), spread, apart, target.source)
