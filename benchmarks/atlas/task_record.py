@@ -21,6 +21,8 @@ SCHEMA = 1
 CONFIDENCE = 0.95
 EVIDENCE = 0.5
 """Where neither model is right this often, nothing was learnt that could be compared."""
+LESS_OFTEN = "NSA is right less often"
+"""A verdict."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class TaskResult:
         if nsa_low > dense_high:
             return "NSA is right more often"
         if nsa_high < dense_low:
-            return "NSA is right less often"
+            return LESS_OFTEN
         return "no difference seen: the intervals overlap"
 
 

@@ -93,14 +93,14 @@ def _normal(key: Key, generator: torch.Generator, *size: int) -> Tensor:
 
 
 def followed(key: Key) -> str | None:
-    """Which recorded curves the inputs of a key follow, and at which length, or what they replay; None where they are
-    random."""
+    """Which recorded curves the inputs of a key follow, at which length and by which law, or what they replay; None
+    where they are random."""
     if key.inputs == replayed.KIND:
         return replayed.followed(key)
     if key.inputs not in recorded.KINDS:
         return None
     law = recorded.law(key.inputs, key.num_keys)
-    return f"at {law.num_keys} tokens: {law.target}"
+    return f"at {law.num_keys} tokens: {law.target}; law {law.digest}"
 
 
 def with_compressed(problem: Problem, config: NSAConfig) -> Problem:

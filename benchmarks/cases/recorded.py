@@ -14,6 +14,8 @@ here knows which blocks are chosen: that is NSA's own selection from q and the c
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -56,6 +58,11 @@ class Law:
     """Share of the queries whose topic is their own alone."""
     target: str
     """Which recorded curves it follows, and where they are from."""
+
+    @property
+    def digest(self) -> str:
+        """Eight characters that tell its parameters from any others: another fit to the same curves has other ones."""
+        return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:8]
 
     def __post_init__(self) -> None:
         if len(self.weights) != len(TIME_SCALES) + 1 or min(self.weights) < 0 or abs(sum(self.weights) - 1) > 1e-3:

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=200,
         metavar="N",
-        help="selections to measure per length and kind, 0.2 s at 8k and 2 s at 128k on a core (%(default)s)",
+        help="selections to measure per length and kind at most, some 5 s each on a core (%(default)s)",
     )
     parser.add_argument("--table", type=Path, default=TABLE, metavar="FILE", help="what is written (%(default)s)")
 

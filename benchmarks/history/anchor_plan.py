@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.cases import inputs
 from benchmarks.cases.key import NSA, Key
 from benchmarks.history import anchors, conditions
 from benchmarks.history.conditions import SOFT, hard
@@ -53,11 +54,11 @@ def request(store: Store, now: Fingerprint, keys: Sequence[Key], preferred: Sequ
     plans = []
     for run in _candidates(earlier, preferred):
         known = {
-            one.series[2]
+            one.series[2:]
             for one in store.figures(now.machine, {run.nsa_sha256})
             if hard(one.conditions) == hard(before.conditions)
         }
-        cases = anchors.cases([key for key in of_nsa if key.identity in known])
+        cases = anchors.cases([key for key in of_nsa if (key.identity, inputs.followed(key) or "") in known])
         chosen = tuple(key for key in cases if key.identity not in tried)
         if chosen:
             assert run.commit is not None

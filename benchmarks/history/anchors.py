@@ -26,8 +26,8 @@ Z = 1.96
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """The same of Student's t, for 1 to 10 degrees of freedom."""
 
-Series = tuple[str, str, str]
-"""What tells a series: its case, the path that ran, and the whole key."""
+Series = tuple[str, str, str, str]
+"""What tells a series: its case, the path that ran, the whole key, and what recorded inputs follow."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,6 +25,8 @@ NUMBERS = (
 """What was measured: None unless PASSED."""
 TIMES = ("latency_ms", "interval_ms", "end_to_end_ms", "samples", "tokens_per_s", "compile_s", "shared")
 """What tells how fast it was."""
+_SOURCE = re.compile(r"(study|atlas) of .*?commit (\w+)")
+"""In `Record.inputs_follow`."""
 _ABOVE_ZERO = ("latency_ms", "end_to_end_ms", "tokens_per_s", "flops", "bytes_moved")
 _NOT_NEGATIVE = (
     "peak_mem_mib",
@@ -173,7 +176,8 @@ class Record:
     point of its case's series."""
 
     inputs_follow: str | None = None
-    """Of recorded inputs: which recorded curves, of which quantile and length, the selection follows; else None."""
+    """Of recorded inputs: which recorded curves, of which quantile and length, the selection follows, and by which law;
+    else None. Figures on inputs that follow different ones are not of one series."""
     shared: SharedSequence | None = None
     """Of several ranks; None of one, and in earlier records."""
 
@@ -188,9 +192,17 @@ class Record:
 
     @property
     def identity(self) -> str:
-        """What was measured, as one word that tells any two apart: the whole key, and the path that ran."""
+        """What was measured, as one word that tells any two apart: the whole key, the path that ran, and what recorded
+        inputs follow."""
         path = self.correctness.path if self.correctness else None
-        return f'{self.key.identity[:-1]},"path":{json.dumps(path)}}}'
+        word = f'{self.key.identity[:-1]},"path":{json.dumps(path)}'
+        return f'{word},"inputs_follow":{json.dumps(self.inputs_follow)}}}' if self.inputs_follow else f"{word}}}"
+
+    @property
+    def inputs_source(self) -> str | None:
+        """Where recorded inputs are from, in short: "study 8d4d61e", "atlas e4fe0fa0f0"; None of other inputs."""
+        found = _SOURCE.search(self.inputs_follow or "")
+        return f"{found[1]} {found[2]}" if found else self.inputs_follow
 
     @property
     def tflops(self) -> float | None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from benchmarks.baselines import BASELINES
 from benchmarks.cases.key import NSA, Key
 from benchmarks.history import anchors, reservations, run_file
-from benchmarks.history.anchors import AnchorRatio, Figure, SeriesAnchors
+from benchmarks.history.anchors import AnchorRatio, Figure, Series, SeriesAnchors
 from benchmarks.history.conditions import Conditions, hard
 from benchmarks.history.record_line import RecordLine
 from benchmarks.history.records import Anchor, Record, share_of_limit
@@ -51,7 +51,7 @@ class Point:
 
 @dataclass(frozen=True)
 class LatencySeries:
-    """Measurements with the same `Record.identity`: the whole key, and the path that ran."""
+    """Measurements with the same `Record.identity`."""
 
     newest: Record
     """The last of them in full."""
@@ -100,11 +100,12 @@ class _Row(NamedTuple):
     launches_per_call: int | None
     anchor: Anchor | None
     """None where NSA, or a baseline, of the run itself was measured."""
+    inputs_follow: str | None
 
     @property
-    def series(self) -> tuple[str, str, str]:
+    def series(self) -> Series:
         """`Record.identity`, in an order for pages: by case, then by what ran."""
-        return self.key.case, self.path or "", self.key.identity
+        return self.key.case, self.path or "", self.key.identity, self.inputs_follow or ""
 
 
 class Store:
@@ -185,7 +186,7 @@ class Store:
 
     def history(self, machine: str, implementation: str = NSA) -> list[LatencySeries]:
         """Every latency that this machine measured, by series, in the order of the cases' names."""
-        series: dict[tuple[str, str, str], list[_Row]] = {}
+        series: dict[Series, list[_Row]] = {}
         dense: dict[tuple[str, str], dict[str, float]] = {}  # by case and run
         for row in self._rows:
             if row.fingerprint.machine != machine or not row.latency_ms:
@@ -285,6 +286,7 @@ def _row(key: Key, fingerprint: Fingerprint, figures: Record | RecordLine, file:
         figures.out_of_memory,
         figures.launches_per_call,
         Anchor(figures.anchor.commit, figures.anchor.nsa_sha256) if figures.anchor else None,
+        figures.inputs_follow,
     )
 
 

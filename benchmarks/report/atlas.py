@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.atlas import record, task_record
 from benchmarks.atlas.record import Atlas, HeadCurves, LengthCurves, band
-from benchmarks.atlas.task_record import TaskRecord, TaskResult, TaskScore
+from benchmarks.atlas.task_record import LESS_OFTEN, TaskRecord, TaskResult, TaskScore
 from benchmarks.report import atlas_pictures
 from benchmarks.report.folder import Picture, ReportFolder
 from benchmarks.report.style import in_k, in_short
@@ -24,7 +24,7 @@ FIGURES: tuple[tuple[str, Callable[[HeadCurves], float]], ...] = (
     ("distinct blocks of 64 neighbours", lambda head: head.union["64"]),
     ("popularity of blocks, maximum over mean", lambda head: head.popularity),
     ("share of the scores that the choice holds", lambda head: head.mass),
-    ("share of the scores at the first block", lambda head: head.sink_share),
+    ("percentage of the scores at the first block", lambda head: 100 * head.sink_share),
 )  # fmt: skip
 """Rows of the table: median over layers x kv heads, and from p10 to p90."""
 
@@ -68,7 +68,8 @@ def show(folder: ReportFolder, atlases: Sequence[Atlas]) -> AtlasSection | None:
         trained=(
             f"{trained.tokens:,} tokens in {trained.minutes:.1f} minutes at"
             f" {', then '.join(map(in_k, trained.seq_lens))} tokens a sequence, seed {trained.seed}; loss"
-            f" {trained.loss:.3f} nats per token on held-out text. Text: {trained.text}."
+            f" {trained.loss:.3f} nats per token on held-out text at"
+            f" {in_k(one.lengths[0].seq_len)} tokens. Text: {trained.text}."
         ),
         figures=_figures(one.lengths),
         pictures=atlas_pictures.draw(folder, one),
@@ -122,12 +123,19 @@ def tasks(records: Sequence[TaskRecord]) -> ReportTable:
         "dense right",
         "what it says",
         "texts",
-        "steps",
+        "trained",
         "seed",
         "when",
         "on",
     )
     return ReportTable(head, [_asked(one, result) for one in reversed(records) for result in one.results])
+
+
+def less_often(records: Sequence[TaskRecord]) -> str | None:
+    """In how many of the rows that are evidence NSA is right less often, in words; None where it is in none."""
+    rows = [result for one in records for result in one.results if result.is_evidence]
+    worse = sum(result.verdict == LESS_OFTEN for result in rows)
+    return f"NSA is right less often than its dense twin in {worse} of {len(rows)} rows." if worse else None
 
 
 def _asked(one: TaskRecord, result: TaskResult) -> list[Cell]:
@@ -140,7 +148,7 @@ def _asked(one: TaskRecord, result: TaskResult) -> list[Cell]:
         number(_share(result.dense)),
         Cell(result.verdict, kind),
         number(str(result.nsa.asked)),
-        number(f"{result.steps:,}"),
+        number(f"{result.steps:,} steps, {in_short(float(result.tokens))} tokens".replace(" ", NBSP)),
         number(str(result.seed)),
         when(one.fingerprint.utc),
         Cell(f"{one.fingerprint.machine}, {version(one.commit, one.fingerprint.dirty)}"),

@@ -136,7 +136,7 @@ def build(
                         name,
                         _name(one, cases),
                         _trend(machine, one, numbers, context) if context.script else Markup(),
-                        places.get(lengths.label(one.series.newest.key)),
+                        places.get(lengths.label(one.series.newest)),
                     )
                     for one, name in zip(cases, ids, strict=True)
                 ),
@@ -163,7 +163,7 @@ def _of_parts(group: Group) -> list[tuple[str, str]]:
 
 def _by_size(one: SeriesTrend) -> tuple[str, int, int, str, str]:
     key = one.series.newest.key
-    return key.mode, key.num_keys, key.batch, words.further(key), _path(one.series)
+    return key.mode, key.num_keys, key.batch, words.further(one.series.newest), _path(one.series)
 
 
 def _path(series: LatencySeries) -> str:
@@ -190,7 +190,7 @@ def _ids(cases: Sequence[SeriesTrend]) -> list[str]:
 def _name(one: SeriesTrend, cases: Sequence[SeriesTrend]) -> str:
     key = one.series.newest.key
     several = len({_path(other.series) for other in cases}) > 1
-    return f"{words.size(key)}, {words.further(key)}" + (f", {_path(one.series)}" if several else "")
+    return f"{words.size(key)}, {words.further(one.series.newest)}" + (f", {_path(one.series)}" if several else "")
 
 
 def _trend(machine: str, one: SeriesTrend, numbers: Mapping[str, int], context: ReportContext) -> Markup:

@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.cases.key import NSA, PART, Key
+from benchmarks.cases.key import NSA, PART
 from benchmarks.history.records import Record
 from benchmarks.history.speedup import BaselineComparison, speed_up
 from benchmarks.report import references, style
@@ -48,7 +48,7 @@ class Group:
 
     mode: str
     label: str
-    """Shape, dtype and whatever is not usual: "64x4x128 bfloat16 random inputs cold graph"."""
+    """`label`; the figures of one are on the same inputs."""
     compared: tuple[BaselineComparison, ...]
     """By length; where batches differ at one length, that with the largest."""
 
@@ -71,17 +71,20 @@ class Group:
         return [LengthCurve(name, line, style.of_implementation(name)) for name, line in points.items()]
 
 
-def label(key: Key) -> str:
-    """What a case is beside its mode, batch and length."""
-    return " ".join([key.what, *further(key)])
+def label(record: Record) -> str:
+    """What was measured beside its mode, batch and length: "64x4x128 bfloat16 random inputs cold graph"."""
+    return " ".join([record.key.what, *further(record)])
 
 
-def further(key: Key) -> list[str]:
-    """The dtype, the inputs, and whatever is not usual; a train step has a text, and no inputs to name."""
+def further(record: Record) -> list[str]:
+    """The dtype, the inputs with where they are from, and whatever is not usual; a train step has a text, and no inputs
+    to name."""
+    key, source = record.key, record.inputs_source
     dtype, *others = key.case.removeprefix(f"{key.mode}/{key.what}/b{key.batch}/s{key.num_keys}/").split("/")
     if key.mode == "train-step":
         return [dtype, *others]
-    return [dtype, f"{key.inputs} inputs", *(word for word in others if word != key.inputs)]
+    named = f"{key.inputs} inputs ({source})" if source else f"{key.inputs} inputs"
+    return [dtype, named, *(word for word in others if word != key.inputs)]
 
 
 def groups(compared: Sequence[BaselineComparison]) -> list[Group]:
@@ -89,7 +92,7 @@ def groups(compared: Sequence[BaselineComparison]) -> list[Group]:
     best: dict[tuple[str, str], dict[int, BaselineComparison]] = {}
     for comparison in compared:
         key = comparison.nsa.key
-        at_lengths = best.setdefault((key.mode, label(key)), {})
+        at_lengths = best.setdefault((key.mode, label(comparison.nsa)), {})
         known = at_lengths.get(key.num_keys)
         if known is None or known.nsa.key.batch <= key.batch:
             at_lengths[key.num_keys] = comparison

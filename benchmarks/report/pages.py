@@ -136,7 +136,8 @@ def build(results: Path, settings: ReportSettings | None = None) -> Report:
     )  # fmt: skip
     write(
         "atlas.html", "What a trained model selects", "atlas.html", shown=atlas.show(folder, atlases),
-        every=atlas.all_of(atlases), tasks=atlas.tasks(asked), chance=asked[-1].chance if asked else None,
+        every=atlas.all_of(atlases), tasks=atlas.tasks(asked), less_often=atlas.less_often(asked),
+        chance=asked[-1].chance if asked else None,
     )  # fmt: skip
     write(
         "proof.html", "What is proven on which machine", "proof.html",

@@ -40,6 +40,8 @@ class ResultsRow:
     batch: int
     num_keys: int
     commit: str
+    inputs: str
+    """Their kind, and where recorded ones are from: "recorded (study 8d4d61e)"."""
     latency_ms: Mapping[str, float]
     """By implementation; NSA is among them."""
 
@@ -100,7 +102,9 @@ def rows(
         if with_nsa:
             best = max(with_nsa, key=lambda run: (len({one.key.implementation for one in run}), _utc(run)))
             latency_ms = {one.key.implementation: one.latency_ms for one in best if one.latency_ms is not None}
-            yield ResultsRow(batch, num_keys, (best[0].fingerprint.commit or "unknown")[:10], latency_ms)
+            source = next((one.inputs_source for one in best if one.key.implementation == NSA), None)
+            named = f"{inputs} ({source})" if source else inputs
+            yield ResultsRow(batch, num_keys, (best[0].fingerprint.commit or "unknown")[:10], named, latency_ms)
 
 
 def _utc(run: Sequence[Record]) -> str:
@@ -117,7 +121,7 @@ def _prefill(records: Sequence[Record], what: str) -> list[str]:
         if row.batch == 1
     }
     lines = [
-        _line([_tokens(num_keys), name, inputs, *map(row.cell, SHOWN), f"`{row.commit}`"])
+        _line([_tokens(num_keys), name, row.inputs, *map(row.cell, SHOWN), f"`{row.commit}`"])
         for num_keys in sorted({num_keys for num_keys, _, _ in found})
         for mode, name in PREFILL.items()
         for inputs in INPUTS
@@ -127,11 +131,11 @@ def _prefill(records: Sequence[Record], what: str) -> list[str]:
 
 
 def _decode(records: Sequence[Record], what: str) -> list[str]:
-    of_inputs = [(inputs, row) for inputs in INPUTS for row in rows(records, "decode", what, inputs, launch="graph")]
-    of_inputs.sort(key=lambda one: (-one[1].batch, one[1].num_keys))  # stable: random ones first
+    found = [row for inputs in INPUTS for row in rows(records, "decode", what, inputs, launch="graph")]
+    found.sort(key=lambda row: (-row.batch, row.num_keys))  # stable: random ones first
     lines = [
-        _line([f"{row.batch} × {_tokens(row.num_keys)}", inputs, *map(row.cell, SHOWN), f"`{row.commit}`"])
-        for inputs, row in of_inputs
+        _line([f"{row.batch} × {_tokens(row.num_keys)}", row.inputs, *map(row.cell, SHOWN), f"`{row.commit}`"])
+        for row in found
     ]
     return [*_head(("sequences × tokens", "inputs", *_units())), *lines] if lines else []
 
@@ -161,14 +165,14 @@ def _picture(records: Sequence[Record], machine: str, what: str) -> str:
         number, lengths = 0, set[int]()
         for baseline in ("sdpa-cudnn", "flash-attn-4"):
             for (mode, name), inputs in itertools.product(PREFILL.items(), INPUTS):
-                points = [
-                    (row.num_keys, row.latency_ms[baseline] / row.latency_ms[NSA])
-                    for row in rows(records, mode, what, inputs)
-                    if row.batch == 1 and baseline in row.latency_ms
-                ]
-                lengths.update(num_keys for num_keys, _ in points)
-                if points:
-                    label = f"{SHOWN[baseline]}, {name}, {inputs} inputs"
+                lines: dict[str, list[tuple[int, float]]] = {}  # figures on inputs from elsewhere are no line
+                for row in rows(records, mode, what, inputs):
+                    if row.batch == 1 and baseline in row.latency_ms:
+                        ratio = row.latency_ms[baseline] / row.latency_ms[NSA]
+                        lines.setdefault(row.inputs, []).append((row.num_keys, ratio))
+                for named, points in lines.items():
+                    lengths.update(num_keys for num_keys, _ in points)
+                    label = f"{SHOWN[baseline]}, {name}, {named} inputs"
                     axis.plot(*zip(*points, strict=True), label=label, **style.nth(number))
                     number += 1
         axis.axhline(1.0, color=style.GREY, linewidth=0.8)

@@ -175,7 +175,7 @@ def _row(
         mode=words.mode(key),
         heads=key.what,
         size=words.size(key),
-        further=words.further(key),
+        further=words.further(newest),
         dtype=key.dtype,
         inputs=key.inputs,
         href=href,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.cases.key import PART, Key
+from benchmarks.history.records import Record
 from benchmarks.history.store import Point
 from benchmarks.report import lengths
 from benchmarks.report.lengths import TITLES
@@ -22,9 +23,9 @@ def size(key: Key) -> str:
     return part + in_k(key.num_keys) + ("" if key.batch == 1 else f" × {key.batch} sequences")
 
 
-def further(key: Key) -> str:
-    """The dtype, the inputs and whatever is not usual: "bfloat16, random inputs, cold, graph"."""
-    return ", ".join(lengths.further(key))
+def further(record: Record) -> str:
+    """The dtype, the inputs and whatever is not usual: "bfloat16, recorded inputs (atlas e4fe0fa0f0), cold, graph"."""
+    return ", ".join(lengths.further(record))
 
 
 def throughput(point: Point, latency_ms: float | None = None) -> float:

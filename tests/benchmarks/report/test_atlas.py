@@ -86,3 +86,14 @@ def test_tasks_stand_side_by_side(tmp_path: Path) -> None:
     assert "guessing is right in 12.5" in page
     assert "no evidence: both below 50%" in page
     assert "There is no atlas yet" in page
+
+
+def test_that_nsa_is_right_less_often_is_said_in_words(tmp_path: Path) -> None:
+    """Rows without evidence are not counted."""
+    equal, worse, nothing = asked(390, 392), asked(100, 390), asked(20, 60)
+    assert atlas.less_often([equal, nothing]) is None
+    assert atlas.less_often([equal, worse, nothing]) == "NSA is right less often than its dense twin in 1 of 2 rows."
+    task_record.write(tmp_path, worse)
+    page = build(tmp_path).index.with_name("atlas.html").read_text()
+    assert "NSA is right less often than its dense twin in 1 of 1 rows." in page
+    assert "2,000\u00a0steps,\u00a0100M\u00a0tokens" in page

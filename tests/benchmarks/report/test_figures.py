@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -168,9 +169,21 @@ def test_every_ratio_names_its_inputs() -> None:
     found = [passed(key(inputs=kind, launch="graph", length=length)) for kind in kinds for length in (64, 128)]
     labels = [group.label for group in lengths.groups(speedup.comparisons(found))]
     assert sorted(labels) == sorted(f"4x2x16 float32 {kind} inputs graph" for kind in kinds)
-    assert lengths.further(found[2].key) == ["float32", "recorded inputs", "graph"]
-    assert lengths.further(key(num_queries=16, length=64)) == ["float32", "random inputs", "q16"]
-    assert lengths.further(key("train-step", model="125m")) == ["float32"]
+    assert lengths.further(found[2]) == ["float32", "recorded inputs", "graph"]
+    assert lengths.further(passed(key(num_queries=16, length=64))) == ["float32", "random inputs", "q16"]
+    assert lengths.further(passed(key("train-step", model="125m"))) == ["float32"]
+
+
+def test_a_line_over_lengths_is_on_inputs_of_one_table() -> None:
+    follow = {64: "trained; study of commit abc0123 on a GPU", 128: "median; atlas of cpu, 2026-01-02, commit def4567"}
+    found = [
+        dataclasses.replace(passed(key(inputs="recorded", length=at)), inputs_follow=said)
+        for at, said in follow.items()
+    ]
+    labels = [group.label for group in lengths.groups(speedup.comparisons(found))]
+    assert sorted(labels) == [
+        "4x2x16 float32 recorded inputs (atlas def4567)", "4x2x16 float32 recorded inputs (study abc0123)"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

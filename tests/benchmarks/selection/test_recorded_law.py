@@ -10,6 +10,7 @@ from statistics import fmean
 import pytest
 import torch
 
+from benchmarks.atlas.record import LAGS
 from benchmarks.cases import inputs, recorded
 from benchmarks.cases.key import NSA, Key
 from benchmarks.cases.recorded import Law, Topics
@@ -18,8 +19,10 @@ from benchmarks.selection.fit import TOLERANCE
 from harness.repository import ROOT
 from nsa import NSAConfig
 
-SMALL, LARGE = (8192, 4, 1, 64, "float32"), (65536, 4, 16, 128, "bfloat16")
+SMALL, LARGE = (8192, 16, 1, 64, "float32"), (65536, 4, 16, 128, "bfloat16")
 """Tokens, key/value heads, query heads of each, channels, dtype."""
+HEADS = 64
+"""On a GPU, of all seeds: popularity differs by a quarter from head to head."""
 
 
 @cache
@@ -38,7 +41,7 @@ def deviations(kind: str, size: tuple[int, int, int, int, str], device: str, see
     found = []
     for seed in range(seeds):
         p = inputs.draw(key, device, seed)
-        found.append(sampling.of_tensors(p.q, p.k, NSAConfig(), 8).deviations(target(kind, tokens).curves))
+        found.append(sampling.of_tensors(p.q, p.k, NSAConfig()).deviations(target(kind, tokens).curves))
         del p
     return {name: fmean(one[name] for one in found) for name in found[0]}
 
@@ -56,16 +59,16 @@ def test_the_choice_follows_the_recorded_curves(kind: str) -> None:
 @pytest.mark.parametrize("size", [(8192, *LARGE[1:]), LARGE, (8192, 2, 6, 64, "bfloat16")], ids=str)
 @pytest.mark.parametrize("kind", recorded.KINDS)
 def test_the_choice_follows_the_recorded_curves_on_a_gpu(kind: str, size: tuple[int, int, int, int, str]) -> None:
-    assert worst(deviations(kind, size, "cuda", seeds=4)) < TOLERANCE
+    assert worst(deviations(kind, size, "cuda", seeds=HEADS // size[1])) < TOLERANCE
 
 
 def test_the_kinds_bracket_one_another() -> None:
-    """At each length neighbours choose least alike under p10 and most under p90."""
-    for num_keys in targets.LENGTHS:
-        low, middle, high = (
-            recorded.law(kind, num_keys).weights[0] for kind in ("recorded-p10", "recorded", "recorded-p90")
-        )
-        assert low > middle > high  # the share of each token's own topic
+    """Neighbours choose least alike under p10 and most under p90, at every lag."""
+    low, middle, high = (
+        sampling.of_law(recorded.law(kind, 8192), 8192, 4, 1, 16).jaccard
+        for kind in ("recorded-p10", "recorded", "recorded-p90")
+    )
+    assert all(low[lag] < middle[lag] < high[lag] for lag in LAGS)
 
 
 def _no_walk(law: Law) -> Law:

@@ -66,10 +66,12 @@ def test_lengths_that_were_not_measured_say_so() -> None:
 
 
 def test_a_table_names_the_atlas_that_it_is_held_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert targets.of_table(tmp_path) == targets.of_study()
     file = record.write(tmp_path, atlas(8192))
-    fitted = dataclasses.replace(recorded.table(), atlas=file.name)
-    monkeypatch.setattr(recorded, "table", lambda: fitted)
+    today = recorded.table()
+    named: list[str | None] = [None]
+    monkeypatch.setattr(recorded, "table", lambda: dataclasses.replace(today, atlas=named[0]))
+    assert targets.of_table(tmp_path) == targets.of_study()
+    named[0] = file.name
     assert targets.of_table(tmp_path) == targets.of_atlas(atlas(8192))
     file.unlink()
     with pytest.raises(FileNotFoundError):

@@ -65,7 +65,8 @@ def test_a_large_gpu_is_measured_with_every_shape_and_length() -> None:
         lengths = {key.num_keys for key in found if key.mode == mode and key.what == "64x4x128"}
         assert (min(lengths), max(lengths)) == (shortest, 131072)
     assert {key.what for key in found} == {"64x4x128", "64x4x192:128", "32x8x128", "12x2x64", "125m"}
-    assert {key.inputs for key in found} == {"random", "recorded", "recorded-p10", "recorded-p90"}
+    drawn = {key.inputs for key in found} - {"replayed"}  # of what is stored here
+    assert drawn == {"random", "recorded", "recorded-p10", "recorded-p90"}
     decode = [key for key in found if key.mode == "decode"]
     assert {key.launch for key in decode} == {"eager", "graph"}
     assert len({key.batch for key in decode if key.num_keys == 8192}) >= 3
