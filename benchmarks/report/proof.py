@@ -156,8 +156,8 @@ def _where(machine: str, made: Forced) -> str:
 
 
 def _fitted(newest: Sequence[CaseVisit], where: str) -> Cell:
-    """The newest visit of each case: right and with a peak, too large, or neither, which is red."""
-    right = sum(visit.peak_mem_mib is not None for visit in newest)
+    """The newest visit of each case: right, too large, or neither, which is red."""
+    right = sum(visit.passed for visit in newest)
     too_large = sum(visit.out_of_memory is not None for visit in newest)
     other = len(newest) - right - too_large
     text = f"bench {right} of {len(newest)} right"
