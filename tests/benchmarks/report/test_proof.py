@@ -76,7 +76,8 @@ def test_laws_and_incidents_that_ran_forced_are_told_apart_by_memory(tmp_path: P
     found = rows(tmp_path)
     cell = found["NVIDIA A100"]["ran forced"]
     assert (
-        cell.text == "laws 700 of 701 at aaaaaaa, 2026-01-01, on h200 with 40 GB; incidents 4 green, on h200 with 40 GB"
+        cell.text
+        == "laws 700 of 701 at aaaaaaa, 2026-01-01, on h200 with 40 GB; incidents 4 green at 7c2b3ab, 2026-01-07, on h200 with 40 GB"
     )
     assert cell.kind == BAD
     assert {row["incidents"].text for row in found.values()} == {row["laws"].text for row in found.values()} == {"–"}
@@ -113,14 +114,26 @@ def test_what_ran_on_a_machine(tmp_path: Path) -> None:
     found = rows(tmp_path, h200=20)
     told = {name: cell.text for name, cell in found["NVIDIA H200"].items()}
     assert (told["incidents"], told["bench"], told["baseline"], told["calibration"]) == (
-        "4 green",
+        "4 green at 7c2b3ab, 2026-01-07",
         f"20 cases {AT}",
         "accepted",
         "–",
     )
     assert found["the CPU"]["calibration"].text == "calibrated"
     write_incidents(tmp_path, SLOWER_FROM, red="window-leak")
-    assert rows(tmp_path)["NVIDIA H200"]["incidents"].text == "1 of 4 red"
+    assert rows(tmp_path)["NVIDIA H200"]["incidents"].text.startswith("1 of 4 red at ")
+
+
+def test_an_incident_that_was_skipped_is_named(tmp_path: Path) -> None:
+    write_incidents(tmp_path, 6)
+    (path,) = tmp_path.glob("regression/*/*.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if line["incident"] == "dup-blocks":
+            line |= {"verdict": "SKIPPED", "ok": True}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told = rows(tmp_path)["NVIDIA H200"]["incidents"]
+    assert (told.text, told.kind) == ("3 green, 1 skipped: dup-blocks, at 7c2b3ab, 2026-01-07", GOOD)
 
 
 @pytest.mark.parametrize(
