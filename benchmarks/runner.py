@@ -125,7 +125,7 @@ def measure(
         _require_possible(timed, work, fingerprint.measured_peak, device)
         anti_cheat.require_unchanged(work.inputs, before)
         launches_per_call = launches.per_call(work.call, device) if key.mode.startswith(HOST) else None
-        device_peak = memory.of_cuda(work.call) if device == "cuda" else None
+        device_peak = memory.of_work(work) if device == "cuda" else None
         _finite_outputs(work)
         fresh = rotating.recheck(seed)
         process_state.require_unchanged(settings)
@@ -186,7 +186,11 @@ def _fits(
     The inputs are not copied: what is free is judged from the GPU that is there.
     """
     forced.require_named(fingerprint.machine)
-    peak = memory.of_cuda(work.call)
+    peak = memory.of_work(work)
+    if peak is None:
+        raise RuntimeError(
+            "the peak of its CUDA graph cannot be read from the allocator; nothing else is measured here"
+        )
     _finite_outputs(work)
     fresh = RotatingInputs(replace(work, copy=None), key, device).recheck(seed)
     found = correctness if fresh is None else joined(correctness, fresh)

@@ -34,12 +34,16 @@ class Parser(argparse.ArgumentParser):
 
 
 _UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0}
+MOST_HOURS = 10_000
+"""Of a time on a command line: more than a year is a slip."""
 
 
 def time_s(text: str) -> float:
     """20m, 90s or 1h30m in seconds. Raises argparse.ArgumentTypeError."""
-    found = re.findall(r"(\d+(?:\.\d+)?)([hms])", text)
+    found = re.findall(r"(\d+(?:\.\d+)?)([hms])", text, re.ASCII)
     total_s = sum(float(number) * _UNITS_S[unit] for number, unit in found)
+    if total_s > MOST_HOURS * _UNITS_S["h"]:
+        raise argparse.ArgumentTypeError(f"must be at most {MOST_HOURS}h; got {text[:40]!r}")
     if "".join(number + unit for number, unit in found) != text or not total_s > 0:
         raise argparse.ArgumentTypeError(f"must be a time such as 20m, 90s or 1h30m; got {text!r}")
     return total_s

@@ -22,6 +22,7 @@ ARCHITECTURES = ("sm80", "sm86", "sm89")
 _ARCHITECTURE, _MEMORY = "NSA_FORCE_ARCH", "NSA_MEMORY_GB"
 _NAME = re.compile(r"(?P<machine>[a-z0-9-]+?)-forced-(?P<architecture>sm\d+)(-(?P<memory_gb>\d+)gb)?", re.ASCII)
 _GB = 10**9
+MOST_GB = 9999
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ def enter(
     force_arch: str | None, memory_gb: int | None, variables: MutableMapping[str, str] = os.environ
 ) -> Forced | None:
     """What the options ask for, or where there are none the variables, in which every child finds it. ValueError."""
+    if memory_gb is not None and not 1 <= memory_gb <= MOST_GB:
+        raise ValueError(f"--memory-gb must be from 1 to {MOST_GB}; got {memory_gb}")
     for name, value in ((_ARCHITECTURE, force_arch), (_MEMORY, memory_gb)):
         if value is not None:
             variables[name] = str(value)

@@ -31,8 +31,9 @@ _MIG = re.compile(r"^(.+) MIG ((?:\d+c\.)?\d+g\.(\d+)gb\S*)$")
 _OF_SLICE = "-mig-"
 _CAPPED = re.compile(r"-capped-[1-9]\d*w$", re.ASCII)
 _MEMORY_SLICES = 8
-_VGPU = re.compile(r"-\d+(-\d+)?([ABCQ]|CME)$")
-"""How the names of vGPU profiles end: "GRID A100-40C", "NVIDIA A100-3-20C", "NVIDIA A100-1-5CME"."""
+_VGPU = re.compile(r"-\d+(-\d+)?([ABCQ]\d?|CME)$", re.ASCII)
+"""How the names of vGPU profiles end: "GRID A100-40C", "NVIDIA A100-3-20C", "NVIDIA A100-1-5CME", "NVIDIA A16-1B4"."""
+_LAPTOP = re.compile(r"\b(Laptop|Mobile|Max-Q)\b")
 
 
 class WrongMachineError(Exception):
@@ -203,8 +204,8 @@ def recognise(gpu: Gpu | None) -> Machine:
     if gpu is None:
         return Machine(CPU, "CPU", CPU, CPU)
     found = _uncapped(gpu)
-    if gpu.capped_w is None:
-        return found
+    if gpu.capped_w is None or _LAPTOP.search(gpu.name):
+        return found  # a laptop moves its limit by itself, with its mains, fans and CPU: each would be a new machine
     return replace(found, id=f"{found.id}-capped-{gpu.capped_w}w", title=f"{found.title}, capped to {gpu.capped_w} W")
 
 
@@ -237,6 +238,34 @@ def largest_suite(memory_gb: float) -> str:
     """The suite for the most memory that is no more than this."""
     suites = {int(b.suite.removesuffix("gb")): b.suite for f in families().values() for b in f.boards}
     return suites.get(max((gb for gb in suites if gb <= memory_gb), default=0), _SUITE_OF_UNKNOWN)
+
+
+def why_not_of(machine_id: str, device: str, capped_w: int | None) -> str | None:
+    """Why no record of this device can have this id; None where it follows from the device's name and power limit.
+
+    A GPU that is listed today may have been none when it was measured, and keeps the id that it had then.
+    """
+    if machine_id == CPU:
+        return f"machine {CPU!r} cannot be the GPU {device!r}" if _boards_named(device) else None
+    uncapped = _CAPPED.sub("", machine_id)
+    ids = _boards_named(device)
+    if slug := _slug(device):
+        ids.append(f"{UNKNOWN_GPU}-{slug}")
+    if uncapped not in ids:
+        wanted = " or ".join(ids) if ids else "none"
+        return f"machine {machine_id!r} does not follow from the device's name {device!r}: that is {wanted}"
+    if uncapped != machine_id and machine_id != f"{uncapped}-capped-{capped_w}w":
+        limit = "no limit well below its own" if capped_w is None else f"{capped_w} W"
+        return f"machine {machine_id!r} is capped, and the record's power limits say {limit}"
+    return None
+
+
+def _boards_named(device: str) -> list[str]:
+    """Ids of the listed boards whose name this is, as a whole or with its slice."""
+    mig = _MIG.fullmatch(device)
+    name, slice_of = (device, "") if mig is None else (mig[1], f"{_OF_SLICE}{_slug(mig[2])}")
+    named = (next((b for b in f.boards if re.search(b.pattern, name)), None) for f in families().values())
+    return [f"{board.id}{slice_of}" for board in named if board is not None]
 
 
 def _slug(name: str) -> str:

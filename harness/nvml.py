@@ -22,6 +22,8 @@ _LEAST_SLOWDOWN_C = 60
 _CAPPED = 0.95
 """A power limit below this share of the board's own makes it another machine. A smaller difference is a condition of
 the records (`gpu_clocks`), under which they are not compared either."""
+_STEP_W = 10
+"""Of the limit in a machine's name: operators set tens of watts, and drivers report a few tenths more or less."""
 _UTILISATION_OF_S = 2.0
 """How far back a process's use of the multiprocessors is asked for; NVML averages it over up to a second."""
 
@@ -66,9 +68,12 @@ class GpuSettings:
 
     @property
     def capped_w(self) -> int | None:
-        """Its power limit where that is well below the board's own; else None, also where NVML does not say."""
+        """Its power limit, to `_STEP_W`, where that is well below the board's own; else None, also where NVML does not
+        say: some drivers say 0 W."""
         limit_w, own_w = self.power_limit_w, self.default_power_limit_w
-        return None if limit_w is None or own_w is None or limit_w >= _CAPPED * own_w else round(limit_w)
+        if limit_w is None or own_w is None or limit_w <= 0 or limit_w >= _CAPPED * own_w:
+            return None
+        return max(_STEP_W * round(limit_w / _STEP_W), _STEP_W)
 
 
 @dataclass(frozen=True)

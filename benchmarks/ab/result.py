@@ -141,7 +141,8 @@ class ComparisonResult:
     @property
     def memory(self) -> MemoryVerdict | None:
         """Whether HEAD needs more memory, or less; None where it is not known."""
-        return None if self.peaks_mib is None else peak_memory.judge(*self.peaks_mib)
+        source = peak_memory.GRAPH if self.key.replays else peak_memory.CUDA
+        return None if self.peaks_mib is None else peak_memory.judge(*self.peaks_mib, source)
 
 
 def path(results: Path, utc: str, base: Side, head: Side) -> Path:

@@ -144,7 +144,8 @@ class _Case:
         """Raises where the calls changed their inputs, or the benches, or are wrong on other inputs."""
         anti_cheat.require_unchanged(self._work.inputs, self._inputs)
         if self._device == "cuda":
-            self.peak_mem_mib = memory.of_cuda(self._work.call).mib
+            peak = memory.of_work(self._work)
+            self.peak_mem_mib = None if peak is None else peak.mib
         self._rotating.recheck(self._seed)
         integrity.require_intact()
 

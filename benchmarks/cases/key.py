@@ -82,6 +82,11 @@ class Key:
         dims = f"{self.head_dim_k}" if self.head_dim_k == self.head_dim_v else f"{self.head_dim_k}:{self.head_dim_v}"
         return self.model or f"{self.heads}x{self.num_kv_heads}x{dims}"
 
+    @property
+    def replays(self) -> bool:
+        """Whether the call itself replays CUDA graphs, whose private pools then hold what it needs."""
+        return (self.mode, self.launch) in (("train-step", "graph"), ("train-loop", "reduce-overhead"))
+
     @cached_property
     def identity(self) -> str:
         """Every field, as one word that tells any two keys apart."""

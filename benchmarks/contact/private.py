@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.history import incidents
 from harness import machines
 from harness.repository import ROOT
 
@@ -40,7 +41,7 @@ _SECRET_NAME = re.compile(
 _ORDINARY = frozenset(
     {
         "root", "localhost", "user", "runner", "nsa", "admin", "ubuntu", "debian", "linux", "nvidia", "cuda", "torch",
-        "triton", "python", "reference", "benchmarks", "regression", *machines.known_ids(),
+        "triton", "python", "reference", "benchmarks", "regression", *machines.known_ids(), *incidents.WORDS,
     }
 )  # fmt: skip
 """Names of hosts and users that tell of nobody; records are full of some of them."""

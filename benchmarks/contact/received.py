@@ -124,7 +124,17 @@ def _verified(content: dict[str, bytes], folder: Path) -> ReceivedBundle:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
     records = _require_readable(folder, manifest)
+    _require_complete(manifest)
     return ReceivedBundle(folder, manifest, hashlib.sha256(encoded).hexdigest(), records)
+
+
+def _require_complete(manifest: Manifest) -> None:
+    """Raises BundleError where a first contact says that every step was green, and lacks what these leave."""
+    if not manifest.complete or manifest.smoke:
+        return
+    for step, pattern in (("laws", "laws/*.json"), ("incidents", "regression/*/*.jsonl")):
+        if not any(Path(entry.name).match(pattern) for entry in manifest.files):
+            raise BundleError(f"{MANIFEST}: complete must be false without {step}, {pattern}; got true")
 
 
 def _require_readable(folder: Path, manifest: Manifest) -> int:

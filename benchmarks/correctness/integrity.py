@@ -32,7 +32,13 @@ _ORACLE = ("nsa.reference", "nsa.geometry")
 _WHOLE = ("torch.cuda.streams", "torch.cuda.graphs", "torch.nn.attention")
 _FUNCTIONS = {
     "torch.cuda": ("synchronize", "current_stream", "current_device"),
-    "torch.cuda.memory": ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats", "mem_get_info"),
+    "torch.cuda.memory": (
+        "memory_allocated",
+        "max_memory_allocated",
+        "reset_peak_memory_stats",
+        "mem_get_info",
+        "memory_snapshot",
+    ),
     "torch.autograd": ("grad",),
     "statistics": ("median",),
 }

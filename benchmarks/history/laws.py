@@ -15,6 +15,7 @@ from typing import Any
 
 from harness import schema
 
+FOLDER = "laws"
 NAME = re.compile(
     r"(?P<machine>[a-z0-9][a-z0-9-]*?)-(?P<day>\d{8})-(?P<commit>[0-9a-f]{7,40})-(?P<what>.+?)"
     r"(-forced-sm(?P<forced>\d+)(-(?P<memory_gb>\d+)gb)?)?",
@@ -76,6 +77,13 @@ def decode(content: bytes) -> LawSummary:
         return LawSummary(counts, _utc(data.get("utc")), _architectures(data.get("architectures", {})))
     except (TypeError, RecursionError) as error:
         raise ValueError(str(error)) from error
+
+
+def require_sound(content: bytes) -> None:
+    """Raises ValueError for what is no summary, or names other failures than it counts."""
+    failed, failures = decode(content).counts.failed, json.loads(content).get("failures", [])
+    if not isinstance(failures, list) or len(failures) != failed:
+        raise ValueError(f"failures must name each of the {failed} tests that failed; got {failures!a:.80}")
 
 
 def read_all(results: Path) -> dict[str, LawSummary]:

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ab.result import ComparisonResult
-from benchmarks.history import conversion, mutants, plausible, run_file
+from benchmarks.history import conversion, incidents, laws, mutants, plausible, run_file
 from benchmarks.history.accepted import Acceptance
 from benchmarks.history.alerts import AlertEvent
 from benchmarks.history.records import Record
 from benchmarks.history.run_file import DamagedLine
-from harness import schema
+from harness import machines, schema
+from harness.fingerprint import Fingerprint
 from nsa.io import append_line, atomic_write, read_lines
 
 RUNS = "runs/*/*.jsonl"
@@ -114,7 +115,14 @@ def _merge_run(path: Path, target: Path, merged: MergeResult) -> None:
 
 def impossible(record: Record) -> str | None:
     """What no record can hold and this one does, by case and field; None where it is sound."""
-    return plausible.objection(dataclasses.asdict(record), f"{record.key.name}: record")
+    where = f"{record.key.name}: record"
+    return plausible.objection(dataclasses.asdict(record), where) or _of_another(record.fingerprint, where)
+
+
+def _of_another(fingerprint: Fingerprint, where: str) -> str | None:
+    settings = fingerprint.gpu_settings
+    why = plausible.not_of_device(fingerprint.machine, fingerprint.device, settings.capped_w if settings else None)
+    return None if why is None else f"{where}.{why}"
 
 
 def _merge_lines(path: Path, target: Path, merged: MergeResult) -> None:
@@ -142,21 +150,18 @@ def _merge_lines(path: Path, target: Path, merged: MergeResult) -> None:
 
 def why_damaged(line: bytes, path: Path) -> str | None:
     """What is wrong with a line of one of `LINES`, whose folder says what it must be; None where it is sound."""
-    kind = path.parent.parent.name if path.parent.parent.name in _KINDS else path.parent.name  # regression/<machine>/
+    kind = incidents.FOLDER if path.parent.parent.name == incidents.FOLDER else path.parent.name
     try:
         found = json.loads(line.decode())
         if not isinstance(found, dict):
             raise TypeError("a line must be a JSON object")
-        _KINDS[kind](found)
+        if kind == incidents.FOLDER:
+            incidents.require_sound(found, path.parent.name)
+        else:
+            _KINDS[kind](found)
         return plausible.objection(found, "line")
     except (ValueError, TypeError, RecursionError) as error:
         return f"{type(error).__name__}: {error}"
-
-
-def _replayed(found: dict[str, Any]) -> None:
-    missing = {"fingerprint", "incident", "verdict", "schema_version"} - set(found)
-    if missing:
-        raise ValueError(f"a replayed incident must have {', '.join(sorted(missing))}")
 
 
 def _comparison(found: dict[str, Any]) -> None:
@@ -176,18 +181,17 @@ def _mutant(found: dict[str, Any]) -> None:
 
 
 _KINDS: dict[str, Callable[[dict[str, Any]], None]] = {
-    "regression": _replayed,
     "verdicts": _comparison,
     "baselines": _acceptance,
     "mutants": _mutant,
     "alerts": _alert,
 }
-"""What a line must be, by the folder."""
+"""What a line must be, by the folder; those of incidents lie one folder deeper."""
 
 
 def _merge_whole(path: Path, target: Path, merged: MergeResult) -> None:
     content = path.read_bytes()
-    if why := _impossible_file(content):
+    if why := _impossible_file(path, content):
         merged.refused.append(f"{path}: {why}")
         return
     if not target.exists() or (
@@ -201,12 +205,35 @@ def _merge_whole(path: Path, target: Path, merged: MergeResult) -> None:
         merged.refused.append(f"{path}: differs from {target}; remove the one that is not wanted")
 
 
-def _impossible_file(content: bytes) -> str | None:
+def _impossible_file(path: Path, content: bytes) -> str | None:
     """The same of a file that is one JSON value; what is none is its reader's to refuse."""
     try:
-        return plausible.objection(json.loads(content), "file")
+        found = json.loads(content)
+        if why := plausible.objection(found, "file"):
+            return why
     except (ValueError, RecursionError):
         return None
+    if path.parent.name != laws.FOLDER:
+        return _of_another_device(found)
+    try:
+        laws.require_sound(content)
+    except ValueError as error:
+        return f"is no summary of tests: {error}"
+    name = laws.NAME.fullmatch(path.stem)
+    if name and name["forced"] and name["machine"] == machines.CPU:
+        return "its name says that it was forced, which a CPU cannot be"
+    return None
+
+
+def _of_another_device(calibration: Any) -> str | None:
+    """Of a calibration; None of a file that says no machine."""
+    found = calibration.get("fingerprint") if isinstance(calibration, dict) else None
+    if not isinstance(found, dict):
+        return None
+    try:
+        return _of_another(schema.build(Fingerprint, found, "fingerprint"), "file")
+    except (ValueError, TypeError) as error:
+        return str(error)
 
 
 def _calibrated_utc(calibration: bytes) -> str:

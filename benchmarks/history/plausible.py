@@ -11,15 +11,19 @@ import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
+from harness import forced, machines
+
 _HIDDEN = ("Cc", "Cf", "Zl", "Zp")
 """Unicode's categories of characters that steer a terminal or hide what stands there."""
 _LINES = "\n\t"
 """Which are of them, and may stand in a text: a message of several lines, the stacks of a process."""
-_MOST_BY_UNIT = {
-    "tokens_per_s": 1e12, "tb_per_s": 1e5, "gb_per_s": 1e7, "tflops": 1e6, "ms": 1e9, "s": 1e7, "mib": 1e9, "gb": 1e7,
-    "mhz": 1e6, "w": 1e6, "c": 1e3,
+_BOUNDS_BY_UNIT = {
+    "tokens_per_s": (0, 1e12), "tb_per_s": (0, 1e5), "gb_per_s": (0, 1e7), "tflops": (0, 1e6), "ms": (0, 1e9),
+    "s": (0, 1e7), "seconds": (0, 1e7), "mib": (0, 1e9), "gb": (0, 1e7), "mhz": (0, 1e6), "w": (0, 1e6),
+    "c": (-50, 150), "calls": (0, 1e12),
 }  # fmt: skip
-"""By the unit that a field's name carries: twelve days of ms, a petabyte of MiB, and so on."""
+"""By the unit that a field's name carries: at least nothing, and at most twelve days of ms, a petabyte of MiB, and so
+on; a chip works from -50 to 150 degrees C at the very most."""
 _ENDING = r"(.*_)?{}(_min|_median|_max)?(\[\d+\])*"
 _MOST = 3.5e38
 """Of any other figure: what float32 holds, in which a fault may overflow."""
@@ -40,9 +44,21 @@ def objection(value: Any, name: str) -> str | None:
         for number, part in enumerate(value):
             if found := objection(part, f"{name}[{number}]"):
                 return found
-    elif isinstance(value, (int, float)) and not abs(value) <= (most := _most(name)):
-        return f"{name} must be at most {most:g}; got {value:.4g}"
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        least, most = _bounds(name)
+        if not value <= most:
+            return f"{name} must be at most {most:g}; got {value:.4g}"
+        if value < least:
+            return f"{name} must be at least {least:g}; got {value:.4g}"
     return None
+
+
+def not_of_device(machine: str, device: str, capped_w: int | None = None) -> str | None:
+    """Why no record of a device of this name and power limit can be of this machine; None where it can."""
+    if forced.of(machine) is not None and forced.itself(machine) == machines.CPU:
+        return f"fingerprint.machine {machine!r} is forced, which a CPU cannot be"
+    why = machines.why_not_of(forced.itself(machine), device, capped_w)
+    return None if why is None else f"fingerprint.{why}"
 
 
 def hidden(text: str, name: str, *, allowed: str = "") -> str | None:
@@ -52,8 +68,8 @@ def hidden(text: str, name: str, *, allowed: str = "") -> str | None:
     return None
 
 
-def _most(name: str) -> float:
+def _bounds(name: str) -> tuple[float, float]:
     """Of several units that fit ("tokens_per_s", "s") the one that stands first in the table."""
     field = name.rpartition(".")[2]
-    units = (unit for unit in _MOST_BY_UNIT if re.fullmatch(_ENDING.format(unit), field))
-    return _MOST_BY_UNIT.get(next(units, ""), _MOST)
+    units = (unit for unit in _BOUNDS_BY_UNIT if re.fullmatch(_ENDING.format(unit), field))
+    return _BOUNDS_BY_UNIT.get(next(units, ""), (-_MOST, _MOST))

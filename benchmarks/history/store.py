@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 from benchmarks.baselines import BASELINES
 from benchmarks.cases.key import NSA, Key
+from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.history import anchors, reservations, run_file
 from benchmarks.history.anchors import AnchorRatio, Figure, Series, SeriesAnchors
 from benchmarks.history.conditions import Conditions, hard
 from benchmarks.history.record_line import RecordLine
-from benchmarks.history.records import Anchor, Record, share_of_limit
+from benchmarks.history.records import Anchor, Record, known_peak_mib, share_of_limit
 from benchmarks.history.run_file import DamagedLine
 from benchmarks.peak_memory import OutOfMemory
 from harness.fingerprint import Fingerprint
@@ -69,9 +70,11 @@ class CaseVisit(NamedTuple):
     path: str | None
     case_s: float | None
     peak_mem_mib: float | None
+    """None also where a record's figure is none (`records.known_peak_mib`)."""
     peak_mem_source: str | None
     out_of_memory: OutOfMemory | None
     launches_per_call: int | None = None
+    passed: bool = True
 
     @property
     def nsa_sha256(self) -> str:
@@ -101,6 +104,7 @@ class _Row(NamedTuple):
     anchor: Anchor | None
     """None where NSA, or a baseline, of the run itself was measured."""
     inputs_follow: str | None
+    passed: bool
 
     @property
     def series(self) -> Series:
@@ -247,7 +251,7 @@ class Store:
         for row in self._rows:
             if row.fingerprint.machine == machine:
                 memory = (row.peak_mem_mib, row.peak_mem_source, row.out_of_memory, row.launches_per_call)
-                visit = CaseVisit(row.fingerprint.utc, row.fingerprint, row.path, row.case_s, *memory)
+                visit = CaseVisit(row.fingerprint.utc, row.fingerprint, row.path, row.case_s, *memory, row.passed)
                 found.setdefault(row.key.name, []).append(visit)
         return found
 
@@ -281,12 +285,13 @@ def _row(key: Key, fingerprint: Fingerprint, figures: Record | RecordLine, file:
         reservations.with_device(figures, fingerprint),
         file,
         figures.case_s,
-        figures.peak_mem_mib,
+        known_peak_mib(key, figures.peak_mem_mib, figures.peak_mem_source),
         figures.peak_mem_source,
         figures.out_of_memory,
         figures.launches_per_call,
         Anchor(figures.anchor.commit, figures.anchor.nsa_sha256) if figures.anchor else None,
         figures.inputs_follow,
+        figures.outcome is CaseOutcome.PASSED,
     )
 
 

@@ -53,7 +53,7 @@ def over_lengths(group: Group, machine: str, known: Sequence[PublishedSeries]) -
 
 def memory(group: Group) -> Chart | None:
     """Peak memory above the inputs; None where no line has two lengths."""
-    lines = group.lines(lambda record: record.peak_mem_mib)
+    lines = group.lines(lambda record: record.known_peak_mib)
     return _single(group, [(line.label, line.points) for line in lines], "MiB above the inputs")
 
 

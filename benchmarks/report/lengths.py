@@ -143,7 +143,7 @@ def _speed_ups(group: Group) -> list[LengthCurve]:
 
 def memory(folder: ReportFolder, machine: str, group: Group) -> list[Picture]:
     """Peak memory above the inputs."""
-    lines = group.lines(lambda record: record.peak_mem_mib)
+    lines = group.lines(lambda record: record.known_peak_mib)
     title = f"Peak memory, {TITLES.get(group.mode, 'forward + backward').lower()}, {group.label}"
     return _single(folder, title, (machine, "memory", group.mode, group.label), lines, "MiB above the inputs", [group])
 

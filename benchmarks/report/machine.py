@@ -18,6 +18,7 @@ from benchmarks.report.folder import ReportFolder
 from benchmarks.report.table import Cell, ReportTable
 from benchmarks.report.trends import Boundary
 from benchmarks.report.verdicts import VerdictRow
+from harness.fingerprint import Fingerprint
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class MachineSection:
     device: str
     utc: str
     """Of the newest run."""
+    run: Fingerprint
+    """Of the newest figures."""
     summary: str
     news: str
     headlines: ReportTable
@@ -80,6 +83,7 @@ def build(
         id=name,
         device=newest.device,
         utc=runs[-1].utc,
+        run=newest,
         summary=machine_tables.summary(here),
         news=changes.news(followed, standings),
         headlines=machine_tables.headlines(groups),

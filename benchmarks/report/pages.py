@@ -51,8 +51,9 @@ from benchmarks.report.verdicts import Answers, last_run
 from harness import forced
 
 INDEX = "index.html"
+PROOF = "What is proven where"
 FURTHER_PAGES = {
-    "What ran where": "proof.html", "Atlas": "atlas.html", "Estimates": "estimates.html",
+    PROOF: "proof.html", "Atlas": "atlas.html", "Estimates": "estimates.html",
     "Several GPUs": "parallel.html",
     "Calibration": "calibration.html", "Incidents": "ledger.html",
 }  # fmt: skip
@@ -140,9 +141,9 @@ def build(results: Path, settings: ReportSettings | None = None) -> Report:
         chance=asked[-1].chance if asked else None,
     )  # fmt: skip
     write(
-        "proof.html", "What is proven on which machine", "proof.html",
+        "proof.html", PROOF, "proof.html",
         proven=proof.table(
-            results, [(m.id, len(m.figures.rows)) for m in machines], incidents,
+            results, [(m.id, len(m.figures.rows), m.run) for m in machines], incidents,
             [
                 one.fingerprint.machine for one in calibrations
                 if devices.get(one.fingerprint.machine, one.fingerprint.device) == one.fingerprint.device

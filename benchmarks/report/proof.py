@@ -16,10 +16,11 @@ from benchmarks.history import accepted
 from benchmarks.history import laws as law_summaries
 from benchmarks.history.laws import LawSummary, OutcomeCounts
 from benchmarks.history.store import CaseVisit, Store
-from benchmarks.report.ledger import SKIPPED, IncidentReplay
+from benchmarks.report.ledger import SKIPPED, IncidentReplay, Where
 from benchmarks.report.links import Link, Repository
 from benchmarks.report.table import BAD, GOOD, Cell, ReportTable
 from harness import forced, machines
+from harness.fingerprint import Fingerprint
 from harness.forced import Forced
 
 HEAD = (
@@ -61,27 +62,26 @@ def law_records(results: Path) -> list[LawRecord]:
 
 def table(
     results: Path,
-    runs: Iterable[tuple[str, int]],
+    runs: Iterable[tuple[str, int, Fingerprint]],
     incidents: Sequence[IncidentReplay],
     calibrated: Iterable[str],
     repository: Repository,
 ) -> ReportTable:
     """A row per family of harness/machines.toml, then one for the CPU and for GPUs that are not listed, where they have
-    records. `runs`: machine and number of cases that its newest figures are of."""
-    laws, cases = law_records(results), dict(runs)
+    records. `runs`: machine, number of cases that its newest figures are of, and the run of the newest."""
+    laws, ran = law_records(results), list(runs)
     baselines = {entry.machine for entry in accepted.read(results)[0]}
     calibrated_here = set(calibrated)
     rows = []
     for name in (*machines.families(), machines.CPU, machines.UNKNOWN_GPU):
         family = machines.families().get(name)
         architecture = "" if family is None else "{}{}".format(*family.compute_capability)
-        measured = sum(count for machine, count in cases.items() if _is_of(machine, name))
         own = [
             _compiled(laws, architecture, repository),
             _forced(results, architecture, laws, incidents, repository),
             _laws([one for one in laws if _is_of(one.machine, name) and one.forced is None], repository),
-            _incidents([entry for entry in incidents if _is_of(entry.fingerprint.machine, name)]),
-            Cell(f"{measured} cases", GOOD) if measured else Cell(NOTHING),
+            _incidents([entry for entry in incidents if _is_of(entry.fingerprint.machine, name)], repository),
+            _measured([(count, run) for machine, count, run in ran if count and _is_of(machine, name)], repository),
             Cell("calibrated", GOOD) if any(_is_of(one, name) for one in calibrated_here) else Cell(NOTHING),
             Cell("accepted", GOOD) if any(_is_of(one, name) for one in baselines) else Cell(NOTHING),
         ]
@@ -107,7 +107,7 @@ def _compiled(laws: Sequence[LawRecord], architecture: str, repository: Reposito
     for one in reversed(laws):
         counts = one.summary.architectures.get(architecture)
         if counts is not None and counts.tried:
-            return _counted(counts, repository.commit(one.commit))
+            return _counted(counts, repository.commit(one.commit), one.summary.utc)
     return Cell(NOTHING)
 
 
@@ -124,20 +124,20 @@ def _forced(
     cells = []
     newest = _newest([one for one in laws if one.forced and one.forced.architecture == f"sm{architecture}"])
     if newest is not None and newest.forced is not None:
-        counted = _counted(newest.summary.counts, repository.commit(newest.commit))
+        counted = _counted(newest.summary.counts, repository.commit(newest.commit), newest.summary.utc)
         where = _where(newest.machine, newest.forced)
         cells.append(Cell(f"laws {counted.text}{where}", counted.kind, counted.href))
     by_machine: dict[str, list[IncidentReplay]] = {}
     for entry in incidents:
         by_machine.setdefault(entry.fingerprint.machine, []).append(entry)
     for machine, made in _forced_to(architecture, by_machine):
-        found = _incidents(by_machine[machine])
+        found = _incidents(by_machine[machine], repository)
         if found.text != NOTHING:
             cells.append(Cell(f"incidents {found.text}{_where(forced.itself(machine), made)}", found.kind))
     for machine, made in _forced_to(architecture, [one.name for one in sorted((results / "runs").glob("*/"))]):
         visits = [found[-1] for found in Store(results, machine).visits(machine).values()]
         if visits:
-            cells.append(_fitted(visits, _where(forced.itself(machine), made)))
+            cells.append(_fitted(visits, _where(forced.itself(machine), made), repository))
     if not cells:
         return Cell(NOTHING)
     kind = BAD if any(cell.kind == BAD for cell in cells) else GOOD
@@ -155,20 +155,22 @@ def _where(machine: str, made: Forced) -> str:
     return f", on {machine}" + (f" with {made.memory_gb} GB" if made.memory_gb else "")
 
 
-def _fitted(newest: Sequence[CaseVisit], where: str) -> Cell:
-    """The newest visit of each case: right and with a peak, too large, or neither, which is red."""
-    right = sum(visit.peak_mem_mib is not None for visit in newest)
+def _fitted(newest: Sequence[CaseVisit], where: str, repository: Repository) -> Cell:
+    """The newest visit of each case: right, too large, or neither, which is red."""
+    right = sum(visit.passed for visit in newest)
     too_large = sum(visit.out_of_memory is not None for visit in newest)
     other = len(newest) - right - too_large
     text = f"bench {right} of {len(newest)} right"
     text += f", {too_large} too large" if too_large else ""
     text += f", {other} with neither" if other else ""
-    return Cell(f"{text}{where}", BAD if other else GOOD)
+    return Cell(f"{text} {_states([one.fingerprint for one in newest], repository)}{where}", BAD if other else GOOD)
 
 
 def _laws(found: Sequence[LawRecord], repository: Repository) -> Cell:
     newest = _newest(found)
-    return Cell(NOTHING) if newest is None else _counted(newest.summary.counts, repository.commit(newest.commit))
+    if newest is None:
+        return Cell(NOTHING)
+    return _counted(newest.summary.counts, repository.commit(newest.commit), newest.summary.utc)
 
 
 def _newest(found: Sequence[LawRecord]) -> LawRecord | None:
@@ -178,19 +180,41 @@ def _newest(found: Sequence[LawRecord]) -> LawRecord | None:
     return None if newest is None else by_file[newest]
 
 
-def _counted(counts: OutcomeCounts, commit: Link) -> Cell:
-    text = f"{counts.passed} of {counts.tried} at {commit.text}"
+def _counted(counts: OutcomeCounts, commit: Link, utc: str) -> Cell:
+    text = f"{counts.passed} of {counts.tried} at {commit.text}" + (f", {utc[:10]}" if utc else "")
     return Cell(text, BAD if counts.failed else GOOD, commit.href)
 
 
-def _incidents(entries: Sequence[IncidentReplay]) -> Cell:
-    """The newest verdict on each incident, of runs without a fault in the product."""
+def _measured(of_family: Sequence[tuple[int, Fingerprint]], repository: Repository) -> Cell:
+    """How many cases have figures, on all boards of a family."""
+    if not of_family:
+        return Cell(NOTHING)
+    state = _states([run for _, run in of_family], repository)
+    return Cell(f"{sum(count for count, _ in of_family)} cases {state}", GOOD)
+
+
+def _states(runs: Sequence[Fingerprint | Where], repository: Repository) -> str:
+    """The commit and day of the newest run, with its changes where the tree was dirty; and of the oldest where that is
+    another commit's."""
+    first, last = (choose(runs, key=lambda run: run.utc) for choose in (min, max))
+    newest, oldest = (f"{repository.commit(run.commit).text}{' + changes' * bool(run.dirty)}" for run in (last, first))
+    text = f"at {newest}, {last.utc[:10]}"
+    return text if newest == oldest else f"{text} (oldest at {oldest}, {first.utc[:10]})"
+
+
+def _incidents(entries: Sequence[IncidentReplay], repository: Repository) -> Cell:
+    """The newest verdict on each incident, of runs without a fault in the product; one that never ran is named."""
     newest: dict[tuple[str, str], IncidentReplay] = {}
-    honest = [entry for entry in entries if entry.injected is None and entry.verdict != SKIPPED]
+    honest = [entry for entry in entries if entry.injected is None]
     for entry in sorted(honest, key=lambda one: one.fingerprint.utc):
-        newest[entry.incident, entry.part] = entry
+        if entry.verdict != SKIPPED:
+            newest[entry.incident, entry.part] = entry
     red = {entry.incident for entry in newest.values() if not entry.ok}
     known = {incident for incident, _ in newest}
     if not known:
         return Cell(NOTHING)
-    return Cell(f"{len(red)} of {len(known)} red", BAD) if red else Cell(f"{len(known)} green", GOOD)
+    text = f"{len(red)} of {len(known)} red" if red else f"{len(known)} green"
+    if skipped := sorted({entry.incident for entry in honest} - known):
+        text += f", {len(skipped)} skipped: {', '.join(skipped)},"
+    state = _states([entry.fingerprint for entry in newest.values()], repository)
+    return Cell(f"{text} {state}", BAD if red else GOOD)

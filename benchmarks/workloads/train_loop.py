@@ -65,6 +65,7 @@ def prepare(key: Key, device: str) -> Work:
         inputs={"tokens": tokens, "targets": batch.targets},
         recheck=recheck_step(key, model, batch, redraw),
         redraw=redraw,
+        replays=key.replays,
     )
 
 

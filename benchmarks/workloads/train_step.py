@@ -64,7 +64,7 @@ def prepare(key: Key, device: str) -> Work:
         inputs={"tokens": tokens, "targets": targets},
         recheck=recheck_step(key, trainer.lm, batch, redraw),
         redraw=redraw,
-        replays=key.launch == "graph",
+        replays=key.replays,
     )
 
 

@@ -129,11 +129,17 @@ def test_reads_a_time(text: str, time_s: float) -> None:
     assert arguments.time_s(text) == time_s
 
 
-@pytest.mark.parametrize("text", ["", "20", "m", "20 m", "-5m", "0s", "1d", "20mm"])
+@pytest.mark.parametrize("text", ["", "20", "m", "20 m", "-5m", "0s", "1d", "20mm", "٢٠m", "２０m"])
 def test_refuses_what_is_no_time(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["run", "--gpu", "cpu", f"--budget={text}"])
     assert f"must be a time such as 20m, 90s or 1h30m; got {text!r}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["10001h", "9" * 400 + "h", "1000000m"])
+def test_refuses_more_than_a_year(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="must be at most 10000h; got"):
+        arguments.time_s(text)
 
 
 def test_a_run_measures_what_was_met_longest_ago_and_names_the_rest(

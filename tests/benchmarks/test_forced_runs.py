@@ -82,7 +82,7 @@ def test_no_page_has_it_but_that_of_what_ran_where(tmp_path: Path) -> None:
     assert forced_run(tmp_path, "--cases", CASE) == 0
     pages = {path.name: path.read_text() for path in (tmp_path / "report").glob("*.html")}
     assert [name for name, text in pages.items() if "h200" in text] == ["proof.html"]
-    assert "bench 1 of 1 right, on h200 with 24 GB" in pages["proof.html"]
+    assert "bench 1 of 1 right at " in pages["proof.html"]
     assert Store(tmp_path).history(MACHINE) == []
 
 
@@ -156,11 +156,17 @@ def test_what_fits_what_does_not_and_what_is_wrong_are_told_apart(tmp_path: Path
     run_file.append(path, _record(64, peak_mem_mib=1.0))
     run_file.append(path, _record(128, CaseOutcome.OUT_OF_MEMORY, out_of_memory=OutOfMemory(1.0, 1.0, None)))
     cell = _proven(tmp_path)["NVIDIA GeForce RTX 3090"]
-    assert (cell.text, cell.kind) == ("bench 1 of 2 right, 1 too large, on h200 with 24 GB", GOOD)
+    assert (cell.text, cell.kind) == (
+        "bench 1 of 2 right, 1 too large at 0123456, 2026-01-02, on h200 with 24 GB",
+        GOOD,
+    )
     run_file.append(path, _record(256, CaseOutcome.INCORRECT))
     found = _proven(tmp_path)
     cell = found["NVIDIA GeForce RTX 3090"]
-    assert (cell.text, cell.kind) == ("bench 1 of 3 right, 1 too large, 1 with neither, on h200 with 24 GB", BAD)
+    assert (cell.text, cell.kind) == (
+        "bench 1 of 3 right, 1 too large, 1 with neither at 0123456, 2026-01-02, on h200 with 24 GB",
+        BAD,
+    )
     assert found["NVIDIA A100"].text == found["NVIDIA H200"].text == "–"
 
 

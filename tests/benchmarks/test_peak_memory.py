@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks import peak_memory, runner, worker
 from benchmarks.__main__ import main
@@ -22,13 +23,14 @@ from benchmarks.commands import compare
 from benchmarks.commands import run as run_command
 from benchmarks.history import accepted, memory, run_file
 from benchmarks.history.memory import MemoryTrend
-from benchmarks.history.store import CaseVisit
-from benchmarks.peak_memory import CUDA, RSS, MemoryNeed, MemoryVerdict, OutOfMemory
+from benchmarks.history.store import CaseVisit, Store
+from benchmarks.peak_memory import CUDA, GRAPH, RSS, MemoryNeed, MemoryVerdict, OutOfMemory
 from benchmarks.report import comparisons
 from benchmarks.report import memory as memory_page
 from benchmarks.report.links import Repository
 from benchmarks.report.table import PLAIN
 from benchmarks.runner import Measurement
+from benchmarks.timing import memory as timing_memory
 from benchmarks.timing import peak
 from benchmarks.timing.memory import PeakMemory
 from harness import repository
@@ -38,6 +40,7 @@ from tests.benchmarks.synthetic import FINGERPRINT, failed, key, passed
 
 GREW, SHRANK, SAME, FIRST = MemoryVerdict.GREW, MemoryVerdict.SHRANK, MemoryVerdict.SAME, MemoryVerdict.FIRST
 CASE = key().name
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -289,12 +292,63 @@ def test_compare_tells_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -> Non
         case = object.__new__(ab_worker._Case)
         done = SimpleNamespace(recheck=lambda seed: None)
         vars(case).update(_inputs={}, _device=device, _rotating=done, _seed=1, peak_mem_mib=None)
-        vars(case).update(_work=SimpleNamespace(inputs={}, call=None))
+        vars(case).update(_work=SimpleNamespace(inputs={}, call=None, replays=False))
         monkeypatch.setattr(ab_worker.integrity, "require_intact", lambda: None)  # which sees the fake
         monkeypatch.setattr(ab_worker.memory, "of_cuda", lambda call: PeakMemory(96.0, CUDA))
         asked._case = case
         answer = asked.answer({"finish": True})
         assert (answer["outcome"], answer["peak_mem_mib"]) == ("PASSED", peak_mib)
+
+
+REPLAYED = key("train-step", launch="graph", model="tiny")
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    """The segments of a fake one, from which a replay takes 0.25 MiB for a moment."""
+    mib, segments = 2**20, [{"segment_pool_id": (0, 0), "total_size": 700 * 2**20}]
+    for name, answer in (("synchronize", None), ("reset_peak_memory_stats", None), ("empty_cache", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 900 * mib)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 900 * mib + mib // 4)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    return segments
+
+
+def test_the_peak_of_a_replay_is_its_graphs_pool(allocator: list[dict[str, object]]) -> None:
+    """What it asks the allocator for is no peak: 0.08 MiB were recorded of a step that takes 1.9 GiB."""
+    step = SimpleNamespace(call=lambda: None, replays=REPLAYED.replays)
+    assert timing_memory.of_work(step) is None  # type: ignore[arg-type]
+    allocator += [{"segment_pool_id": (0, 1), "total_size": mib * 2**20} for mib in (1800, 20)]
+    assert timing_memory.of_work(step) == PeakMemory(1820.25, GRAPH)  # type: ignore[arg-type]
+    eager = SimpleNamespace(call=lambda: None, replays=False)
+    assert timing_memory.of_work(eager) == PeakMemory(0.25, CUDA)  # type: ignore[arg-type]
+
+
+def test_a_peak_of_a_replay_that_was_recorded_is_left_out(tmp_path: Path) -> None:
+    for day, (peak_mib, source) in enumerate([(1876.0, CUDA), (0.08, CUDA), (1820.0, GRAPH)], start=1):
+        where = dataclasses.replace(FINGERPRINT, utc=f"2026-03-{day:02d}T00:00:00.000Z")
+        record = dataclasses.replace(passed(REPLAYED), peak_mem_mib=peak_mib, peak_mem_source=source)
+        write(tmp_path, dataclasses.replace(record, fingerprint=where))
+    found = Store(tmp_path).visits("cpu")[REPLAYED.name]
+    assert [visit.peak_mem_mib for visit in found] == [None, None, 1820.0]
+    assert all(visit.passed for visit in found)
+    (level,) = memory.trends({REPLAYED.name: found})
+    assert (level.verdict, level.now_mib) == (FIRST, 1820.0)
+
+
+def test_no_kept_record_of_a_replay_has_another_peak_than_a_pools() -> None:
+    """Records are kept as they were written; what reads them must not believe 0.08 MiB."""
+    store = Store(ROOT / "results")
+    peaks = [
+        visit.peak_mem_mib
+        for machine in store.machines()
+        for name, visits in store.visits(machine).items()
+        if name.startswith("train-step/125m/") and "/graph/" in name
+        for visit in visits
+    ]
+    assert peaks
+    assert all(peak_mib is None or peak_mib > 100 for peak_mib in peaks)
 
 
 def test_compare_says_that_memory_grew() -> None:

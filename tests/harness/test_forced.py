@@ -55,6 +55,9 @@ def test_options_take_precedence_and_are_left_to_every_child() -> None:
     assert forced.enter(None, None, variables) == AS_A100
     with pytest.raises(ValueError, match="set NSA_FORCE_ARCH too"):
         forced.enter(None, 24, {})
+    for wrong in (0, -1, 10000):
+        with pytest.raises(ValueError, match=f"^--memory-gb must be from 1 to 9999; got {wrong}$"):
+            forced.enter("sm86", wrong, {})
 
 
 @pytest.mark.parametrize("made", [AS_3090, AS_A100, Forced("sm86")])

@@ -92,6 +92,13 @@ def test_a_power_cap_makes_a_machine_of_its_own(gpu: Gpu, wanted: str) -> None:
         machines.machine(wanted, dataclasses.replace(gpu, capped_w=None))
 
 
+def test_a_laptop_stays_one_machine_whatever_its_power_limit() -> None:
+    """It moves the limit by itself."""
+    laptop = Gpu("NVIDIA GeForce RTX 4090 Laptop GPU", (8, 9))
+    ids = {machines.recognise(dataclasses.replace(laptop, capped_w=watts)).id for watts in (None, 80, 115)}
+    assert ids == {"gpu-geforce-rtx-4090-laptop-gpu"}
+
+
 def test_one_board_is_not_asked_for_by_its_whole_power_where_it_is_capped() -> None:
     capped = Gpu("NVIDIA A100 80GB PCIe", (8, 0), capped_w=200)
     with pytest.raises(WrongMachineError, match=r"found: NVIDIA A100 80GB PCIe, capped to 200 W$"):
@@ -138,7 +145,15 @@ def test_no_machine_has_such_a_name(name: str) -> None:
 
 
 def test_the_profile_of_a_virtual_gpu_is_told_by_its_name() -> None:
-    virtual = ["GRID A100-40C", "NVIDIA A100-3-20C", "GRID T4-16Q", "NVIDIA A16-2B", "NVIDIA A100-1-5CME"]
+    virtual = [
+        "GRID A100-40C",
+        "NVIDIA A100-3-20C",
+        "GRID T4-16Q",
+        "NVIDIA A16-2B",
+        "NVIDIA A16-1B4",
+        "NVIDIA A40-2B4",
+        "NVIDIA A100-1-5CME",
+    ]
     assert all(map(machines.is_virtual, virtual))
     assert not any(machines.is_virtual(name) for name, *_ in NAMES if not name.startswith("GRID"))
 

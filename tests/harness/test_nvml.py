@@ -63,7 +63,9 @@ def test_without_nvml_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     ("limit_mw", "default_mw", "capped", "capped_w"),
     [
         (200_400, 300_000, True, 200),
-        (284_000, 300_000, True, 284),
+        (284_000, 300_000, True, 280),  # to ten watts
+        (279_600, 300_000, True, 280),
+        (0, 300_000, True, None),
         (286_000, 300_000, True, None),
         (300_000, 300_000, False, None),
         (Refused("NOT_SUPPORTED"), 300_000, False, None),

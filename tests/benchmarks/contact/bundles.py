@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import io
+import json
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,14 @@ from tests.benchmarks.full_results import run_of
 WHERE = dataclasses.replace(run_of(3, "cpu", "A CPU"), measured_peak=None)
 LAW = {"utc": "2026-01-04T00:00:00", "passed": 8, "failed": 0}
 LAW_NAME = "laws/cpu-20260104-0123456789-first-contact-000000.json"
+
+
+def write_incident(folder: Path) -> None:
+    """A green one."""
+    judged = {"incident": "tie-break", "part": "product", "expects": "PASSED", "verdict": "PASSED", "ok": True}
+    path = folder / "regression" / WHERE.machine / "1.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"fingerprint": dataclasses.asdict(WHERE), **judged, "schema_version": 1}) + "\n")
 
 
 def contents(packed: Path) -> dict[str, bytes]:

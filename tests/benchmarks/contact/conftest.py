@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.contact import bundle
-from tests.benchmarks.contact.bundles import LAW, LAW_NAME, WHERE
+from tests.benchmarks.contact.bundles import LAW, LAW_NAME, WHERE, write_incident
 from tests.benchmarks.full_results import write_calibration
 from tests.benchmarks.stored import write
 from tests.benchmarks.synthetic import key, passed
@@ -23,6 +23,7 @@ def folder(tmp_path: Path) -> Path:
     write_calibration(contact)
     (contact / "laws").mkdir()
     (contact / LAW_NAME).write_text(json.dumps(LAW))
+    write_incident(contact)
     (contact / "logs").mkdir()
     (contact / "logs" / "laws.log").write_text("8 passed\n")
     (contact / "report").mkdir()

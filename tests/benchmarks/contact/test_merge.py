@@ -49,7 +49,7 @@ def test_a_calibration_of_another_device_is_left_out_and_the_records_come_along(
     assert main(["bundle", "merge", str(packed), "--out", str(elsewhere)]) == 0
     out = capsys.readouterr().out
     assert "note: calibration/cpu.json is there for 'Another CPU', and the bundle's is for 'A CPU'" in out
-    assert json.loads(out.splitlines()[-1])["new_lines"] == 1
+    assert json.loads(out.splitlines()[-1])["new_lines"] == 2
     kept = calibration.load(elsewhere, "cpu")
     assert kept is not None
     assert kept.fingerprint == other

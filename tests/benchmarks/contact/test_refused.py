@@ -128,6 +128,18 @@ FORGED: list[tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] = [
         lambda c: resigned(c, fingerprint=dataclasses.replace(WHERE, utc="9999-12-31T23:59:59Z")),
         "manifest.json is dat",
     ),
+    (
+        lambda c: resigned({k: v for k, v in c.items() if not k.startswith("laws/")}),
+        "manifest.json: complete must be false without laws, laws/*.json; got true",
+    ),
+    (
+        lambda c: resigned({k: v for k, v in c.items() if not k.startswith("regression/")}),
+        "manifest.json: complete must be false without incidents, regression/*/*.jsonl; got true",
+    ),
+    (
+        lambda c: resigned(edited(c, "regression/*/*", b'"verdict": "PASSED"', b'"verdict": "LEAK"')),
+        "regression/cpu/1.jsonl:1: ValueError: ok must be false with the verdict LEAK",
+    ),
     (lambda c: edited(c, MANIFEST, b'"A CPU"', b'"A CPU\\u001b[2J"'), "device must hold no control characters"),
     (lambda c: edited(c, MANIFEST, b'"A CPU"', b'"A CPU\\u202e"'), "no control characters; got 'A CPU"),
     (lambda c: renamed(c, "calibration/cpu.json", "calibration/h200.json"), "calibration/h200.json is of the machine"),

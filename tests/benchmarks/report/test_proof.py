@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -15,6 +16,10 @@ from benchmarks.report.pages import build
 from benchmarks.report.table import BAD, GOOD, Cell
 from harness import machines
 from tests.benchmarks.full_results import SLOWER_FROM, write_accepted, write_calibration, write_incidents, write_runs
+from tests.benchmarks.synthetic import FINGERPRINT
+
+RUN = dataclasses.replace(FINGERPRINT, commit="c" * 40, utc="2026-02-03T00:00:00Z", dirty=True)
+AT = "at ccccccc + changes, 2026-02-03"
 
 
 def law(results: Path, name: str, utc: str, passed: int, failed: int = 0, **more: object) -> None:
@@ -26,7 +31,8 @@ def law(results: Path, name: str, utc: str, passed: int, failed: int = 0, **more
 def rows(results: Path, **cases: int) -> dict[str, dict[str, Cell]]:
     """By the family's title, then by column."""
     calibrated = [path.stem for path in calibration.path(results, "x").parent.glob("*.json")]
-    found = proof.table(results, cases.items(), ledger.read(results)[0], calibrated, Repository())
+    runs = [(name, count, RUN) for name, count in cases.items()]
+    found = proof.table(results, runs, ledger.read(results)[0], calibrated, Repository())
     return {row[0].text: dict(zip(found.head, row, strict=True)) for row in found.rows}
 
 
@@ -42,11 +48,11 @@ def test_a_compiled_architecture_is_that_of_every_family_that_has_it(tmp_path: P
     law(tmp_path, "cpu-20260101-aaaaaaaaaa-compiled", "2026-01-01", 21, 1, architectures=architectures)
     law(tmp_path, "h200-20260102-bbbbbbbbbb-laws", "2026-01-02", 2561)
     found = rows(tmp_path)
-    assert found["NVIDIA GeForce RTX 3090"]["compiled"].text == "10 of 10 at aaaaaaa"
+    assert found["NVIDIA GeForce RTX 3090"]["compiled"].text == "10 of 10 at aaaaaaa, 2026-01-01"
     for title in ("NVIDIA H100", "NVIDIA H200"):
-        assert (found[title]["compiled"].text, found[title]["compiled"].kind) == ("9 of 10 at aaaaaaa", BAD)
+        assert (found[title]["compiled"].text, found[title]["compiled"].kind) == ("9 of 10 at aaaaaaa, 2026-01-01", BAD)
     assert found["NVIDIA A100"]["compiled"].text == "–"  # skipped is not tried
-    assert found["NVIDIA H200"]["laws"].text == "2561 of 2561 at bbbbbbb"
+    assert found["NVIDIA H200"]["laws"].text == "2561 of 2561 at bbbbbbb, 2026-01-02"
     assert found["NVIDIA H100"]["laws"].text == "–"
     assert "the CPU" not in found  # what only compiled there ran no law
 
@@ -54,7 +60,7 @@ def test_a_compiled_architecture_is_that_of_every_family_that_has_it(tmp_path: P
 def test_what_ran_forced_is_not_what_ran_truly(tmp_path: Path) -> None:
     law(tmp_path, "h200-20260101-aaaaaaaaaa-laws-forced-sm86", "2026-01-01", 700)
     found = rows(tmp_path)
-    assert found["NVIDIA GeForce RTX 3090"]["ran forced"].text == "laws 700 of 700 at aaaaaaa, on h200"
+    assert found["NVIDIA GeForce RTX 3090"]["ran forced"].text == "laws 700 of 700 at aaaaaaa, 2026-01-01, on h200"
     assert {row["laws"].text for row in found.values()} == {"–"}
 
 
@@ -69,7 +75,9 @@ def test_laws_and_incidents_that_ran_forced_are_told_apart_by_memory(tmp_path: P
     own.unlink()
     found = rows(tmp_path)
     cell = found["NVIDIA A100"]["ran forced"]
-    assert cell.text == "laws 700 of 701 at aaaaaaa, on h200 with 40 GB; incidents 4 green, on h200 with 40 GB"
+    where = "on h200 with 40 GB"
+    laws, replayed = "laws 700 of 701 at aaaaaaa, 2026-01-01", "incidents 4 green at 7c2b3ab, 2026-01-07"
+    assert cell.text == f"{laws}, {where}; {replayed}, {where}"
     assert cell.kind == BAD
     assert {row["incidents"].text for row in found.values()} == {row["laws"].text for row in found.values()} == {"–"}
     entries = ledger.read(tmp_path)[0]
@@ -85,15 +93,15 @@ def test_an_unlisted_gpu_that_ran_forced_is_no_gpu_that_is_not_listed(tmp_path: 
 def test_a_board_s_records_are_its_family_s(tmp_path: Path) -> None:
     law(tmp_path, "a100-80gb-pcie-20260101-aaaaaaaaaa-laws", "2026-01-01", 700)
     found = rows(tmp_path, **{"a100-80gb-pcie": 12, "a100-40gb-sxm-capped-250w": 3})
-    assert found["NVIDIA A100"]["laws"].text == "700 of 700 at aaaaaaa"
-    assert found["NVIDIA A100"]["bench"].text == "15 cases"
+    assert found["NVIDIA A100"]["laws"].text == "700 of 700 at aaaaaaa, 2026-01-01"
+    assert found["NVIDIA A100"]["bench"].text == f"15 cases {AT}"
     assert found["NVIDIA H100"]["laws"].text == "–"
 
 
 def test_a_part_of_the_laws_does_not_hide_the_whole(tmp_path: Path) -> None:
     law(tmp_path, "h200-20260101-aaaaaaaaaa-laws", "2026-01-01", 1999, 1)
     law(tmp_path, "h200-20260102-bbbbbbbbbb-hopper", "2026-01-02", 264)
-    assert rows(tmp_path)["NVIDIA H200"]["laws"].text == "1999 of 2000 at aaaaaaa"
+    assert rows(tmp_path)["NVIDIA H200"]["laws"].text == "1999 of 2000 at aaaaaaa, 2026-01-01"
     law(tmp_path, "h200-20260103-cccccccccc-laws", "2026-01-03", 2000)
     assert rows(tmp_path)["NVIDIA H200"]["laws"].kind == GOOD
 
@@ -105,14 +113,26 @@ def test_what_ran_on_a_machine(tmp_path: Path) -> None:
     found = rows(tmp_path, h200=20)
     told = {name: cell.text for name, cell in found["NVIDIA H200"].items()}
     assert (told["incidents"], told["bench"], told["baseline"], told["calibration"]) == (
-        "4 green",
-        "20 cases",
+        "4 green at 7c2b3ab, 2026-01-07",
+        f"20 cases {AT}",
         "accepted",
         "–",
     )
     assert found["the CPU"]["calibration"].text == "calibrated"
     write_incidents(tmp_path, SLOWER_FROM, red="window-leak")
-    assert rows(tmp_path)["NVIDIA H200"]["incidents"].text == "1 of 4 red"
+    assert rows(tmp_path)["NVIDIA H200"]["incidents"].text.startswith("1 of 4 red at ")
+
+
+def test_an_incident_that_was_skipped_is_named(tmp_path: Path) -> None:
+    write_incidents(tmp_path, 6)
+    (path,) = tmp_path.glob("regression/*/*.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if line["incident"] == "dup-blocks":
+            line |= {"verdict": "SKIPPED", "ok": True}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told = rows(tmp_path)["NVIDIA H200"]["incidents"]
+    assert (told.text, told.kind) == ("3 green, 1 skipped: dup-blocks, at 7c2b3ab, 2026-01-07", GOOD)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +171,7 @@ def test_the_first_page_leads_there(tmp_path: Path) -> None:
     write_runs(tmp_path, 1)
     index = build(tmp_path).index
     assert 'href="proof.html"' in index.read_text()
-    assert "What is proven on which machine" in (index.parent / "proof.html").read_text()
+    assert "What is proven where" in (index.parent / "proof.html").read_text()
 
 
 def test_a_summary_counts_what_was_compiled_for_each_architecture(tmp_path: Path) -> None:
