@@ -63,7 +63,7 @@ class Stranger:
         read, total = preflight.read, int(next(gb for mark, gb in MEMORY_GB.items() if mark in board.name) * 1e9)
         self._patch.setattr(torch.cuda, "mem_get_info", lambda: (int(0.97 * total), total))
         self._patch.setattr(torch.cuda, "get_device_capability", lambda: board.compute_capability)
-        self._patch.setattr(fingerprint, "device_name", lambda _: f"{board.name} ({process.SAID})")
+        self._patch.setattr(fingerprint, "device_name", lambda _: board.name)
 
         def of_the_gpu(machine: Any, out: Path, *, asked_for_cpu: bool) -> preflight.MachineFacts:
             return read(dataclasses.replace(machine, device="cuda"), out, asked_for_cpu=asked_for_cpu)

@@ -37,7 +37,8 @@ def recorded(results: Path, machine: str) -> Record:
     assert damaged == []
     assert [path.name for path in (results / "runs").iterdir()] == [machine]
     assert (found.fingerprint.machine, found.outcome) == (machine, CaseOutcome.PASSED)
-    assert found.fingerprint.device == f"{BOARDS[machine].name} ({process.SAID})"
+    assert found.fingerprint.device == BOARDS[machine].name
+    assert found.fingerprint.cpu.endswith(f"({process.SAID})")
     assert f"--gpu {machine} " in found.command
     assert found.fingerprint.gpu_clocks is not None
     assert found.fingerprint.gpu_settings is not None

@@ -91,7 +91,7 @@ def patches(board: Board) -> dict[str, Patch]:
 
         def as_of_a_gpu(machine: str, device: str, measured_peak: Any = None) -> Any:
             found = take(machine, device if machine == "cpu" else "cuda", measured_peak)
-            return dataclasses.replace(found, device=f"{found.device} ({SAID})")
+            return dataclasses.replace(found, cpu=f"{found.cpu} ({SAID})")  # the device says which machine it is
 
         put(module, "take", as_of_a_gpu)
 
