@@ -166,6 +166,29 @@ def test_a_part_of_a_tensor_goes_backward_as_its_copy_does(device: torch.device)
         assert torch.equal(part, copy)
 
 
+@pytest.mark.parametrize("group", [2, 9])
+def test_dq_of_the_branches_adds_up_to_that_of_a_whole_call(device: torch.device, group: int) -> None:
+    """Bit for bit, as a rank adds it: small groups' kernel rounds its own before it adds the others' to it."""
+    q, gates, (pair, *_) = draw(device, 24, 24, (group, 1, 16, 16), torch.bfloat16, "all")
+    layout, do = Layout(24, 24, CONFIG, device), torch.linspace(-1, 1, q.numel(), device=device).view(q.shape).to(q)
+    call = triton_backend.attend(q, pair, pair, pair, True, gates, layout, 0.3)
+    (whole,) = torch.autograd.grad(call[0], q, do)
+    with torch.no_grad():
+        compressed = [triton_backend.compress(x, layout) for x in pair]
+        branches = [
+            triton_backend.compressed_attention(q, *compressed, layout, 0.3),
+            triton_backend.selected_attention(q, *pair, call[1], layout, 0.3),
+            triton_backend.window_attention(q, *pair, layout, 0.3),
+        ]
+        outputs, lse, _ = zip(*branches, strict=True)
+        of_branches, _ = triton_backend.gated_rows(do, [torch.zeros_like(x) for x in lse], outputs, lse, gates)
+        rows = [[x for x, _ in branch] for branch in of_branches]
+        dq_cmp, *_ = triton_backend.compressed_attention_backward(rows[0], q, *compressed, layout, 0.3)
+        dq_sel, *_ = triton_backend.selected_attention_backward(rows[1], q, *pair, call[1], layout, 0.3)
+        dq_win, *_ = triton_backend.window_attention_backward(rows[2], q, *pair, layout, 0.3)
+        assert torch.equal(triton_backend.add_gradients(dq_cmp, dq_sel, dq_win), whole)
+
+
 def _gradients(device: torch.device, kept: int) -> tuple[list[Tensor], int]:
     """(gradients of the last backward pass, peak bytes) after `kept` passes that keep the graph."""
     q, gates, (pair, *_) = draw(device, 64, 64, (16, 1, 16, 16), torch.float32, "all")
