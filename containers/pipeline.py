@@ -34,7 +34,7 @@ QUICK_TESTS = (
     "tests/nsa/triton_backend",
 )
 QUICK_INCIDENTS = ("loader-stall", "grad-none-ddp", "resume-drift", "toy-config-run", "nan-empty-row", "tie-break")
-"""Those that depend on the machine (processes, network, disk), and two of attention. The others run outside the image."""
+"""Those that depend on the machine (processes, network, disk), and two of attention. The rest run outside the image."""
 QUICK_COMPARE = ("--quick", "--cases", "part-window", "--pairs", "12")
 ALWAYS = ("report", "comment")
 """Steps that run after a red one too: what they make is what a person reads."""
