@@ -28,6 +28,7 @@ _INPUTS = {
     "recorded": "what NSA selects from q and k follows curves recorded of a trained model; v normal",
     "recorded-p10": "the same, of the heads whose neighbouring queries choose least alike",
     "recorded-p90": "the same, of the heads whose neighbouring queries choose most alike",
+    "replayed": "NSA selects from q and k the blocks that a trained model chose, step after step; v normal",
     "local": "q and k each walk over the tokens, so that neighbours choose alike; v normal",
 }
 _NSA = """\

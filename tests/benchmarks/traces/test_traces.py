@@ -17,7 +17,7 @@ from torch import Tensor
 
 import nsa
 from benchmarks.__main__ import main
-from benchmarks.cases import inputs
+from benchmarks.cases import inputs, replayed
 from benchmarks.cases.key import NSA
 from benchmarks.cases.outcome import CaseOutcome, Correctness, OracleCheck
 from benchmarks.history import run_file
@@ -147,6 +147,10 @@ def test_what_has_no_place_there_is_counted(record: Record, why: str) -> None:
     found.add_record(record)
     assert found.left_out == {why: 1}
     assert found.traces == {}
+
+
+def test_every_kind_of_inputs_is_described() -> None:
+    assert {*inputs.KINDS, replayed.KIND} <= set(definition._INPUTS)
 
 
 def test_the_command_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
