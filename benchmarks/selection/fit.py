@@ -5,22 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.optimize import least_squares
 
 from benchmarks.atlas.record import LAGS, UNIONS
 from benchmarks.cases import recorded
 from benchmarks.cases.recorded import KINDS, TIME_SCALES, Law
-from benchmarks.selection import sampling
+from benchmarks.selection import sampling, search
 from benchmarks.selection.sampling import STRETCHES
+from benchmarks.selection.search import Vector
 from benchmarks.selection.targets import Target
 
-Vector = NDArray[np.float64]
 TOLERANCE = 0.1
 """Within which each curve must follow its target: relative, of shares their difference."""
 _ENOUGH = 0.5
@@ -33,7 +30,7 @@ _NAMES = (
     *(f"jaccard {lag}" for lag in LAGS), *(f"union {count}" for count in UNIONS),
     *(f"distance {2**i}" for i in range(12)), "popularity",
 )  # fmt: skip
-"""Of the deviations; 0 where a length has none."""
+"""Of the deviations, the same at every length, so that one length's slopes serve the next; 0 where one has none."""
 _FEW_STRETCHES = 16
 """Where popularity is left open."""
 _SMOOTH = 0.1
@@ -61,14 +58,18 @@ class Fit:
 
 
 def fit_all(targets: Mapping[str, Sequence[Target]], evaluations: int) -> Iterator[Fit]:
-    """Each kind at each length, from today's law, so that a second fit changes nothing."""
+    """Each kind at each length; a length begins with the slopes that the one before it ended with."""
     for kind in KINDS:
+        slopes: Vector | None = None
         for target in targets[kind]:
-            yield fit(kind, target, evaluations, recorded.law(kind, target.num_keys))
+            found, slopes = fit(kind, target, evaluations, recorded.law(kind, target.num_keys), slopes)
+            yield found
 
 
-def fit(kind: str, target: Target, evaluations: int, begin: Law) -> Fit:
-    """The fit that is found from `begin` on with so many measurements."""
+def fit(
+    kind: str, target: Target, evaluations: int, begin: Law, slopes: Vector | None = None
+) -> tuple[Fit, Vector | None]:
+    """(the fit, the slopes at its end); from `begin`, today's law, so that a second fit changes nothing."""
     stretches = STRETCHES if target.curves.popularity is not None else _FEW_STRETCHES
     heads = max(1, _HEAD_TOKENS // target.num_keys)
 
@@ -85,43 +86,9 @@ def fit(kind: str, target: Target, evaluations: int, begin: Law) -> Fit:
 
     x = _parameters(begin, target)
     steps = np.array([0.3] * (_WALKS + 1) + [0.1] * (x.size - _WALKS - 1))
-    law = _law(search(residuals, x, steps, evaluations, enough), target)
-    return Fit(kind, law, measured(law))
-
-
-class _EndedError(Exception):
-    """The search is to end."""
-
-
-def search(
-    residuals: Callable[[Vector], Vector], begin: Vector, steps: Vector, evaluations: int,
-    enough: Callable[[Vector], bool],
-) -> Vector:  # fmt: skip
-    """The place of the least sum of squares that so many evaluations find, or the first that is `enough`.
-
-    `steps`: by how much a parameter is moved to measure a slope, and its unit. What is measured is made of choices of
-    blocks, so that it has steps itself and a smaller move would show none.
-    """
-    best, least, asked = begin, math.inf, 0
-
-    def watched(x: Vector) -> Vector:
-        nonlocal best, least, asked
-        if asked == evaluations:
-            raise _EndedError
-        found, asked = residuals(x), asked + 1
-        if (cost := float(found @ found)) < least:
-            best, least = x.copy(), cost
-        if enough(found):
-            raise _EndedError
-        return found
-
-    def slopes(x: Vector) -> Vector:
-        here = watched(x)
-        return np.column_stack([(watched(x + move) - here) / move.sum() for move in np.diag(steps)])
-
-    with suppress(_EndedError):
-        least_squares(watched, begin, slopes, x_scale=steps)
-    return best
+    end = search.least_squares(residuals, x, steps, slopes=slopes, evaluations=evaluations, enough=enough)
+    law = _law(end.x, target)
+    return Fit(kind, law, measured(law)), end.slopes
 
 
 def _parameters(law: Law, target: Target) -> Vector:
