@@ -87,7 +87,10 @@ class Plan:
 
     def layout(self, num_queries: int, first_key: int, end: int) -> Layout:
         """Of the last `num_queries` of the tokens first_key <= t < end."""
-        return Layout(num_queries, end - first_key, self.config, self.device, self._documents(first_key, end))
+        documents = self._documents(first_key, end)
+        return Layout(
+            num_queries, end - first_key, self.config, self.device, documents, sequence_tokens=self.order.num_tokens
+        )
 
     @functools.cached_property
     def positions(self) -> Tensor:

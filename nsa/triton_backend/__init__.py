@@ -23,7 +23,8 @@ from nsa.triton_backend import (
     scores,
     selected,
 )
-from nsa.triton_backend.launch import add_to, finite_keys, unit_stride
+from nsa.triton_backend.compressed_window import ENOUGH_OF_WINDOW
+from nsa.triton_backend.launch import ENOUGH_PROGRAMS, add_to, finite_keys, unit_stride
 from nsa.triton_backend.places import located
 
 __all__ = [
@@ -91,7 +92,7 @@ def compressed_attention(
     """The compressed branch; see `nsa.compressed_attention`."""
     layout = _layout(layout)
     places = *layout.compressed_interval, *layout.compressed_queries
-    return _compressed_window_attention(q, k_cmp, v_cmp, *places, 0, attention.MAX_SPLITS, scale)
+    return _compressed_window_attention(q, k_cmp, v_cmp, *places, 0, ENOUGH_PROGRAMS, scale)
 
 
 def _compressed_window_attention(q: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,14 +122,13 @@ def gated_rows(
 
 def _compressed_window_backward(
     rows: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, places: tuple[Tensor, Tensor, Tensor, Tensor],
-    first_key: int, max_splits: int, scale: float,
+    first_key: int, enough: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (turned, positive), finite = _positive(q, scale), finite_keys(unit_stride(k), unit_stride(v), first_key)
     do, lse_2, delta = rows
     given = turned, k, v, finite, do, lse_2, delta, *places
-    dq, *parts = compressed_window.gradients(*given, max_splits, positive, wide=True)
-    dk, dv = (part[0] if len(part) == 1 else part.sum(0) for part in parts)
-    return _turned(dq, scale), dk, dv
+    dq, *parts = compressed_window.gradients(*given, enough, positive, wide=True)
+    return _turned(dq, scale), *compressed_window.added(parts, torch.float32)
 
 
 def compressed_attention_backward(
@@ -137,7 +137,7 @@ def compressed_attention_backward(
     """Gradients of `compressed_attention`, from what it was given and `gated_rows`."""
     layout = _layout(layout)
     places = *layout.compressed_interval, *layout.compressed_queries
-    return _compressed_window_backward(rows, q, k_cmp, v_cmp, places, 0, attention.MAX_SPLITS, scale)
+    return _compressed_window_backward(rows, q, k_cmp, v_cmp, places, 0, ENOUGH_PROGRAMS, scale)
 
 
 def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: Tensor | None = None) -> Tensor:
@@ -170,7 +170,9 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: flo
     """The window branch; see `nsa.window_attention`."""
     layout = _layout(layout)
     first_key, _ = layout.window_span(0, layout.num_queries)
-    return _compressed_window_attention(q, k, v, *layout.window_interval, *layout.window_queries, first_key, 1, scale)
+    return _compressed_window_attention(
+        q, k, v, *layout.window_interval, *layout.window_queries, first_key, ENOUGH_OF_WINDOW, scale
+    )
 
 
 def window_attention_backward(
@@ -180,7 +182,7 @@ def window_attention_backward(
     layout = _layout(layout)
     first_key, _ = layout.window_span(0, layout.num_queries)
     places = *layout.window_interval, *layout.window_queries
-    return _compressed_window_backward(rows, q, k, v, places, first_key, 1, scale)
+    return _compressed_window_backward(rows, q, k, v, places, first_key, ENOUGH_OF_WINDOW, scale)
 
 
 def add_gradients(dq_cmp: Tensor, dq_sel: Tensor, dq_win: Tensor) -> Tensor:

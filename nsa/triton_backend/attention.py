@@ -15,12 +15,12 @@ from torch import Tensor
 
 from nsa.geometry import Layout
 from nsa.triton_backend import compressed_window, compression, gated_sum, scores, selected
-from nsa.triton_backend.launch import finite_keys, unit_stride
+from nsa.triton_backend.compressed_window import ENOUGH_OF_WINDOW, added
+from nsa.triton_backend.launch import ENOUGH_PROGRAMS, finite_keys, unit_stride
 from nsa.triton_backend.places import located
 
-MAX_SPLITS = 16
-"""A compressed block is seen by all later queries, which several programs share in the backward pass. Each of these has
-partial sums of its own for all compressed keys, which must not grow with S²."""
+MOST_PARTS = 8
+"""Of compressed keys' gradients that `compression.gradients` adds up itself: each token reads all of them, twice."""
 
 Pair = tuple[Tensor, Tensor]
 
@@ -154,28 +154,29 @@ def backward(
     del saved, branches
     # a branch's do is freed behind it
     dq_win, *window_parts = compressed_window.gradients(
-        q, k_win, v_win, finite_win, *rows.pop(), *layout.window_interval, *layout.window_queries, 1, scale
-    )
+        q, k_win, v_win, finite_win, *rows.pop(), *layout.window_interval, *layout.window_queries,
+        ENOUGH_OF_WINDOW, scale,
+    )  # fmt: skip
     dq_cmp, *parts = compressed_window.gradients(
         q, k_cmp, v_cmp, finite_cmp, *rows.pop(0), *layout.compressed_interval, *layout.compressed_queries,
-        MAX_SPLITS, scale,
+        ENOUGH_PROGRAMS, scale,
     )  # fmt: skip
     dq, *of_selected = selected.gradients(q, k, v, *rows.pop(), blocks, layout, scale, (dq_cmp, dq_win))
-    of_window = [part[0] for part in window_parts]
+    of_window = added(window_parts, q.dtype)
     return dq, _of_inputs(given, parts, of_selected, of_window, layout), dgates
 
 
-def _of_inputs(
-    given: Inputs, parts: list[Tensor], of_selected: list[Tensor], of_window: list[Tensor], layout: Layout
-) -> Inputs:
+def _of_inputs(given: Inputs, parts: list[Tensor], of_selected: list[Tensor], window: Pair, layout: Layout) -> Inputs:
     """What the branches give to keys and values, added where these are the same tensors."""
-    selected, window = (of_selected[0], of_selected[1]), (of_window[0], of_window[1])
+    selected = of_selected[0], of_selected[1]
     dtype = selected[0].dtype
     if given.compressed is not None:
-        dk, dv = (part[0] if len(part) == 1 else part.sum(0).to(dtype) for part in parts)
+        dk, dv = added(parts, dtype)
         if given.window is None:
             selected = selected[0] + window[0], selected[1] + window[1]
         return Inputs(selected, None if given.window is None else window, None, (dk, dv))
+    if len(parts[0]) > MOST_PARTS:
+        parts = [x[None] for x in added(parts, torch.float32)]
     all_are_one = given.window is None and given.source is None
     dk, dv = compression.gradients(
         parts, (*selected, *window) if all_are_one else None, layout.num_keys, compression.places(layout),

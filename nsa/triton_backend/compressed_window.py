@@ -3,9 +3,15 @@
 Tiles of tokens × heads of a group share each key they load. Both ends of the intervals ascend with the queries, so
 the keys of a tile are an interval too, and so are the queries of a tile of keys in the backward pass. Each loop has
 three stretches: keys (queries) that only some rows see, those that all see and that need no mask, and again some.
+
+The same kernels serve the selected branch of short sequences (`selected_masked.py`): a query then sees, of all keys up
+to its own, those of the blocks in its bit mask CHOSEN, and every step is masked.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,8 +20,9 @@ from torch import Tensor
 
 from nsa.triton_backend import hopper, tuning
 from nsa.triton_backend.dispatch import Variant, variant
+from nsa.triton_backend.gated_sum import gated
 from nsa.triton_backend.launch import (
-    ENOUGH_PROGRAMS,
+    ELEMENTS,
     LOG2E,
     backward_rows,
     finite_keys,
@@ -34,10 +41,22 @@ from nsa.triton_backend.tile import (
     rows_of,
     store_rows,
 )
-from nsa.triton_backend.tuning import cdiv
+from nsa.triton_backend.tuning import Shape, cdiv
 
-KEYS_PER_PROGRAM = 64  # roughly
-MIN_TOKENS_PER_SPLIT = 256
+MIN_TOKENS_PER_SPLIT = 64
+ENOUGH_OF_WINDOW = 256
+"""Programs: a window with so many tiles of keys is not split, since partial sums of all its keys would cost more."""
+
+
+class Chosen(NamedTuple):
+    """What the queries of the selected branch see of all keys up to their own."""
+
+    bits: Tensor
+    """int64 [B, S, Hkv]: bit j for block j."""
+    size: int
+    """Tokens of a block."""
+    ahead: int
+    """Keys before the first query."""
 
 
 @triton.jit
@@ -71,56 +90,40 @@ def _visible(first, lo, hi, BN: tl.constexpr):
     return (key >= lo[:, None]) & (key < hi[:, None])
 
 
+@triton.jit
+def _interval(LO, HI, token, real, ahead):
+    """(lo, hi) of each token; where LO and HI are None, all keys up to its own."""
+    if LO is None:
+        hi = tl.where(real, (token + ahead + 1).to(tl.int32), 0)
+        lo = tl.zeros_like(hi)
+    else:
+        lo, hi = tl.load(LO + token, mask=real, other=0), tl.load(HI + token, mask=real, other=0)
+    return lo, hi
+
+
+@triton.jit
+def _of_tile(LO, HI, first_token, last_token, ahead, BN: tl.constexpr):
+    """(first key, end, ends of the first two stretches) of a tile of tokens; one stretch where LO and HI are None."""
+    if LO is None:
+        first, end = tl.zeros_like(first_token), last_token + ahead + 1
+        some, most = end, end
+    else:
+        first, end = tl.load(LO + first_token), tl.load(HI + last_token)
+        some, most = _stretches(first, end, tl.load(LO + last_token), tl.load(HI + first_token), BN)
+    return first, end, some, most
+
+
+@triton.jit
+def _among_chosen(bits, key, SIZE: tl.constexpr):
+    """For each row's bit mask of blocks, whether it has the one of `key`, which is the same for a whole step."""
+    return ((bits >> tl.cast(key // SIZE, tl.int64)) & 1) != 0
+
+
 @kernel
 def _forward(
-    Q, K, V, FINITE, LO, HI, O, LSE, READ, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
-    S, T, HQ, HKV, G, to_base_2,
-    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
-    BT: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    # the last queries see the most keys, so they start first
-    first_token = (tl.num_programs(0) - 1 - tl.program_id(0)) * BT
-    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    last_token = tl.minimum(first_token + BT, S) - 1
-    token, g, real = rows_of(first_token, S, G, BT, GP)
-    lo, hi = tl.load(LO + token, mask=real, other=0), tl.load(HI + token, mask=real, other=0)
-    q = load_rows(Q + b * q_b, token * q_s + (h * G + g) * q_h, real, DK, DKP)
-    k_base, v_base, finite_base = K + b * k_b + h * k_h, V + b * v_b + h * v_h, FINITE + b * T * HKV + h
-    first, end = tl.load(LO + first_token), tl.load(HI + last_token)
-    some, most = _stretches(first, end, tl.load(LO + last_token), tl.load(HI + first_token), BN)
-
-    m = tl.full([BT * GP], float("-inf"), tl.float32)
-    l, read = tl.zeros([BT * GP], tl.float32), tl.zeros([BT * GP], tl.int32)
-    acc = tl.zeros([BT * GP, DVP], tl.float32)
-    for stretch in tl.static_range(3):
-        if stretch == 1:
-            for at in range(some, most, BN):
-                k, v = _keys(k_base, k_s, v_base, v_s, at, None, DK, DKP, DV, DVP, BN)
-                m, l, acc = online_softmax(product(q, k), v, m, l, acc, to_base_2)
-                read += BN
-        else:
-            begin = first if stretch == 0 else most
-            stop = tl.minimum(some, end) if stretch == 0 else end
-            for at in range(begin, stop, BN):
-                finite, visible = _finite(finite_base, HKV, at, end, BN), _visible(at, lo, hi, BN)
-                k, v = _keys(k_base, k_s, v_base, v_s, at, finite, DK, DKP, DV, DVP, BN)
-                # in this order: a key that is not finite makes the rows NaN that see it, and no others
-                s = tl.where(finite[None, :], product(q, k), float("nan"))
-                s = tl.where(visible, s, float("-inf"))
-                m, l, acc = online_softmax(s, v, m, l, acc, to_base_2)
-                read += tl.maximum(tl.minimum(hi, at + BN) - tl.maximum(lo, at), 0)
-    o, lse = finish(m, l, acc, nonfinite(q) & (hi > lo))
-    row = (b * S + token) * HQ + h * G + g
-    store_rows(O, row * DV, real, o, DV, DVP)
-    tl.store(LSE + row, lse, mask=real)
-    tl.store(READ + (b * S + token) * HKV + h, read, mask=real & (g == 0))
-
-
-@kernel
-def _backward_q(
-    Q, K, V, FINITE, DO, LO, HI, LSE, DELTA, DQ, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
-    S, T, HQ, HKV, G, scale, to_base_2,
-    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
+    Q, K, V, FINITE, LO, HI, CHOSEN, O, LSE, READ, O_CMP, O_WIN, GATES, SUM,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, S, T, HQ, HKV, G, ahead, to_base_2,
+    SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
     BT: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr, STRETCHES: tl.constexpr,
 ):  # fmt: skip
     # the last queries see the most keys, so they start first
@@ -128,14 +131,70 @@ def _backward_q(
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     last_token = tl.minimum(first_token + BT, S) - 1
     token, g, real = rows_of(first_token, S, G, BT, GP)
-    lo, hi = tl.load(LO + token, mask=real, other=0), tl.load(HI + token, mask=real, other=0)
+    lo, hi = _interval(LO, HI, token, real, ahead)
+    q = load_rows(Q + b * q_b, token * q_s + (h * G + g) * q_h, real, DK, DKP)
+    k_base, v_base, finite_base = K + b * k_b + h * k_h, V + b * v_b + h * v_h, FINITE + b * T * HKV + h
+    first, end, some, most = _of_tile(LO, HI, first_token, last_token, ahead, BN)
+    if CHOSEN is not None:
+        bits = tl.load(CHOSEN + (b * S + token) * HKV + h, mask=real, other=0)
+
+    m = tl.full([BT * GP], float("-inf"), tl.float32)
+    l, read = tl.zeros([BT * GP], tl.float32), tl.zeros([BT * GP], tl.int32)
+    acc = tl.zeros([BT * GP, DVP], tl.float32)
+    for stretch in tl.static_range(STRETCHES):
+        if stretch == 1:
+            for at in range(some, most, BN):
+                k, v = _keys(k_base, k_s, v_base, v_s, at, None, DK, DKP, DV, DVP, BN)
+                m, l, acc = online_softmax(product(q, k), v, m, l, acc, to_base_2)
+                read += BN
+        else:
+            begin = first if stretch == 0 else most
+            stop = tl.minimum(some, end) if stretch + 1 < STRETCHES else end
+            for at in range(begin, stop, BN):
+                finite, visible = _finite(finite_base, HKV, at, end, BN), _visible(at, lo, hi, BN)
+                seen = tl.maximum(tl.minimum(hi, at + BN) - tl.maximum(lo, at), 0)
+                if CHOSEN is not None:
+                    chosen = _among_chosen(bits, at, SIZE)
+                    visible &= chosen[:, None]
+                    seen = tl.where(chosen, seen, 0)
+                k, v = _keys(k_base, k_s, v_base, v_s, at, finite, DK, DKP, DV, DVP, BN)
+                # in this order: a key that is not finite makes the rows NaN that see it, and no others
+                s = tl.where(finite[None, :], product(q, k), float("nan"))
+                s = tl.where(visible, s, float("-inf"))
+                m, l, acc = online_softmax(s, v, m, l, acc, to_base_2)
+                read += seen
+    o, lse = finish(m, l, acc, nonfinite(q) & (read > 0))
+    row = (b * S + token) * HQ + h * G + g
+    store_rows(O, row * DV, real, o, DV, DVP)
+    tl.store(LSE + row, lse, mask=real)
+    if SUM is not None:
+        o_cmp, o_win = load_rows(O_CMP, row * DV, real, DV, DVP), load_rows(O_WIN, row * DV, real, DV, DVP)
+        total = gated(GATES, row, real, o_cmp, o.to(O.dtype.element_ty), o_win)
+        store_rows(SUM, row * DV, real, total, DV, DVP)
+    tl.store(READ + (b * S + token) * HKV + h, read, mask=real & (g == 0))
+
+
+@kernel
+def _backward_q(
+    Q, K, V, FINITE, DO, LO, HI, CHOSEN, LSE, DELTA, DQ, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
+    S, T, HQ, HKV, G, ahead, scale, to_base_2,
+    SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
+    BT: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr, STRETCHES: tl.constexpr,
+):  # fmt: skip
+    # the last queries see the most keys, so they start first
+    first_token = (tl.num_programs(0) - 1 - tl.program_id(0)) * BT
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    last_token = tl.minimum(first_token + BT, S) - 1
+    token, g, real = rows_of(first_token, S, G, BT, GP)
+    lo, hi = _interval(LO, HI, token, real, ahead)
     row = (b * S + token) * HQ + h * G + g
     q = load_rows(Q + b * q_b, token * q_s + (h * G + g) * q_h, real, DK, DKP)
     do = load_rows(DO, row * DV, real, DV, DVP)
     lse, delta = tl.load(LSE + row, mask=real, other=0.0), tl.load(DELTA + row, mask=real, other=0.0)
     k_base, v_base, finite_base = K + b * k_b + h * k_h, V + b * v_b + h * v_h, FINITE + b * T * HKV + h
-    first, end = tl.load(LO + first_token), tl.load(HI + last_token)
-    some, most = _stretches(first, end, tl.load(LO + last_token), tl.load(HI + first_token), BN)
+    first, end, some, most = _of_tile(LO, HI, first_token, last_token, ahead, BN)
+    if CHOSEN is not None:
+        bits = tl.load(CHOSEN + (b * S + token) * HKV + h, mask=real, other=0)
 
     dq = tl.zeros([BT * GP, DKP], tl.float32)
     # With one stretch every tile takes the masked loop: q and do then stand once in shared memory (`tuning.fit`).
@@ -151,6 +210,8 @@ def _backward_q(
             stop = tl.minimum(some, end) if stretch + 1 < STRETCHES else end
             for at in range(begin, stop, BN):
                 finite, visible = _finite(finite_base, HKV, at, end, BN), _visible(at, lo, hi, BN)
+                if CHOSEN is not None:
+                    visible &= _among_chosen(bits, at, SIZE)[:, None]
                 k, v = _keys(k_base, k_s, v_base, v_s, at, finite, DK, DKP, DV, DVP, BN)
                 p = tl.exp2(product(q, k) * to_base_2 - lse[:, None])
                 ds = p * (product(do, v) - delta[:, None])
@@ -160,10 +221,10 @@ def _backward_q(
 
 @kernel
 def _backward_kv(
-    Q, K, V, DO, LO, HI, LSE, DELTA, SEEN_FROM, SEEN_TO, DK_OUT, DV_OUT,
-    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, S, num_keys, HQ, HKV, G, scale, to_base_2, parts,
-    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
-    BT: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
+    Q, K, V, DO, LO, HI, CHOSEN, LSE, DELTA, SEEN_FROM, SEEN_TO, DK_OUT, DV_OUT,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, S, num_keys, HQ, HKV, G, ahead, scale, to_base_2, parts,
+    SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
+    BT: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr, STRETCHES: tl.constexpr,
 ):  # fmt: skip
     # `num_keys` and `parts` are no LENGTHS: not to know that they are multiples of 16, or 1, costs 100 bytes more of
     # spilled registers (192/128 on Hopper)
@@ -173,16 +234,22 @@ def _backward_kv(
     k, v = _keys(
         K + b * k_b + h * k_h, k_s, V + b * v_b + h * v_h, v_s, first_key, key < num_keys, DK, DKP, DV, DVP, BN
     )
-    first, end = tl.load(SEEN_FROM + first_key), tl.load(SEEN_TO + last_key)
+    if SEEN_FROM is None:
+        first, end = tl.maximum(first_key - ahead, 0), S
+    else:
+        first, end = tl.load(SEEN_FROM + first_key), tl.load(SEEN_TO + last_key)
     per_split = tl.cdiv(end - first, BT * parts) * BT
     first += tl.program_id(0) % parts * per_split
     end = tl.minimum(end, first + per_split)
-    some, most = _stretches(first, end, tl.load(SEEN_FROM + last_key), tl.load(SEEN_TO + first_key), BT)
+    some, most = end, end
+    if SEEN_FROM is not None:
+        some, most = _stretches(first, end, tl.load(SEEN_FROM + last_key), tl.load(SEEN_TO + first_key), BT)
 
     dk, dv = tl.zeros([BN, DKP], tl.float32), tl.zeros([BN, DVP], tl.float32)
-    for stretch in tl.static_range(3):
+    for stretch in tl.static_range(STRETCHES):
         begin = first if stretch == 0 else (some if stretch == 1 else most)
-        stop = tl.minimum(some, end) if stretch == 0 else (most if stretch == 1 else end)
+        stop = tl.minimum(some, end) if stretch + 1 < STRETCHES else end
+        stop = most if stretch == 1 else stop
         for at in range(begin, stop, BT):
             token, g, real = rows_of(at, S, G, BT, GP)
             row = (b * S + token) * HQ + h * G + g
@@ -194,8 +261,11 @@ def _backward_kv(
             p = tl.exp2(product(k, q) * to_base_2 - lse[None, :])
             ds = p * (product(v, do) - delta[None, :])
             if stretch != 1:
-                lo, hi = tl.load(LO + token, mask=real, other=0), tl.load(HI + token, mask=real, other=0)
+                lo, hi = _interval(LO, HI, token, real, ahead)
                 visible = (key[:, None] >= lo[None, :]) & (key[:, None] < hi[None, :])
+                if CHOSEN is not None:
+                    bits = tl.load(CHOSEN + (b * S + token) * HKV + h, mask=real, other=0)
+                    visible &= _among_chosen(bits, first_key, SIZE)[None, :]
                 # after the exponential: that of a pair that is not seen may overflow, since lse does not bound it
                 p, ds = tl.where(visible, p, 0.0), tl.where(visible, ds, 0.0)
             dv = dot(p.to(do.dtype), do, dv)
@@ -205,37 +275,82 @@ def _backward_kv(
     store_rows(DV_OUT, out * DV, key < num_keys, dv, DV, DVP)
 
 
+@triton.jit
+def _add_up(PARTS, OUT, place, count, splits, BN: tl.constexpr):
+    total = tl.zeros([BN], tl.float32)
+    for number in range(splits):
+        total += tl.load(PARTS + tl.cast(number, tl.int64) * count + place, mask=place < count, other=0.0)
+    tl.store(OUT + place, total.to(OUT.dtype.element_ty), mask=place < count)
+
+
+@kernel
+def _add_parts(K_PARTS, V_PARTS, DK_OUT, DV_OUT, k_count, v_count, splits, BN: tl.constexpr):
+    """DK_OUT and DV_OUT: the sums, in order, of `splits` parts of so many elements."""
+    place = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    if tl.program_id(1) == 0:
+        _add_up(K_PARTS, DK_OUT, place, k_count, splits, BN)
+    else:
+        _add_up(V_PARTS, DV_OUT, place, v_count, splits, BN)
+
+
 def forward(
     q: Tensor,  # [B, S, Hq, Dk]
     k: Tensor,  # [B, T, Hkv, Dk]
     v: Tensor,  # [B, T, Hkv, Dv]
-    lo: Tensor,  # int32 [S], ascending
-    hi: Tensor,  # int32 [S], ascending
+    lo: Tensor | None,  # int32 [S], ascending; None with `chosen`
+    hi: Tensor | None,  # int32 [S], ascending
     finite: Tensor,  # bool [B, T, Hkv], of the keys that some interval holds
     scale: float,
+    chosen: Chosen | None = None,
+    whole: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(o, lse, keys read) of query i over the keys lo[i] <= key < hi[i]."""
+    """(o, lse, keys read) of query i over the keys lo[i] <= key < hi[i], or over those `chosen`.
+
+    Of a `whole` call (o_cmp, o_win, gates, sum), all contiguous, the gated sum with the o of `chosen` is written too.
+    """
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     (batch, length, heads, dk), (num_kv_heads, dv) = q.shape, v.shape[2:]
     o, lse = q.new_empty(batch, length, heads, dv), q.new_empty(batch, length, heads, dtype=torch.float32)
     read = q.new_empty(batch, length, num_kv_heads, dtype=torch.int32)
-    if o.numel() and variant("compressed_window_forward", q, k, v) is Variant.HOPPER:
+    if not o.numel():
+        return o, lse, read
+    if lo is not None and hi is not None and variant("compressed_window_forward", q, k, v) is Variant.HOPPER:
         with on_device(q):
             hopper.compressed_window.forward(q, k, v, finite, lo, hi, o, lse, read, scale)
-    elif o.numel():
-        shape = tuning.shape("compressed_window_forward", q, v)
-        with on_device(q):
-            _forward[cdiv(length, shape.tokens), num_kv_heads, batch](
-                q, k, v, finite, lo, hi, o, lse, read, *strides(q), *strides(k), *strides(v),
-                length, k.shape[1], heads, num_kv_heads, heads // num_kv_heads, scale * LOG2E,
-                *shape.sizes(dk, dv), **shape.launch,
-            )  # fmt: skip
+        return o, lse, read
+    shape = tuning.shape("compressed_window_forward", q, v)
+    with on_device(q):
+        _forward[cdiv(length, shape.tokens), num_kv_heads, batch](
+            q, k, v, finite, lo, hi, _bits(chosen), o, lse, read, *(whole or 4 * (None,)),
+            *strides(q), *strides(k), *strides(v),
+            length, k.shape[1], heads, num_kv_heads, heads // num_kv_heads, _ahead(chosen), scale * LOG2E,
+            *_sizes(shape, dk, dv, chosen), _stretches_of(chosen), **shape.launch,
+        )  # fmt: skip
     return o, lse, read
+
+
+def _bits(chosen: Chosen | None) -> Tensor | None:
+    return None if chosen is None else chosen.bits
+
+
+def _ahead(chosen: Chosen | None) -> int:
+    return 0 if chosen is None else chosen.ahead
+
+
+def _stretches_of(chosen: Chosen | None) -> int:
+    """Loops of a kernel: no key is seen by all rows for sure where each has its own blocks."""
+    return 3 if chosen is None else 1
+
+
+def _sizes(shape: Shape, dk: int, dv: int, chosen: Chosen | None) -> tuple[int, ...]:
+    """The constants SIZE, DK, DV, DKP, DVP, BT, GP, BN of a kernel; a step lies within a block."""
+    *sizes, keys = shape.sizes(dk, dv)
+    return (1, *sizes, keys) if chosen is None else (chosen.size, *sizes, min(keys, chosen.size))
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, seen_from: Tensor, seen_to: Tensor, first_key: int,
-    max_splits: int, scale: float,
+    enough: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`forward` and which keys are finite; no interval begins before `first_key`. The rest is for the backward pass."""
     finite = finite_keys(unit_stride(k), unit_stride(v), first_key)
@@ -243,72 +358,88 @@ def attend(
 
 
 def gradients(
-    q: Tensor, k: Tensor, v: Tensor, finite: Tensor, do: Tensor, lse: Tensor, delta: Tensor, lo: Tensor, hi: Tensor,
-    seen_from: Tensor, seen_to: Tensor, max_splits: int, scale: float, wide: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, finite: Tensor, do: Tensor, lse: Tensor, delta: Tensor,
+    lo: Tensor | None, hi: Tensor | None, seen_from: Tensor | None, seen_to: Tensor | None, enough: int, scale: float,
+    wide: bool = False, chosen: Chosen | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv), the last two as parts [splits, B, T, Hkv, D] that add up to them.
 
     lse (base 2) and delta are those of `launch.backward_rows`; the queries seen_from <= i < seen_to, int32 [T] each,
-    see a key; at most `max_splits` programs share the queries of a tile of keys. do is contiguous.
+    see a key. Where there are fewer tiles of keys than `enough`, several programs share the queries of each. do is
+    contiguous. `wide` leaves the parts in float32. All four bounds are None with `chosen`.
     """
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     with on_device(q):
-        _gradient_of_queries(q, k, v, finite, do, lo, hi, lse, delta, dq, scale)
-        parts = _parts_of_keys(q, k, v, do, lo, hi, lse, delta, seen_from, seen_to, max_splits, scale, wide)
+        _gradient_of_queries(q, k, v, finite, do, lo, hi, lse, delta, dq, scale, chosen)
+        parts = _parts_of_keys(q, k, v, do, lo, hi, lse, delta, seen_from, seen_to, enough, scale, wide, chosen)
     return dq, *parts
 
 
 def backward(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, finite: Tensor, o: Tensor, lse: Tensor,
-    lo: Tensor, hi: Tensor, seen_from: Tensor, seen_to: Tensor, max_splits: int, scale: float,
+    lo: Tensor, hi: Tensor, seen_from: Tensor, seen_to: Tensor, enough: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv), from what `forward` was given and gave; None is a gradient of 0."""
     do = torch.zeros_like(o) if do is None else do.contiguous()
     rows = backward_rows(do, o, lse, dlse)
-    dq, *parts = gradients(q, k, v, finite, do, *rows, lo, hi, seen_from, seen_to, max_splits, scale)
-    dk, dv = (part[0] if len(part) == 1 else part.sum(0).to(q.dtype) for part in parts)
-    return dq, dk, dv
+    dq, *parts = gradients(q, k, v, finite, do, *rows, lo, hi, seen_from, seen_to, enough, scale)
+    return dq, *added(parts, q.dtype)
+
+
+def added(parts: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(dk, dv) [B, T, Hkv, D] of the type, from parts [splits, B, T, Hkv, D] of `gradients`."""
+    of_k, of_v = parts
+    if len(of_k) == 1:
+        return of_k[0].to(dtype), of_v[0].to(dtype)
+    dk, dv = (x.new_empty(x.shape[1:], dtype=dtype) for x in parts)
+    if of_k.numel():
+        with on_device(of_k):
+            most = max(dk.numel(), dv.numel())
+            _add_parts[cdiv(most, ELEMENTS), 2](of_k, of_v, dk, dv, dk.numel(), dv.numel(), len(of_k), ELEMENTS)
+    return dk, dv
 
 
 def _gradient_of_queries(
-    q: Tensor, k: Tensor, v: Tensor, finite: Tensor, do: Tensor, lo: Tensor, hi: Tensor, lse: Tensor, delta: Tensor,
-    dq: Tensor, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, finite: Tensor, do: Tensor, lo: Tensor | None, hi: Tensor | None, lse: Tensor,
+    delta: Tensor, dq: Tensor, scale: float, chosen: Chosen | None,
 ) -> None:  # fmt: skip
     """Write dq."""
     (batch, length, heads, dk), (num_keys, num_kv_heads, dv) = q.shape, v.shape[1:]
     if dq.numel() == 0:
         return
-    if variant("compressed_window_backward_q", q, k, v) is Variant.HOPPER:
+    if lo is not None and hi is not None and variant("compressed_window_backward_q", q, k, v) is Variant.HOPPER:
         hopper.compressed_window.backward_q(q, k, v, finite, do, lo, hi, lse, delta, dq, scale)
         return
     shape = tuning.shape("compressed_window_backward_q", q, v)
     _backward_q[cdiv(length, shape.tokens), num_kv_heads, batch](
-        q, k, v, finite, do, lo, hi, lse, delta, dq, *strides(q), *strides(k), *strides(v),
-        length, num_keys, heads, num_kv_heads, heads // num_kv_heads, scale, scale * LOG2E,
-        *shape.sizes(dk, dv), shape.stretches, **shape.launch,
+        q, k, v, finite, do, lo, hi, _bits(chosen), lse, delta, dq, *strides(q), *strides(k), *strides(v),
+        length, num_keys, heads, num_kv_heads, heads // num_kv_heads, _ahead(chosen), scale, scale * LOG2E,
+        *_sizes(shape, dk, dv, chosen), min(shape.stretches, _stretches_of(chosen)), **shape.launch,
     )  # fmt: skip
 
 
 def _parts_of_keys(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lo: Tensor, hi: Tensor, lse: Tensor, delta: Tensor,
-    seen_from: Tensor, seen_to: Tensor, max_splits: int, scale: float, wide: bool,
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lo: Tensor | None, hi: Tensor | None, lse: Tensor, delta: Tensor,
+    seen_from: Tensor | None, seen_to: Tensor | None, enough: int, scale: float, wide: bool, chosen: Chosen | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """[splits, B, T, Hkv, D] of dk and of dv."""
     (batch, length, heads, dk), (num_keys, num_kv_heads, dv) = q.shape, v.shape[1:]
-    splits = _splits(k, length, max_splits)
-    of_k, of_v = (x.new_empty(splits, *x.shape, dtype=torch.float32 if wide or splits > 1 else q.dtype) for x in (k, v))
     shape = tuning.shape("compressed_window_backward_kv", q, v)
+    sizes = _sizes(shape, dk, dv, chosen)
+    tiles = cdiv(num_keys, sizes[-1])
+    splits = _splits(tiles * num_kv_heads * batch, length, enough)
+    of_k, of_v = (x.new_empty(splits, *x.shape, dtype=torch.float32 if wide or splits > 1 else q.dtype) for x in (k, v))
     if of_k.numel():
-        _backward_kv[cdiv(num_keys, shape.keys) * splits, num_kv_heads, batch](
-            q, k, v, do, lo, hi, lse, delta, seen_from, seen_to, of_k, of_v, *strides(q), *strides(k), *strides(v),
-            length, num_keys, heads, num_kv_heads, heads // num_kv_heads, scale, scale * LOG2E, splits,
-            *shape.sizes(dk, dv), **shape.launch,
+        _backward_kv[tiles * splits, num_kv_heads, batch](
+            q, k, v, do, lo, hi, _bits(chosen), lse, delta, seen_from, seen_to, of_k, of_v,
+            *strides(q), *strides(k), *strides(v),
+            length, num_keys, heads, num_kv_heads, heads // num_kv_heads, _ahead(chosen), scale, scale * LOG2E, splits,
+            *sizes, _stretches_of(chosen), **shape.launch,
         )  # fmt: skip
     return of_k, of_v
 
 
-def _splits(k: Tensor, num_queries: int, most: int) -> int:
+def _splits(tiles: int, num_queries: int, enough: int) -> int:
     """How many programs share the queries of one tile of keys: as many as keep the GPU busy."""
-    tiles = cdiv(k.shape[1], KEYS_PER_PROGRAM) * k.shape[2] * k.shape[0]
-    return max(min(cdiv(ENOUGH_PROGRAMS, max(tiles, 1)), num_queries // MIN_TOKENS_PER_SPLIT, most), 1)
+    return max(min(cdiv(enough, max(tiles, 1)), num_queries // MIN_TOKENS_PER_SPLIT), 1)

@@ -24,6 +24,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_CAPABILITY = (8, 0)
 
 KV_MAJOR_MIN_QUERIES = 2048  # below, the sort costs more than it saves
+MASKED_MIN_QUERIES = 1024  # below, too few tiles keep the GPU busy
+MASKED_MAX_KEYS = 4096  # beyond, most of what a query sees is not chosen
+MASKED_MAX_BLOCKS = 64  # the bits of a mask
+MASKED_MAX_GROUP = 8  # larger groups fill a product's rows with one query, and read its blocks alone
 KV_MAJOR_MAX_BLOCK_BYTES = 48 * 2**10  # of keys and values, which stay in shared memory
 HOPPER_CHANNELS = 128
 TMA_ALIGNMENT = 16  # bytes, of addresses and steps (CUDA driver API, cuTensorMapEncodeTiled)
@@ -33,8 +37,28 @@ class Variant(enum.Enum):
     """Where the kernel of a computation stands."""
 
     PLAIN = "compressed_window.py, scores.py, selected.py"
+    MASKED = "selected_masked.py"
     HOPPER = "hopper/"
     KV_MAJOR = "selected_kv_major.py"
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Selection blocks of a call."""
+
+    size: int
+    """Tokens of a block, l'."""
+    forced_share: float = 0.0
+    """Of a query's blocks, those that are forced."""
+    count: int = 0
+    """Blocks that there are."""
+    packed: bool = False
+    """Whether they are of several documents."""
+    sequence_tokens: int | None = None
+    """`Layout.sequence_tokens`."""
+
+
+NO_BLOCKS = Blocks(0)
 
 
 @dataclass(frozen=True)
@@ -48,10 +72,8 @@ class Call:
     """[B, T, Hkv, Dk]"""
     v: Tensor
     """[B, T, Hkv, Dv]"""
-    block_size: int
-    """Tokens of a selection block, l'; 0 where none matters."""
-    forced_share: float = 0.0
-    """Of a query's selection blocks, those that are forced."""
+    blocks: Blocks
+    """Selection blocks, where they matter."""
 
     @property
     def group(self) -> int:
@@ -80,19 +102,29 @@ def _hopper_selected(call: Call) -> bool:
     """A group must fit in its 16 rows, and its tiles must fill a block."""
     if tuning.padded(call.group) != tuning.MIN_DOT or not _hopper(call):
         return False
-    return call.block_size % tuning.shape(f"hopper.{call.computation}", call.q, call.v).keys == 0
+    return call.blocks.size % tuning.shape(f"hopper.{call.computation}", call.q, call.v).keys == 0
+
+
+def _masked(call: Call) -> bool:
+    """A step of keys, whose number is a power of two, must lie in one block, and all blocks in one mask."""
+    blocks = call.blocks
+    whole = blocks.sequence_tokens
+    queries, keys = (call.q.shape[1], call.k.shape[1]) if whole is None else (whole, whole)
+    short = queries >= MASKED_MIN_QUERIES and keys <= MASKED_MAX_KEYS and call.group <= MASKED_MAX_GROUP
+    whole_steps = blocks.size >= tuning.MIN_DOT and blocks.size == next_power_of_2(blocks.size)
+    return short and whole_steps and not blocks.packed and blocks.count <= MASKED_MAX_BLOCKS
 
 
 def _kv_major_forward(call: Call) -> bool:
     if call.q.shape[1] < KV_MAJOR_MIN_QUERIES or not sooner_by_block(call, backward=False):
         return False
     shape = tuning.shape("selected_kv_major", call.q, call.v)
-    block_bytes = tuning.padded(call.block_size) * (shape.dk + shape.dv) * call.q.element_size()
+    block_bytes = tuning.padded(call.blocks.size) * (shape.dk + shape.dv) * call.q.element_size()
     return block_bytes <= KV_MAJOR_MAX_BLOCK_BYTES
 
 
 def _kv_major_dq(call: Call) -> bool:
-    one_tile = call.block_size <= tuning.shape("selected_backward_kv", call.q, call.v).keys
+    one_tile = call.blocks.size <= tuning.shape("selected_backward_kv", call.q, call.v).keys
     return one_tile and sooner_by_block(call, backward=True)
 
 
@@ -100,12 +132,13 @@ def sooner_by_block(call: Call, *, backward: bool) -> bool:
     """Whether the selected branch waits less for bytes with the loop over blocks of keys (`traffic.py`)."""
     (_, queries, _, dk), (_, keys, _, dv) = call.q.shape, call.v.shape
     seen = traffic.SelectedCall(
-        call.group, dk, dv, call.q.element_size(), call.block_size, queries, keys, call.forced_share
+        call.group, dk, dv, call.q.element_size(), call.blocks.size, queries, keys, call.blocks.forced_share
     )
     memory = traffic.memory_system(call.q.device, architecture.of(call.q.device))
     return traffic.sooner_by_block(seen, memory, backward=backward)
 
 
+_SHORT = "most of what a query sees is chosen: no index, no sort, every key once for a tile of queries"
 _ON_HOPPER = "TMA brings the next tiles while warpgroups multiply these"
 TABLE = {
     "compressed_window_forward": (
@@ -124,28 +157,28 @@ TABLE = {
         Rule(Variant.PLAIN, _any, "a tile of queries takes the blocks that any of them sees"),
     ),
     "selected_forward": (
+        Rule(Variant.MASKED, _masked, _SHORT),
         Rule(Variant.KV_MAJOR, _kv_major_forward, "each block is read once: small groups, or an L2 that holds no head"),
         Rule(Variant.HOPPER, _hopper_selected, _ON_HOPPER),
         Rule(Variant.PLAIN, _any, "the heads of a group share each key; nothing is sorted"),
     ),
     "selected_backward_q": (
+        Rule(Variant.MASKED, _masked, _SHORT),
         Rule(Variant.KV_MAJOR, _kv_major_dq, "the same; dk and dv read the blocks anyway, and dq comes along"),
         Rule(Variant.HOPPER, _hopper_selected, _ON_HOPPER),
         Rule(Variant.PLAIN, _any, "the heads of a group share each key; no partial dq goes through memory"),
     ),
     "selected_backward_kv": (
+        Rule(Variant.MASKED, _masked, _SHORT),
         Rule(Variant.KV_MAJOR, _any, "a block's queries are only known from the inverted index; no atomics"),
     ),
 }
 """By computation, its kernels in order of preference."""
 
 
-def variant(
-    computation: str, q: Tensor, k: Tensor, v: Tensor, block_size: int = 0, forced_share: float = 0.0
-) -> Variant:
-    """The kernel for q [B, S, Hq, Dk], k [B, T, Hkv, Dk] and v [B, T, Hkv, Dv], and selection blocks of that size, of
-    which this share is forced."""
-    call = Call(computation, q, k, v, block_size, forced_share)
+def variant(computation: str, q: Tensor, k: Tensor, v: Tensor, blocks: Blocks = NO_BLOCKS) -> Variant:
+    """The kernel for q [B, S, Hq, Dk], k [B, T, Hkv, Dk], v [B, T, Hkv, Dv] and these selection blocks."""
+    call = Call(computation, q, k, v, blocks)
     return next(rule.variant for rule in TABLE[computation] if rule.serves(call))
 
 

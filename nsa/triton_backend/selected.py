@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.geometry import Layout
-from nsa.triton_backend import gated_sum, hopper, selected_kv_major, tuning
-from nsa.triton_backend.dispatch import Variant, variant
+from nsa.triton_backend import gated_sum, hopper, selected_kv_major, selected_masked, tuning
+from nsa.triton_backend.dispatch import Blocks, Variant, variant
 from nsa.triton_backend.launch import LOG2E, MAX_TILE, add_to, backward_rows, on_device, strides, unit_stride
 from nsa.triton_backend.tile import (
     dot,
@@ -139,11 +139,13 @@ def forward(
     """
     q, k, v, block_indices = unit_stride(q), unit_stride(k), unit_stride(v), block_indices.contiguous()
     (batch, length, heads, _), (num_kv_heads, dv) = q.shape, v.shape[2:]
+    kernel = variant("selected_forward", q, k, v, _blocks(layout, block_indices))
+    if kernel is Variant.MASKED:
+        return selected_masked.forward(q, k, v, block_indices, layout, scale, finite, whole)
     o, lse = q.new_empty(batch, length, heads, dv), q.new_empty(batch, length, heads, dtype=torch.float32)
     read = q.new_empty(batch, length, num_kv_heads, dtype=torch.int32)
     if o.numel() == 0:
         return o, lse, read
-    kernel = variant("selected_forward", q, k, v, *_blocks(layout, block_indices))
     if kernel is Variant.KV_MAJOR:
         selected_kv_major.forward(q, k, v, block_indices, layout, scale, finite, o, lse, read, whole)
         return o, lse, read
@@ -174,10 +176,15 @@ def gradients(
     """
     q, k, v, block_indices = unit_stride(q), unit_stride(k), unit_stride(v), block_indices.contiguous()
     (_, length, heads, _), num_kv_heads = q.shape, k.shape[2]
-    kernel = variant("selected_backward_q", q, k, v, *_blocks(layout, block_indices))
+    kernel = variant("selected_backward_q", q, k, v, _blocks(layout, block_indices))
     if q.numel() == 0:
         return torch.empty_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape)
     rows = do, lse, delta, block_indices, layout, scale
+    if kernel is Variant.MASKED:
+        dq, dk, dv = selected_masked.gradients(q, k, v, *rows, wide)
+        if more_dq is not None:
+            add_to(dq, *more_dq)
+        return dq, dk, dv
     if kernel is Variant.KV_MAJOR:  # each program reads what it overwrites of the other branches
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if more_dq is None else more_dq[0]
         return dq, *selected_kv_major.backward(q, k, v, *rows, dq, more_dq, wide)
@@ -207,10 +214,11 @@ def backward(
     return gradients(q, k, v, do, *backward_rows(do, o, lse, dlse), block_indices, layout, scale)
 
 
-def _blocks(layout: Layout, block_indices: Tensor) -> tuple[int, float]:
-    """(tokens of a block, share of a query's blocks that are forced)."""
+def _blocks(layout: Layout, block_indices: Tensor) -> Blocks:
+    """What the choice of a kernel looks at."""
     config = layout.config
-    return config.l_sel, min((config.init_blocks + config.local_blocks) / max(block_indices.shape[-1], 1), 1.0)
+    forced = min((config.init_blocks + config.local_blocks) / max(block_indices.shape[-1], 1), 1.0)
+    return Blocks(config.l_sel, forced, layout.max_blocks, layout.cu_seqlens is not None, layout.sequence_tokens)
 
 
 def _per_token(

@@ -3,7 +3,8 @@
 Run as a process of its own, without Triton's interpreter, with the compute capability, G, Dk and Dv:
 `python -m tests.nsa.triton_backend.compile_kernels 86 16 128 128`. A kernel's name is followed by which of its
 versions it is; "forward" behind the sizes leaves the backward pass out, "portable" the kernels of `hopper/`. "by-block"
-compiles the selected branch's loop over blocks alone, as where L2 holds no head.
+compiles the selected branch's loop over blocks alone, as where L2 holds no head. The selected branch of short sequences
+and that of long ones are both compiled.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def main() -> None:
     hopper.AVAILABLE &= "portable" not in sys.argv
     by_block = {"return_value": True} if "by-block" in sys.argv else {"wraps": dispatch.sooner_by_block}
     with recorded(architecture) as launches, mock.patch.object(dispatch, "sooner_by_block", **by_block):
-        call(Heads(group, dk, dv), LENGTH, LENGTH, backward="forward" not in sys.argv)
+        for most in (LENGTH, 0):
+            with mock.patch.object(dispatch, "MASKED_MAX_KEYS", most):
+                call(Heads(group, dk, dv), LENGTH, LENGTH, backward="forward" not in sys.argv)
     needs, versions = {}, Counter[str]()
     for launch in launches:
         if "by-block" in sys.argv and not launch.name.startswith(("selected_kv_major.", "partial_sums.")):

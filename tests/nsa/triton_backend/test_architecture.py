@@ -66,7 +66,10 @@ def test_a_forced_gpu_takes_its_table_and_no_kernel_of_hopper(monkeypatch: pytes
     kernels = ("compressed_window_forward", "scores", "selected_forward", "selected_backward_q")
 
     def chosen() -> list[dispatch.Variant]:
-        return [dispatch.variant(kernel, A_TENSOR, A_TENSOR[:, :, :1], A_TENSOR[:, :, :1], 64) for kernel in kernels]
+        return [
+            dispatch.variant(kernel, A_TENSOR, A_TENSOR[:, :, :1], A_TENSOR[:, :, :1], dispatch.Blocks(64))
+            for kernel in kernels
+        ]
 
     assert chosen() == [dispatch.Variant.HOPPER] * 4
     monkeypatch.setattr(architecture, "FORCED", 86)

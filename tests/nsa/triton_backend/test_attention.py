@@ -66,10 +66,12 @@ def layout_arguments(layout: Layout) -> tuple[Any, ...]:
     return layout.num_queries, layout.num_keys, layout.config, layout.device, layout.cu_seqlens
 
 
-@pytest.fixture(params=[1, 2**20], ids=["merged", "by query"])
+@pytest.fixture(params=["merged", "by query", "masked"])
 def forward_of_selected(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real sizes take the KV-stationary forward, which adds up the branches; small ones only when told to."""
-    monkeypatch.setattr(dispatch, "KV_MAJOR_MIN_QUERIES", request.param)
+    """Real sizes take the KV-stationary forward, short ones masks, both of which add up the branches; tiny ones only
+    when told to."""
+    monkeypatch.setattr(dispatch, "KV_MAJOR_MIN_QUERIES", 1 if request.param == "merged" else 2**20)
+    monkeypatch.setattr(dispatch, "MASKED_MIN_QUERIES", 1 if request.param == "masked" else 2**20)
 
 
 @pytest.mark.usefixtures("forward_of_selected")

@@ -1,0 +1,62 @@
+"""The selected branch of short sequences: tiles of queries read all keys up to their own, under a mask of their blocks.
+
+Where most of what a query sees is chosen, an index costs more than it saves: to sort 12 · 2048 choices takes as long as
+to attend densely. The kernels are those of `compressed_window.py`. A query's blocks are the bits of one number.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from nsa.geometry import Layout
+from nsa.triton_backend import compressed_window
+from nsa.triton_backend.compressed_window import Chosen
+from nsa.triton_backend.launch import ELEMENTS, ENOUGH_PROGRAMS, finite_keys, on_device
+from nsa.triton_backend.tile import kernel
+from nsa.triton_backend.tuning import cdiv
+
+Whole = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@kernel
+def _masks(BLOCKS, OUT, rows, N: tl.constexpr, BN: tl.constexpr):
+    """OUT int64 [rows] from BLOCKS int32 [rows, N], distinct, -1 for none."""
+    row = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    bits = tl.zeros([BN], tl.int64)
+    for slot in range(N):
+        block = tl.load(BLOCKS + row * N + slot, mask=row < rows, other=-1).to(tl.int64)
+        bits |= tl.where(block >= 0, tl.full([BN], 1, tl.int64) << tl.maximum(block, 0), 0)
+    tl.store(OUT + row, bits, mask=row < rows)
+
+
+def _chosen(block_indices: Tensor, layout: Layout) -> Chosen:
+    """The blocks of each query as bits."""
+    *rows, n = block_indices.shape
+    bits = torch.empty(rows, dtype=torch.int64, device=block_indices.device)
+    with on_device(bits):
+        _masks[cdiv(bits.numel(), ELEMENTS),](block_indices, bits, bits.numel(), n, ELEMENTS)
+    return Chosen(bits, layout.config.l_sel, layout.num_keys - layout.num_queries)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, layout: Layout, scale: float, finite: Tensor | None,
+    whole: Whole | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(o, lse, keys read); arguments as of `selected.forward`, of one document and at most 64 blocks."""
+    finite = finite_keys(k, v) if finite is None else finite
+    chosen = _chosen(block_indices, layout)
+    return compressed_window.forward(q, k, v, None, None, finite, scale, chosen, whole)
+
+
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, block_indices: Tensor, layout: Layout,
+    scale: float, wide: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv); arguments as of `selected.gradients`."""
+    chosen, bounds = _chosen(block_indices, layout), 4 * (None,)
+    dq, *parts = compressed_window.gradients(
+        q, k, v, finite_keys(k, v), do, lse, delta, *bounds, ENOUGH_PROGRAMS, scale, wide, chosen
+    )
+    return dq, *compressed_window.added(parts, torch.float32 if wide else k.dtype)

@@ -1,0 +1,136 @@
+"""The selected branch under a mask of its blocks, which short sequences take and tiny ones only when told to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import nsa
+from nsa.geometry import Layout
+
+pytest.importorskip("triton")
+
+from nsa.triton_backend import compressed_window, dispatch, selected_masked
+from tests.nsa.triton_backend.test_selected_kv_major import CONFIG, agree, draw, run
+
+MASKED = nsa.NSAConfig(l=4, d=2, l_sel=16, n_sel=3, w=13)
+
+
+@pytest.fixture(autouse=True)
+def every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with several programs for the queries of a tile of keys."""
+    monkeypatch.setattr(dispatch, "MASKED_MIN_QUERIES", 1)
+    monkeypatch.setattr(compressed_window, "MIN_TOKENS_PER_SPLIT", 16)
+
+
+@pytest.fixture
+def masked_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of blocks of each call that these kernels serve."""
+    calls, chosen = list[int](), selected_masked._chosen
+
+    def noted(blocks: torch.Tensor, layout: Layout) -> compressed_window.Chosen:
+        calls.append(layout.max_blocks)
+        return chosen(blocks, layout)
+
+    monkeypatch.setattr(selected_masked, "_chosen", noted)
+    return calls
+
+
+def draw_masked(device: torch.device, queries: int, keys: int, heads: int, num_kv_heads: int, dv: int) -> tuple:
+    q, k, v, _ = draw(device, queries, keys, heads, num_kv_heads, dv)
+    blocks = nsa.select_blocks(q, nsa.compress(k, MASKED), MASKED, num_keys=keys, backend="reference")
+    return q, k, v, blocks
+
+
+def run_masked(backend: str, inputs: tuple) -> list[torch.Tensor]:
+    q, k, v, blocks = inputs
+    o, lse = nsa.selected_attention(q, k, v, blocks, MASKED, backend=backend)
+    return [o, lse, *torch.autograd.grad(o.nan_to_num().sum() + lse.nan_to_num(neginf=0.0).sum(), (q, k, v))]
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "heads", "num_kv_heads", "dv"),
+    [(70, 70, 4, 2, 24), (33, 90, 3, 1, 16), (1, 40, 2, 2, 16), (40, 40, 8, 1, 16)],
+)
+def test_it_agrees_with_the_oracle(
+    device: torch.device, masked_calls: list[int], queries: int, keys: int, heads: int, num_kv_heads: int, dv: int
+) -> None:
+    inputs = draw_masked(device, queries, keys, heads, num_kv_heads, dv)
+    agree(run_masked("triton", inputs), run_masked("reference", inputs))
+    assert masked_calls == 2 * [-(-keys // 16)]
+
+
+def test_the_last_bit_of_a_mask_is_a_block(device: torch.device) -> None:
+    """64 blocks, of which the last one is chosen: its bit is the sign of the number."""
+    q, k, v, _ = draw(device, 8, 1024, 2, 1, 16)
+    blocks = torch.tensor([0, 31, 63], dtype=torch.int32, device=device).expand(1, 8, 1, 3)
+    inputs = q, k, v, blocks
+    agree(run_masked("triton", inputs), run_masked("reference", inputs))
+
+
+def test_more_blocks_than_bits_go_elsewhere(device: torch.device, masked_calls: list[int]) -> None:
+    inputs = draw_masked(device, 4, 1025, 2, 1, 16)
+    agree(run_masked("triton", inputs), run_masked("reference", inputs))
+    assert masked_calls == []
+
+
+@pytest.mark.parametrize("l_sel", [8, 24])
+def test_blocks_that_steps_do_not_divide_go_elsewhere(
+    device: torch.device, masked_calls: list[int], l_sel: int
+) -> None:
+    q, k, v, _ = draw(device, 60, 60, 2, 1, 16)
+    config = nsa.NSAConfig(l=4, d=2, l_sel=l_sel, n_sel=3, w=13)
+    blocks = nsa.select_blocks(q, nsa.compress(k, config), config, backend="reference")
+    found, true = (nsa.selected_attention(q, k, v, blocks, config, backend=b)[0] for b in ("triton", "reference"))
+    torch.testing.assert_close(found, true, rtol=1e-5, atol=2e-5)
+    assert masked_calls == []
+
+
+def test_documents_go_elsewhere(device: torch.device, masked_calls: list[int]) -> None:
+    inputs = draw(device, 40, 40, 2, 1, 16)
+    cu_seqlens = torch.tensor([0, 40], dtype=torch.int32, device=device)
+    run("triton", inputs, cu_seqlens)
+    assert CONFIG.l_sel == 8
+    assert masked_calls == []
+
+
+def test_the_length_of_a_shared_sequence_chooses(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of a long one takes what the whole takes, though it is short itself; and the other way round."""
+    q = torch.zeros(1, 64, 2, 16, device=device)
+    k = q[:, :, :1]
+    monkeypatch.setattr(dispatch, "MASKED_MIN_QUERIES", 1024)
+
+    def chosen(sequence_tokens: int | None) -> dispatch.Variant:
+        blocks = dispatch.Blocks(16, count=4, sequence_tokens=sequence_tokens)
+        return dispatch.variant("selected_backward_kv", q, k, k, blocks)
+
+    masked, other = dispatch.Variant.MASKED, dispatch.Variant.KV_MAJOR
+    assert [chosen(n) for n in (None, 512, 2048, 8192)] == [other, other, masked, other]
+
+
+@pytest.mark.parametrize("operand", ["q", "k", "v"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(
+    device: torch.device, operand: str, value: float
+) -> None:
+    inputs = draw_masked(device, 64, 64, 2, 1, 16)
+    with torch.no_grad():
+        inputs["qkv".index(operand)][0, 21, 0, 3] = value
+    (found, *gradients), (true, *_) = (run_masked(backend, inputs) for backend in ("triton", "reference"))
+    found, true = (~o.isfinite().all(-1) for o in (found, true))
+    t = torch.arange(64, device=device)[:, None]
+    sees = (t == 21) if operand == "q" else (inputs[3] == 21 // 16).any(-1)[0] & (t >= 21)
+    assert true.any()
+    assert not (true & ~found).any()
+    assert not (found & ~sees).any()
+    assert gradients[1][0, ~sees[:, 0]].isfinite().all(), "dq of a query that does not see it"
+
+
+def test_choices_of_none_read_nothing(device: torch.device) -> None:
+    q, k, v, _ = draw(device, 40, 40, 2, 1, 16)
+    blocks = torch.full((1, 40, 1, 3), -1, dtype=torch.int32, device=device)
+    inputs = q, k, v, blocks
+    found = run_masked("triton", inputs)
+    agree(found, run_masked("reference", inputs))
+    assert not found[0].any()
+    assert found[1].isneginf().all()
