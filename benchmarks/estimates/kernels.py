@@ -12,7 +12,7 @@ from unittest import mock
 
 from benchmarks.estimates import sass
 from benchmarks.estimates.kernel_table import Kernel
-from nsa.triton_backend import dispatch, hopper
+from nsa.triton_backend import dispatch, hopper, tuning
 from nsa.triton_backend.ahead_of_time import Heads, call, recorded
 
 ARCHITECTURES = (80, 86, 89, 90)
@@ -56,7 +56,9 @@ def _of_call(
     with ExitStack() as patches:
         launches = patches.enter_context(recorded(architecture))
         patches.enter_context(mock.patch.object(dispatch, "sooner_by_block", return_value=by_block))
-        patches.enter_context(mock.patch.object(dispatch, "MASKED_MAX_KEYS", 0))  # only longer cases are estimated
+        patches.enter_context(
+            mock.patch.object(tuning, "masked_launch", return_value=None)
+        )  # only longer are estimated
         if portable:
             patches.enter_context(mock.patch.object(hopper, "AVAILABLE", False))
         call(heads, LENGTH, LENGTH)

@@ -101,6 +101,12 @@ def text(table: Table) -> str:
         launches: Mapping[str, LaunchConfig] = getattr(table, width)
         rows = [f'    "{name}": {json.dumps(_given(tuned))}' for name, tuned in launches.items()]
         widths.append(f'  "{width}": {{\n' + ",\n".join(rows) + "\n  }" if rows else f'  "{width}": {{}}')
+    if table.masked:
+        of_widths = []
+        for width, launches in table.masked.items():
+            rows = [f'      "{name}": {json.dumps(_given(tuned))}' for name, tuned in launches.items()]
+            of_widths.append(f'    "{width}": {{\n' + ",\n".join(rows) + "\n    }")
+        widths.append('  "masked": {\n' + ",\n".join(of_widths) + "\n  }")
     return f'{{\n  "how": {json.dumps(table.how, ensure_ascii=False)},\n' + ",\n".join(widths) + "\n}\n"
 
 

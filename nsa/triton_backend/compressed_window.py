@@ -22,7 +22,6 @@ from nsa.triton_backend import hopper, tuning
 from nsa.triton_backend.dispatch import Variant, variant
 from nsa.triton_backend.gated_sum import gated
 from nsa.triton_backend.launch import (
-    ELEMENTS,
     LOG2E,
     backward_rows,
     finite_keys,
@@ -44,6 +43,7 @@ from nsa.triton_backend.tile import (
 from nsa.triton_backend.tuning import Shape, cdiv
 
 MIN_TOKENS_PER_SPLIT = 64
+SUMS, PARTS_AT_ONCE = 256, 8  # of partial sums: elements per program, and parts that it loads at a time
 ENOUGH_OF_WINDOW = 256
 """Programs: a window with so many tiles of keys is not split, since partial sums of all its keys would cost more."""
 
@@ -276,21 +276,25 @@ def _backward_kv(
 
 
 @triton.jit
-def _add_up(PARTS, OUT, place, count, splits, BN: tl.constexpr):
+def _add_up(PARTS, OUT, count, splits, BN: tl.constexpr, AT_ONCE: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     total = tl.zeros([BN], tl.float32)
-    for number in range(splits):
-        total += tl.load(PARTS + tl.cast(number, tl.int64) * count + place, mask=place < count, other=0.0)
+    for first in range(0, splits, AT_ONCE):  # loads that do not wait for one another
+        number = first + tl.arange(0, AT_ONCE).to(tl.int64)
+        real = (number < splits)[:, None] & (place < count)[None, :]
+        total += tl.sum(tl.load(PARTS + number[:, None] * count + place[None, :], mask=real, other=0.0), axis=0)
     tl.store(OUT + place, total.to(OUT.dtype.element_ty), mask=place < count)
 
 
 @kernel
-def _add_parts(K_PARTS, V_PARTS, DK_OUT, DV_OUT, k_count, v_count, splits, BN: tl.constexpr):
-    """DK_OUT and DV_OUT: the sums, in order, of `splits` parts of so many elements."""
-    place = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+def _add_parts(
+    K_PARTS, V_PARTS, DK_OUT, DV_OUT, k_count, v_count, splits, BN: tl.constexpr, AT_ONCE: tl.constexpr
+):  # fmt: skip
+    """DK_OUT and DV_OUT: the sums of `splits` parts of so many elements."""
     if tl.program_id(1) == 0:
-        _add_up(K_PARTS, DK_OUT, place, k_count, splits, BN)
+        _add_up(K_PARTS, DK_OUT, k_count, splits, BN, AT_ONCE)
     else:
-        _add_up(V_PARTS, DV_OUT, place, v_count, splits, BN)
+        _add_up(V_PARTS, DV_OUT, v_count, splits, BN, AT_ONCE)
 
 
 def forward(
@@ -318,7 +322,7 @@ def forward(
         with on_device(q):
             hopper.compressed_window.forward(q, k, v, finite, lo, hi, o, lse, read, scale)
         return o, lse, read
-    shape = tuning.shape("compressed_window_forward", q, v)
+    shape = _shape("forward", q, v, chosen)
     with on_device(q):
         _forward[cdiv(length, shape.tokens), num_kv_heads, batch](
             q, k, v, finite, lo, hi, _bits(chosen), o, lse, read, *(whole or 4 * (None,)),
@@ -340,6 +344,10 @@ def _ahead(chosen: Chosen | None) -> int:
 def _stretches_of(chosen: Chosen | None) -> int:
     """Loops of a kernel: no key is seen by all rows for sure where each has its own blocks."""
     return 3 if chosen is None else 1
+
+
+def _shape(kernel: str, q: Tensor, v: Tensor, chosen: Chosen | None) -> Shape:
+    return tuning.shape(f"compressed_window_{kernel}", q, v) if chosen is None else tuning.masked_shape(kernel, q, v)
 
 
 def _sizes(shape: Shape, dk: int, dv: int, chosen: Chosen | None) -> tuple[int, ...]:
@@ -396,7 +404,7 @@ def added(parts: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if of_k.numel():
         with on_device(of_k):
             most = max(dk.numel(), dv.numel())
-            _add_parts[cdiv(most, ELEMENTS), 2](of_k, of_v, dk, dv, dk.numel(), dv.numel(), len(of_k), ELEMENTS)
+            _add_parts[cdiv(most, SUMS), 2](of_k, of_v, dk, dv, dk.numel(), dv.numel(), len(of_k), SUMS, PARTS_AT_ONCE)
     return dk, dv
 
 
@@ -411,7 +419,7 @@ def _gradient_of_queries(
     if lo is not None and hi is not None and variant("compressed_window_backward_q", q, k, v) is Variant.HOPPER:
         hopper.compressed_window.backward_q(q, k, v, finite, do, lo, hi, lse, delta, dq, scale)
         return
-    shape = tuning.shape("compressed_window_backward_q", q, v)
+    shape = _shape("backward_q", q, v, chosen)
     _backward_q[cdiv(length, shape.tokens), num_kv_heads, batch](
         q, k, v, finite, do, lo, hi, _bits(chosen), lse, delta, dq, *strides(q), *strides(k), *strides(v),
         length, num_keys, heads, num_kv_heads, heads // num_kv_heads, _ahead(chosen), scale, scale * LOG2E,
@@ -425,7 +433,7 @@ def _parts_of_keys(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """[splits, B, T, Hkv, D] of dk and of dv."""
     (batch, length, heads, dk), (num_keys, num_kv_heads, dv) = q.shape, v.shape[1:]
-    shape = tuning.shape("compressed_window_backward_kv", q, v)
+    shape = _shape("backward_kv", q, v, chosen)
     sizes = _sizes(shape, dk, dv, chosen)
     tiles = cdiv(num_keys, sizes[-1])
     splits = _splits(tiles * num_kv_heads * batch, length, enough)

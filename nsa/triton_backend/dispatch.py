@@ -25,9 +25,7 @@ MIN_CAPABILITY = (8, 0)
 
 KV_MAJOR_MIN_QUERIES = 2048  # below, the sort costs more than it saves
 MASKED_MIN_QUERIES = 1024  # below, too few tiles keep the GPU busy
-MASKED_MAX_KEYS = 4096  # beyond, most of what a query sees is not chosen
 MASKED_MAX_BLOCKS = 64  # the bits of a mask
-MASKED_MAX_GROUP = 8  # larger groups fill a product's rows with one query, and read its blocks alone
 KV_MAJOR_MAX_BLOCK_BYTES = 48 * 2**10  # of keys and values, which stay in shared memory
 HOPPER_CHANNELS = 128
 TMA_ALIGNMENT = 16  # bytes, of addresses and steps (CUDA driver API, cuTensorMapEncodeTiled)
@@ -105,14 +103,24 @@ def _hopper_selected(call: Call) -> bool:
     return call.blocks.size % tuning.shape(f"hopper.{call.computation}", call.q, call.v).keys == 0
 
 
-def _masked(call: Call) -> bool:
+def _masked(call: Call, *kernels: str) -> bool:
     """A step of keys, whose number is a power of two, must lie in one block, and all blocks in one mask."""
-    blocks = call.blocks
-    whole = blocks.sequence_tokens
+    blocks, whole = call.blocks, call.blocks.sequence_tokens
+    launches = [tuning.masked_launch(kernel, call.q, call.v) for kernel in kernels]
     queries, keys = (call.q.shape[1], call.k.shape[1]) if whole is None else (whole, whole)
-    short = queries >= MASKED_MIN_QUERIES and keys <= MASKED_MAX_KEYS and call.group <= MASKED_MAX_GROUP
+    short = queries >= MASKED_MIN_QUERIES and all(
+        launch is not None and keys <= launch.max_keys and call.group <= launch.max_group for launch in launches
+    )
     whole_steps = blocks.size >= tuning.MIN_DOT and blocks.size == next_power_of_2(blocks.size)
     return short and whole_steps and not blocks.packed and blocks.count <= MASKED_MAX_BLOCKS
+
+
+def _masked_forward(call: Call) -> bool:
+    return _masked(call, "forward")
+
+
+def _masked_backward(call: Call) -> bool:
+    return _masked(call, "backward_q", "backward_kv")
 
 
 def _kv_major_forward(call: Call) -> bool:
@@ -157,19 +165,19 @@ TABLE = {
         Rule(Variant.PLAIN, _any, "a tile of queries takes the blocks that any of them sees"),
     ),
     "selected_forward": (
-        Rule(Variant.MASKED, _masked, _SHORT),
+        Rule(Variant.MASKED, _masked_forward, _SHORT),
         Rule(Variant.KV_MAJOR, _kv_major_forward, "each block is read once: small groups, or an L2 that holds no head"),
         Rule(Variant.HOPPER, _hopper_selected, _ON_HOPPER),
         Rule(Variant.PLAIN, _any, "the heads of a group share each key; nothing is sorted"),
     ),
     "selected_backward_q": (
-        Rule(Variant.MASKED, _masked, _SHORT),
+        Rule(Variant.MASKED, _masked_backward, _SHORT),
         Rule(Variant.KV_MAJOR, _kv_major_dq, "the same; dk and dv read the blocks anyway, and dq comes along"),
         Rule(Variant.HOPPER, _hopper_selected, _ON_HOPPER),
         Rule(Variant.PLAIN, _any, "the heads of a group share each key; no partial dq goes through memory"),
     ),
     "selected_backward_kv": (
-        Rule(Variant.MASKED, _masked, _SHORT),
+        Rule(Variant.MASKED, _masked_backward, _SHORT),
         Rule(Variant.KV_MAJOR, _any, "a block's queries are only known from the inverted index; no atomics"),
     ),
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 from nsa.geometry import Layout
 from nsa.triton_backend import compressed_window
 from nsa.triton_backend.compressed_window import Chosen
-from nsa.triton_backend.launch import ELEMENTS, ENOUGH_PROGRAMS, finite_keys, on_device
+from nsa.triton_backend.launch import ENOUGH_PROGRAMS, ROWS, finite_keys, on_device
 from nsa.triton_backend.tile import kernel
 from nsa.triton_backend.tuning import cdiv
 
@@ -36,7 +36,7 @@ def _chosen(block_indices: Tensor, layout: Layout) -> Chosen:
     *rows, n = block_indices.shape
     bits = torch.empty(rows, dtype=torch.int64, device=block_indices.device)
     with on_device(bits):
-        _masks[cdiv(bits.numel(), ELEMENTS),](block_indices, bits, bits.numel(), n, ELEMENTS)
+        _masks[cdiv(bits.numel(), ROWS),](block_indices, bits, bits.numel(), n, ROWS)
     return Chosen(bits, layout.config.l_sel, layout.num_keys - layout.num_queries)
 
 

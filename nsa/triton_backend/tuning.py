@@ -42,6 +42,16 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True)
+class MaskedLaunch(LaunchConfig):
+    """How a kernel of `selected_masked.py` is launched, and which calls are sooner done with it."""
+
+    max_keys: int = 0
+    """Of the longest sequence."""
+    max_group: int = 0
+    """Heads per group."""
+
+
+@dataclass(frozen=True)
 class Table:
     """The launches of one architecture."""
 
@@ -53,6 +63,9 @@ class Table:
     """For up to twice as many, where that is not half of `narrow`."""
     slim: Mapping[str, LaunchConfig] = field(default_factory=dict)
     """For up to half as many, where that is not `narrow`."""
+    masked: Mapping[str, Mapping[str, MaskedLaunch]] = field(default_factory=dict)
+    """By width, then "forward", "backward_q" and "backward_kv": of the selected branch of short sequences, where that
+    was measured."""
     shapes: dict[tuple[object, ...], Shape] = field(default_factory=dict, init=False, compare=False, repr=False)
     """What `fit` has made of it: a call asks for the same shapes again and again."""
 
@@ -92,7 +105,11 @@ def shipped_table(capability: int) -> Table:
     path = TABLES / f"sm{capability}.json"
     found = json.loads((path if path.exists() else TABLES / f"sm{ANYWHERE}.json").read_text(encoding="utf-8"))
     widths = {width: {k: LaunchConfig(**launch) for k, launch in found.get(width, {}).items()} for width in WIDTHS}
-    return Table(found["how"], **widths)
+    masked = {
+        width: {k: MaskedLaunch(**launch) for k, launch in launches.items()}
+        for width, launches in found.get("masked", {}).items()
+    }
+    return Table(found["how"], **widths, masked=masked)
 
 
 @dataclass(frozen=True)
@@ -164,6 +181,21 @@ def num_sms(device: torch.device) -> int:
 def shape(kernel: str, q: Tensor, v: Tensor) -> Shape:
     """The tiles of a kernel for these queries [B, S, Hq, Dk] and values [B, T, Hkv, Dv]."""
     return fit(kernel, architecture.of(q.device), q.shape[2] // v.shape[2], q.shape[3], v.shape[3], q.dtype)
+
+
+def masked_launch(kernel: str, q: Tensor, v: Tensor) -> MaskedLaunch | None:
+    """The launch of "forward", "backward_q" or "backward_kv" in `selected_masked.py`; None where there is none."""
+    of_width, excess = width(q.shape[3], v.shape[3], q.dtype)
+    return table(architecture.of(q.device)).masked.get(of_width, {}).get(kernel) if excess == 1 else None
+
+
+def masked_shape(kernel: str, q: Tensor, v: Tensor) -> Shape:
+    """The tiles of that launch, which there must be."""
+    launch = masked_launch(kernel, q, v)
+    assert launch is not None, kernel
+    group, (dk, dv) = next_power_of_2(q.shape[2] // v.shape[2]), padded_channels(q.shape[3], v.shape[3])
+    tokens = max(launch.rows // group, 1, MIN_DOT // group)
+    return Shape(tokens, group, launch.keys, dk, dv, launch.num_warps, launch.num_stages, launch.max_registers)
 
 
 def fit(kernel: str, capability: int, group: int, dk: int, dv: int, dtype: torch.dtype) -> Shape:

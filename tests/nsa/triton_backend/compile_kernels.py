@@ -26,8 +26,8 @@ def main() -> None:
     hopper.AVAILABLE &= "portable" not in sys.argv
     by_block = {"return_value": True} if "by-block" in sys.argv else {"wraps": dispatch.sooner_by_block}
     with recorded(architecture) as launches, mock.patch.object(dispatch, "sooner_by_block", **by_block):
-        for most in (LENGTH, 0):
-            with mock.patch.object(dispatch, "MASKED_MAX_KEYS", most):
+        for least in (LENGTH, LENGTH + 1):  # of `selected_masked.py`
+            with mock.patch.object(dispatch, "MASKED_MIN_QUERIES", least):
                 call(Heads(group, dk, dv), LENGTH, LENGTH, backward="forward" not in sys.argv)
     needs, versions = {}, Counter[str]()
     for launch in launches:

@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 
 from nsa import triton_backend
 from nsa.triton_backend import dispatch, selected_kv_major
+from tests.nsa.triton_backend import masking
 
 CONFIG = nsa.NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=13)
 SHARING = {"all": (0, 0, 0), "none": (0, 1, 2), "selected and window": (0, 1, 1), "source and selected": (0, 0, 1)}
@@ -71,7 +72,8 @@ def forward_of_selected(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     """Real sizes take the KV-stationary forward, short ones masks, both of which add up the branches; tiny ones only
     when told to."""
     monkeypatch.setattr(dispatch, "KV_MAJOR_MIN_QUERIES", 1 if request.param == "merged" else 2**20)
-    monkeypatch.setattr(dispatch, "MASKED_MIN_QUERIES", 1 if request.param == "masked" else 2**20)
+    if request.param == "masked":
+        masking.serve(monkeypatch)
 
 
 @pytest.mark.usefixtures("forward_of_selected")

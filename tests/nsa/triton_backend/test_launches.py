@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from nsa import backends, triton_backend
 from nsa.triton_backend import dispatch
+from tests.nsa.triton_backend import masking
 from tests.nsa.triton_backend.launches import Launches, of_cache_write, of_call
 
 needs_interpreter = pytest.mark.skipif(not dispatch.interpreted(), reason="kernels are counted in the interpreter")
@@ -74,12 +75,6 @@ SORT_KERNELS = 6
 _NO_KERNELS = ("Memset", "Memcpy")
 
 
-@pytest.fixture
-def by_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels of longer sequences."""
-    monkeypatch.setattr(dispatch, "MASKED_MAX_KEYS", 0)
-
-
 def printed(names: list[str]) -> str:
     return "\n".join(f"{count} {name}" for name, count in Counter(names).items())
 
@@ -93,7 +88,6 @@ def names_of(*sizes: Any, **more: Any) -> list[list[str]]:
     return [forward, [one for one in backward if one != name]]
 
 
-@pytest.mark.usefixtures("by_block")
 @needs_interpreter
 def test_of_a_small_model() -> None:
     forward, backward = names_of(12, 2, 64, 2048)
@@ -102,7 +96,8 @@ def test_of_a_small_model() -> None:
 
 
 @needs_interpreter
-def test_of_a_short_text() -> None:
+def test_of_a_short_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    masking.serve(monkeypatch, 1024)
     forward, backward = names_of(12, 2, 64, 2048)
     assert Counter(forward) == SHORT_FORWARD, printed(forward)
     assert Counter(backward) == SHORT_BACKWARD, printed(backward)
@@ -118,14 +113,12 @@ def test_of_wide_groups() -> None:
     assert Counter(backward) == wanted, printed(backward)
 
 
-@pytest.mark.usefixtures("by_block")
 @needs_interpreter
 @pytest.mark.parametrize("length", [2049, 4096])
 def test_a_longer_text_launches_as_many(length: int) -> None:
     assert [Counter(names) for names in names_of(12, 2, 64, length)] == [FORWARD, BACKWARD]
 
 
-@pytest.mark.usefixtures("by_block")
 @needs_interpreter
 def test_a_tensor_of_each_branch_adds_one_pass_over_the_selected_keys() -> None:
     forward, backward = names_of(12, 2, 64, 2048, of_each_branch=True)
@@ -166,7 +159,6 @@ def test_a_write_by_indexing_is_found(monkeypatch: pytest.MonkeyPatch, paged: bo
     assert len(of_cache_write(paged=paged, length=47).names) >= 12
 
 
-@pytest.mark.usefixtures("by_block")
 @needs_interpreter
 def test_what_is_launched_too_often_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layout that PyTorch computes, as it was before."""

@@ -10,7 +10,8 @@ from nsa.geometry import Layout
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import compressed_window, dispatch, selected_masked
+from nsa.triton_backend import architecture, compressed_window, dispatch, selected_masked
+from tests.nsa.triton_backend import masking
 from tests.nsa.triton_backend.test_selected_kv_major import CONFIG, agree, draw, run
 
 MASKED = nsa.NSAConfig(l=4, d=2, l_sel=16, n_sel=3, w=13)
@@ -19,7 +20,7 @@ MASKED = nsa.NSAConfig(l=4, d=2, l_sel=16, n_sel=3, w=13)
 @pytest.fixture(autouse=True)
 def every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with several programs for the queries of a tile of keys."""
-    monkeypatch.setattr(dispatch, "MASKED_MIN_QUERIES", 1)
+    masking.serve(monkeypatch)
     monkeypatch.setattr(compressed_window, "MIN_TOKENS_PER_SPLIT", 16)
 
 
@@ -124,6 +125,33 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(
     assert not (true & ~found).any()
     assert not (found & ~sees).any()
     assert gradients[1][0, ~sees[:, 0]].isfinite().all(), "dq of a query that does not see it"
+
+
+@pytest.mark.parametrize("splits", [1, 7, 8, 9, 20])
+def test_partial_sums_add_up(device: torch.device, splits: int) -> None:
+    parts = [torch.randn(splits, 1, 37, 3, size, device=device) for size in (16, 24)]
+    for found, part in zip(compressed_window.added(parts, torch.float32), parts, strict=True):
+        torch.testing.assert_close(found, part.sum(0))
+
+
+def test_a_table_says_up_to_which_length_it_is_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of Hopper, with 12/2 heads of 64 and 32/8 of 128; one that was not measured never is."""
+    monkeypatch.undo()
+
+    def served(kernel: str, group: int, dim: int, keys: int, architecture_: int = 90) -> bool:
+        monkeypatch.setattr(architecture, "of_gpu", lambda _: architecture_)
+        k = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(1, keys, 1, dim)
+        q = k.expand(1, keys, group, dim)
+        return dispatch.variant(f"selected_{kernel}", q, k, k, dispatch.Blocks(64)) is dispatch.Variant.MASKED
+
+    assert served("forward", 6, 64, 4096)
+    assert not served("forward", 6, 64, 4097)
+    assert served("backward_q", 6, 64, 2048)
+    assert not served("backward_q", 6, 64, 2049)
+    assert served("forward", 4, 128, 2048)
+    assert not served("forward", 16, 128, 2048)
+    assert not served("backward_kv", 4, 128, 2048)
+    assert not served("forward", 6, 64, 2048, architecture_=86)
 
 
 def test_choices_of_none_read_nothing(device: torch.device) -> None:
