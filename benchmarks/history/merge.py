@@ -120,8 +120,8 @@ def impossible(record: Record) -> str | None:
 
 
 def _of_another(fingerprint: Fingerprint, where: str) -> str | None:
-    settings = fingerprint.gpu_settings
-    why = plausible.not_of_device(fingerprint.machine, fingerprint.device, settings.capped_w if settings else None)
+    capped_w = fingerprint.gpu_settings.capped_w if fingerprint.gpu_settings else None
+    why = plausible.not_of_device(fingerprint.machine, fingerprint.device, fingerprint.cpu, capped_w)
     return None if why is None else f"{where}.{why}"
 
 
