@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.ab.result import CompareVerdict
 from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.commands import options
 from benchmarks.history import incidents, merge, plausible, run_file
+from benchmarks.history.mutants import Header
 from harness.nvml import GpuSettings
 from regression import contract, ledger, runner
+from tests.benchmarks.comparisons import comparison_result
 from tests.benchmarks.stored import write
 from tests.benchmarks.synthetic import FINGERPRINT, failed, key, passed
 
@@ -183,6 +186,16 @@ def test_a_gpu_s_records_under_the_name_of_the_cpu_are_refused_by_file_and_line(
     assert why.startswith(f"{path}:{number}: {key(length=128).name}: record.fingerprint.machine 'cpu' must have ")
     assert why.endswith("got 'NVIDIA GeForce RTX 5090'; leave this out, and have it measured again")
     assert merged.new_lines == 1
+
+
+@pytest.mark.parametrize("folder", ["verdicts", "mutants"])
+def test_comparisons_and_mutants_of_another_device_are_refused_too(folder: str) -> None:
+    for device, sound in (("A CPU", True), ("NVIDIA GeForce RTX 5090", False)):
+        where = dataclasses.replace(FINGERPRINT, device=device)
+        verdict = dataclasses.replace(comparison_result(CompareVerdict.SAME), fingerprint=where)
+        made: Any = {"verdicts": verdict, "mutants": Header(where, "t" * 16, {"train": 20})}[folder]
+        found = merge.why_damaged(json.dumps(dataclasses.asdict(made)).encode(), Path(folder) / "one.jsonl")
+        assert found is None if sound else found is not None and "line.fingerprint.machine 'cpu' must have" in found
 
 
 @pytest.mark.parametrize("listed_as_processor", [True, False])
