@@ -240,13 +240,16 @@ def largest_suite(memory_gb: float) -> str:
     return suites.get(max((gb for gb in suites if gb <= memory_gb), default=0), _SUITE_OF_UNKNOWN)
 
 
-def why_not_of(machine_id: str, device: str, capped_w: int | None) -> str | None:
+def why_not_of(machine_id: str, device: str, processor: str | None, capped_w: int | None) -> str | None:
     """Why no record of this device can have this id; None where it follows from the device's name and power limit.
 
-    A GPU that is listed today may have been none when it was measured, and keeps the id that it had then.
+    `processor`: the host's, by the same record, which is the device of a CPU. A GPU that is listed today may have been
+    none when it was measured, and keeps the id that it had then.
     """
     if machine_id == CPU:
-        return f"machine {CPU!r} cannot be the GPU {device!r}" if _boards_named(device) else None
+        if device == processor and not _boards_named(device):
+            return None
+        return f"machine {CPU!r} must have the host's processor as its device, cpu {processor!r}; got {device!r}"
     uncapped = _CAPPED.sub("", machine_id)
     ids = _boards_named(device)
     if slug := _slug(device):

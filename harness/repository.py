@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 _TIMEOUT_S = 20
+_COMMIT = re.compile(r"[0-9a-f]{7,64}", re.ASCII)
 
 
 def git(*arguments: str) -> str | None:
@@ -23,6 +25,14 @@ def git(*arguments: str) -> str | None:
 def commit() -> str | None:
     """The working tree's commit."""
     return git("rev-parse", "HEAD")
+
+
+def commits_since(commit: str) -> int | None:
+    """How many commits the working tree's has that this one has not; None where git has no such commit here."""
+    if not _COMMIT.fullmatch(commit):  # of a record from elsewhere, which git must not take for an option
+        return None
+    counted = git("rev-list", "--count", f"{commit}..HEAD")
+    return None if counted is None else int(counted)
 
 
 def dirty() -> bool | None:

@@ -59,5 +59,5 @@ def _require_of_machine(fingerprint: Any, machine: str) -> None:
         raise ValueError(f"fingerprint.machine must be that of its folder, {machine!r}; got {named!r}")
     settings = fingerprint.get("gpu_settings")
     made = None if settings is None else schema.build(GpuSettings, settings, "fingerprint.gpu_settings")
-    if why := plausible.not_of_device(machine, device, made.capped_w if made else None):
+    if why := plausible.not_of_device(machine, device, fingerprint.get("cpu"), made.capped_w if made else None):
         raise ValueError(why)

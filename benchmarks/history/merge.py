@@ -120,8 +120,8 @@ def impossible(record: Record) -> str | None:
 
 
 def _of_another(fingerprint: Fingerprint, where: str) -> str | None:
-    settings = fingerprint.gpu_settings
-    why = plausible.not_of_device(fingerprint.machine, fingerprint.device, settings.capped_w if settings else None)
+    capped_w = fingerprint.gpu_settings.capped_w if fingerprint.gpu_settings else None
+    why = plausible.not_of_device(fingerprint.machine, fingerprint.device, fingerprint.cpu, capped_w)
     return None if why is None else f"{where}.{why}"
 
 
@@ -165,7 +165,7 @@ def why_damaged(line: bytes, path: Path) -> str | None:
 
 
 def _comparison(found: dict[str, Any]) -> None:
-    schema.build(ComparisonResult, found, "result")
+    _require_own_device(schema.build(ComparisonResult, found, "result").fingerprint)
 
 
 def _acceptance(found: dict[str, Any]) -> None:
@@ -177,7 +177,15 @@ def _alert(found: dict[str, Any]) -> None:
 
 
 def _mutant(found: dict[str, Any]) -> None:
-    schema.build(mutants.Header if "fingerprint" in found else mutants.MutantResult, found, "line")
+    if "fingerprint" in found:
+        _require_own_device(schema.build(mutants.Header, found, "line").fingerprint)
+    else:
+        schema.build(mutants.MutantResult, found, "line")
+
+
+def _require_own_device(fingerprint: Fingerprint) -> None:
+    if why := _of_another(fingerprint, "line"):
+        raise ValueError(why)
 
 
 _KINDS: dict[str, Callable[[dict[str, Any]], None]] = {

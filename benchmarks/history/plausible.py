@@ -53,12 +53,14 @@ def objection(value: Any, name: str) -> str | None:
     return None
 
 
-def not_of_device(machine: str, device: str, capped_w: int | None = None) -> str | None:
-    """Why no record of a device of this name and power limit can be of this machine; None where it can."""
+def not_of_device(machine: str, device: str, processor: str | None, capped_w: int | None) -> str | None:
+    """Why no record of a device of this name and power limit, beside the host's processor, can be of this machine, and
+    what to do; None where it can."""
     if forced.of(machine) is not None and forced.itself(machine) == machines.CPU:
-        return f"fingerprint.machine {machine!r} is forced, which a CPU cannot be"
-    why = machines.why_not_of(forced.itself(machine), device, capped_w)
-    return None if why is None else f"fingerprint.{why}"
+        why: str | None = f"machine {machine!r} is forced, which a CPU cannot be"
+    else:
+        why = machines.why_not_of(forced.itself(machine), device, processor, capped_w)
+    return None if why is None else f"fingerprint.{why}; leave this out, and have it measured again"
 
 
 def hidden(text: str, name: str, *, allowed: str = "") -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,6 @@ from benchmarks.report.links import Link, Repository
 from benchmarks.report.mutants import Commit
 from benchmarks.report.table import BAD, GOOD, PLAIN
 from harness import forced
-
-_COMMIT = re.compile(r"-\d{8}-(?P<commit>[0-9a-f]{7,40})-", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -47,13 +44,14 @@ def laws(results: Path, repository: Repository) -> HeadlineNumber:
         return HeadlineNumber("Laws and tests", "none recorded", PLAIN)
     counts = found[name].counts
     text = f"{counts.failed} of {counts.tried} failed" if counts.failed else f"{counts.passed} passed"
-    commit = _COMMIT.search(name)
+    where = law_summaries.NAME.fullmatch(Path(name).stem)
     return HeadlineNumber(
         "Laws and tests",
         text,
         BAD if counts.failed else GOOD,
-        repository.commit(commit["commit"]) if commit else None,
+        repository.commit(where["commit"]) if where else None,
         file=f"laws/{name}" if counts.failed else None,
+        note=f"on {where['machine']}" if where else None,
     )
 
 
@@ -69,8 +67,8 @@ def incidents(entries: Sequence[IncidentReplay], repository: Repository, page: s
     text = f"{len(red)} of {len(known)} red" if red else f"{len(known)} green"
     text += f", {len(left_out)} not run" if left_out else ""
     kind = BAD if red else PLAIN if left_out else GOOD
-    commit = repository.commit(runs[0][0].fingerprint.commit)
-    return HeadlineNumber("Incidents", text, kind, commit, page)
+    where = runs[0][0].fingerprint
+    return HeadlineNumber("Incidents", text, kind, repository.commit(where.commit), page, note=f"on {where.machine}")
 
 
 def mutants(commits: Sequence[Commit], repository: Repository, page: str) -> HeadlineNumber:

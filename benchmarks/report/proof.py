@@ -1,14 +1,15 @@
-"""What is proven on which machine: for every GPU family what was compiled, what ran forced, and what ran truly.
+"""What is proven on which machine: for every GPU family what was compiled and ran forced, for every machine what ran.
 
 From records alone. Compiling needs no GPU: a summary of tests under results/laws counts by architecture what the
 compiler accepted (`conversion.summarize_junit`). A record whose name, or whose machine's, ends in -forced-sm86 or
 -forced-sm86-24gb ran on another GPU by the tables and kernels of that architecture (`harness.forced`), which proves
-correctness and fit, and no speed. What ran truly is of the family that the record's machine is.
+correctness and fit, and no speed. What ran truly is of the machine that the record names and of no other: a slice
+proves nothing of its board, nor a capped board of one at its own limit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,14 +18,15 @@ from benchmarks.history import laws as law_summaries
 from benchmarks.history.laws import LawSummary, OutcomeCounts
 from benchmarks.history.store import CaseVisit, Store
 from benchmarks.report.ledger import SKIPPED, IncidentReplay, Where
-from benchmarks.report.links import Link, Repository
-from benchmarks.report.table import BAD, GOOD, Cell, ReportTable
+from benchmarks.report.links import Repository
+from benchmarks.report.table import BAD, CODE, GOOD, Cell, ReportTable
 from harness import forced, machines
 from harness.fingerprint import Fingerprint
 from harness.forced import Forced
+from harness.repository import commits_since
 
 HEAD = (
-    "GPU family",
+    "GPU family, machine",
     "compute capability",
     "compiled",
     "ran forced",
@@ -34,6 +36,8 @@ HEAD = (
     "calibration",
     "baseline",
 )
+_OWN = HEAD[-5:]
+"""The columns that are a machine's own; those before them are of an architecture."""
 NOTHING = "–"
 
 
@@ -67,36 +71,63 @@ def table(
     calibrated: Iterable[str],
     repository: Repository,
 ) -> ReportTable:
-    """A row per family of harness/machines.toml, then one for the CPU and for GPUs that are not listed, where they have
-    records. `runs`: machine, number of cases that its newest figures are of, and the run of the newest."""
-    laws, ran = law_records(results), list(runs)
-    baselines = {entry.machine for entry in accepted.read(results)[0]}
-    calibrated_here = set(calibrated)
+    """A row per family of harness/machines.toml, and below it one per machine that has records; then the CPU and the
+    GPUs that are not listed, where they have some. `runs`: machine, number of cases that its newest figures are of, and
+    the run of the newest."""
+    laws = law_records(results)
+    own = _by_machine(results, laws, runs, incidents, calibrated, repository)
     rows = []
-    for name in (*machines.families(), machines.CPU, machines.UNKNOWN_GPU):
-        family = machines.families().get(name)
-        architecture = "" if family is None else "{}{}".format(*family.compute_capability)
-        own = [
+    for family in machines.families().values():
+        architecture = "{}{}".format(*family.compute_capability)
+        of_family = [
+            Cell(family.title),
+            Cell("{}.{}".format(*family.compute_capability)),
             _compiled(laws, architecture, repository),
             _forced(results, architecture, laws, incidents, repository),
-            _laws([one for one in laws if _is_of(one.machine, name) and one.forced is None], repository),
-            _incidents([entry for entry in incidents if _is_of(entry.fingerprint.machine, name)], repository),
-            _measured([(count, run) for machine, count, run in ran if count and _is_of(machine, name)], repository),
-            Cell("calibrated", GOOD) if any(_is_of(one, name) for one in calibrated_here) else Cell(NOTHING),
-            Cell("accepted", GOOD) if any(_is_of(one, name) for one in baselines) else Cell(NOTHING),
         ]
-        if family is None and all(cell.text == NOTHING for cell in own):
-            continue
-        title = family.title if family else "the CPU" if name == machines.CPU else "GPUs that are not listed"
-        capability = "{}.{}".format(*family.compute_capability) if family else NOTHING
-        rows.append([Cell(title), Cell(capability), *own])
+        measured = _rows_of(family.id, own)
+        rows += [of_family + [Cell("" if measured else NOTHING)] * len(_OWN), *measured]
+    for name, title in ((machines.CPU, "the CPU"), (machines.UNKNOWN_GPU, "GPUs that are not listed")):
+        if measured := _rows_of(name, own):
+            rows += [[Cell(title), *[Cell("")] * (len(HEAD) - 1)], *measured]
     return ReportTable(HEAD, rows)
 
 
+def _by_machine(
+    results: Path,
+    laws: Sequence[LawRecord],
+    runs: Iterable[tuple[str, int, Fingerprint]],
+    incidents: Sequence[IncidentReplay],
+    calibrated: Iterable[str],
+    repository: Repository,
+) -> dict[str, list[Cell]]:
+    """The cells of `_OWN` of each machine that fills one of them."""
+    ran = {machine: (count, run) for machine, count, run in runs if count}
+    baselines = {entry.machine for entry in accepted.read(results)[0]}
+    calibrated_here = set(calibrated)
+    summed_up = {one.machine for one in laws if one.forced is None}
+    names = {*ran, *baselines, *calibrated_here, *summed_up, *(entry.fingerprint.machine for entry in incidents)}
+    found = {
+        name: [
+            _laws([one for one in laws if one.machine == name and one.forced is None], repository),
+            _incidents([entry for entry in incidents if entry.fingerprint.machine == name], repository),
+            _measured(*ran[name], repository) if name in ran else Cell(NOTHING),
+            Cell("calibrated", GOOD) if name in calibrated_here else Cell(NOTHING),
+            Cell("accepted", GOOD) if name in baselines else Cell(NOTHING),
+        ]
+        for name in sorted(names)
+        if forced.of(name) is None
+    }
+    return {name: cells for name, cells in found.items() if any(cell.text != NOTHING for cell in cells)}
+
+
+def _rows_of(family: str, own: Mapping[str, Sequence[Cell]]) -> list[list[Cell]]:
+    """A row for each machine of a family: a board, a slice of one, one that is capped; or a GPU that is not listed."""
+    blank = [Cell("")] * (len(HEAD) - 1 - len(_OWN))
+    return [[Cell(name, CODE), *blank, *cells] for name, cells in own.items() if _is_of(name, family)]
+
+
 def _is_of(machine: str, family: str) -> bool:
-    """Whether a machine is of this family, as one of its boards or as a slice of one; or a GPU that is not listed."""
-    if forced.of(machine) is not None:
-        return False
     if family == machines.UNKNOWN_GPU:
         return machine == family or machine.startswith(f"{family}-")
     return machines.same_family(machines.whole_board(machine), family)
@@ -107,7 +138,7 @@ def _compiled(laws: Sequence[LawRecord], architecture: str, repository: Reposito
     for one in reversed(laws):
         counts = one.summary.architectures.get(architecture)
         if counts is not None and counts.tried:
-            return _counted(counts, repository.commit(one.commit), one.summary.utc)
+            return _counted(counts, one, repository)
     return Cell(NOTHING)
 
 
@@ -124,7 +155,7 @@ def _forced(
     cells = []
     newest = _newest([one for one in laws if one.forced and one.forced.architecture == f"sm{architecture}"])
     if newest is not None and newest.forced is not None:
-        counted = _counted(newest.summary.counts, repository.commit(newest.commit), newest.summary.utc)
+        counted = _counted(newest.summary.counts, newest, repository)
         where = _where(newest.machine, newest.forced)
         cells.append(Cell(f"laws {counted.text}{where}", counted.kind, counted.href))
     by_machine: dict[str, list[IncidentReplay]] = {}
@@ -170,7 +201,7 @@ def _laws(found: Sequence[LawRecord], repository: Repository) -> Cell:
     newest = _newest(found)
     if newest is None:
         return Cell(NOTHING)
-    return _counted(newest.summary.counts, repository.commit(newest.commit), newest.summary.utc)
+    return _counted(newest.summary.counts, newest, repository)
 
 
 def _newest(found: Sequence[LawRecord]) -> LawRecord | None:
@@ -180,26 +211,36 @@ def _newest(found: Sequence[LawRecord]) -> LawRecord | None:
     return None if newest is None else by_file[newest]
 
 
-def _counted(counts: OutcomeCounts, commit: Link, utc: str) -> Cell:
-    text = f"{counts.passed} of {counts.tried} at {commit.text}" + (f", {utc[:10]}" if utc else "")
+def _counted(counts: OutcomeCounts, record: LawRecord, repository: Repository) -> Cell:
+    commit = repository.commit(record.commit)
+    text = f"{counts.passed} of {counts.tried} at {_state(record.commit, False, record.summary.utc, repository)}"
     return Cell(text, BAD if counts.failed else GOOD, commit.href)
 
 
-def _measured(of_family: Sequence[tuple[int, Fingerprint]], repository: Repository) -> Cell:
-    """How many cases have figures, on all boards of a family."""
-    if not of_family:
-        return Cell(NOTHING)
-    state = _states([run for _, run in of_family], repository)
-    return Cell(f"{sum(count for count, _ in of_family)} cases {state}", GOOD)
+def _measured(count: int, newest: Fingerprint, repository: Repository) -> Cell:
+    """How many cases have figures."""
+    return Cell(f"{count} cases {_states([newest], repository)}", GOOD)
 
 
 def _states(runs: Sequence[Fingerprint | Where], repository: Repository) -> str:
-    """The commit and day of the newest run, with its changes where the tree was dirty; and of the oldest where that is
-    another commit's."""
+    """Of the newest run, and of the oldest where that is of another commit."""
     first, last = (choose(runs, key=lambda run: run.utc) for choose in (min, max))
-    newest, oldest = (f"{repository.commit(run.commit).text}{' + changes' * bool(run.dirty)}" for run in (last, first))
-    text = f"at {newest}, {last.utc[:10]}"
-    return text if newest == oldest else f"{text} (oldest at {oldest}, {first.utc[:10]})"
+    oldest, newest = (_state(run.commit, bool(run.dirty), run.utc, repository) for run in (first, last))
+    same = (first.commit, bool(first.dirty)) == (last.commit, bool(last.dirty))
+    return f"at {newest}" if same else f"at {newest} (oldest at {oldest})"
+
+
+def _state(commit: str | None, dirty: bool, utc: str, repository: Repository) -> str:
+    """A commit, with its changes where the tree was dirty; the day; how many commits ago, where git knows it here."""
+    name = repository.commit(commit).text + (" + changes" if dirty else "")
+    return ", ".join(part for part in (name, utc[:10], _ago(commit)) if part)
+
+
+def _ago(commit: str | None) -> str:
+    behind = None if commit is None else commits_since(commit)
+    if behind is None:
+        return ""
+    return f"{behind} commit{'s' * (behind > 1)} ago" if behind else "this commit"
 
 
 def _incidents(entries: Sequence[IncidentReplay], repository: Repository) -> Cell:

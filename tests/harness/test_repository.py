@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,8 @@ from harness import repository
 from harness.repository import ROOT
 
 pytestmark = pytest.mark.skipif(repository.commit() is None, reason="needs git and its history")
+
+AUTHOR = ["-c", "user.name=a", "-c", "user.email=a@b"]
 
 
 def ignored(path: str) -> bool:
@@ -38,3 +41,15 @@ def test_what_a_run_writes_is_ignored(path: str) -> None:
 )
 def test_what_a_person_decides_is_not(path: str) -> None:
     assert not ignored(path)
+
+
+def test_commits_since_counts_to_the_working_tree_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repository, "ROOT", tmp_path)
+    made = []
+    for command in (["init", "-q"], *(["commit", "-q", "--allow-empty", "-m", f"{n}"] for n in range(3))):
+        subprocess.run(["git", "-C", str(tmp_path), *AUTHOR, *command], check=True)
+        made.append(repository.commit())
+    assert [repository.commits_since(str(one)) for one in made[1:]] == [2, 1, 0]
+    assert repository.commits_since(str(made[1])[:10]) == 2
+    for unknown in ("0123456789", "--all", "HEAD", ""):
+        assert repository.commits_since(unknown) is None

@@ -86,7 +86,7 @@ def test_a_damaged_line_is_refused_by_name_and_the_others_come(
 
 
 def incident_line(name: str, **changes: object) -> str:
-    where = {"machine": "cpu", "device": "A CPU"}
+    where = {"machine": "cpu", "device": "A CPU", "cpu": "A CPU"}
     judged = {"part": "product", "expects": "PASSED", "verdict": "PASSED", "ok": True}
     found = {"fingerprint": where, "incident": name, **judged, "schema_version": 1, **changes}
     return json.dumps({field: value for field, value in found.items() if value is not None})

@@ -9,17 +9,20 @@ from typing import Any
 
 import pytest
 
+from benchmarks.ab.result import CompareVerdict
 from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.commands import options
 from benchmarks.history import incidents, merge, plausible, run_file
+from benchmarks.history.mutants import Header
 from harness.nvml import GpuSettings
 from regression import contract, ledger, runner
+from tests.benchmarks.comparisons import comparison_result
 from tests.benchmarks.stored import write
 from tests.benchmarks.synthetic import FINGERPRINT, failed, key, passed
 
 GREEN_LINE = {
-    "fingerprint": {"machine": "cpu", "device": "A CPU"}, "incident": "x", "part": "product", "expects": "PASSED",
-    "verdict": "PASSED", "ok": True, "schema_version": 1,
+    "fingerprint": {"machine": "cpu", "device": "A CPU", "cpu": "A CPU"}, "incident": "x", "part": "product",
+    "expects": "PASSED", "verdict": "PASSED", "ok": True, "schema_version": 1,
 }  # fmt: skip
 
 
@@ -81,6 +84,10 @@ def test_a_line_of_an_incident_is_refused_and_the_others_come_along(tmp_path: Pa
         ({"part": "soak", "verdict": "SKIPPED"}, "ok must be false with the verdict SKIPPED"),
         ({"fingerprint": {"machine": "h200", "device": "A CPU"}}, "fingerprint.machine must be that of its folder"),
         ({"fingerprint": {"machine": "cpu"}}, "fingerprint.device must be str; got None"),
+        (
+            {"fingerprint": {"machine": "cpu", "device": "NVIDIA GeForce RTX 5090", "cpu": "A CPU"}},
+            "device, cpu 'A CPU'; got 'NVIDIA GeForce RTX 5090'; leave this out, and have it measured again",
+        ),
         ({"verdict": "SKIPPED"}, None),
         ({"part": "faulty", "expects": "LEAK", "verdict": "LEAK"}, None),
         ({"part": "faulty", "expects": "LEAK", "verdict": "LEAK", "ok": False}, None),
@@ -113,7 +120,9 @@ def test_incidents_are_known_by_their_suites_words() -> None:
         ("a100-80gb-sxm", "NVIDIA A100-SXM4-80GB MIG 3g.40gb", None, "that is a100-80gb-sxm-mig-3g-40gb"),
         ("h200-capped-400w", "NVIDIA H200", None, "is capped, and the record's power limits say no limit"),
         ("h200-capped-400w", "NVIDIA H200", 500.0, "is capped, and the record's power limits say 500 W"),
-        ("cpu", "NVIDIA H200", None, "machine 'cpu' cannot be the GPU 'NVIDIA H200'"),
+        ("cpu", "NVIDIA H200", None, "must have the host's processor as its device, cpu 'A CPU'; got 'NVIDIA H200'"),
+        ("cpu", "NVIDIA GeForce RTX 5090", None, "cpu 'A CPU'; got 'NVIDIA GeForce RTX 5090'"),
+        ("cpu", "AMD EPYC", None, "cpu 'A CPU'; got 'AMD EPYC'"),
         ("cpu-forced-sm86", "A CPU", None, "'cpu-forced-sm86' is forced, which a CPU cannot be"),
         ("h200-forced-sm86-24gb", "A CPU", None, "machine 'h200' does not follow from the device's name 'A CPU'"),
         ("h200-forced-sm86-24gb", "NVIDIA H200", None, None),
@@ -121,7 +130,7 @@ def test_incidents_are_known_by_their_suites_words() -> None:
         ("a100-80gb-sxm-mig-3g-40gb", "NVIDIA A100-SXM4-80GB MIG 3g.40gb", None, None),
         ("gpu-geforce-rtx-5090", "NVIDIA GeForce RTX 5090", None, None),
         ("gpu-h200", "NVIDIA H200", None, None),
-        ("cpu", "AMD EPYC", None, None),
+        ("cpu", "A CPU", None, None),
     ],
 )
 def test_a_machine_follows_from_its_device(machine: str, device: str, limit_w: float | None, why: str | None) -> None:
@@ -162,6 +171,38 @@ def test_everything_that_is_kept_would_be_merged_again(tmp_path: Path) -> None:
     merge.merge(options.RESULTS, tmp_path, merged)
     assert merged.refused == []
     assert merged.new_lines > 0
+
+
+def test_a_gpu_s_records_under_the_name_of_the_cpu_are_refused_by_file_and_line(tmp_path: Path) -> None:
+    gpu = dataclasses.replace(FINGERPRINT, device="NVIDIA GeForce RTX 5090")
+    good = passed(key())
+    write(tmp_path / "theirs", good, dataclasses.replace(passed(key(length=128)), fingerprint=gpu))
+    (path,) = tmp_path.glob("theirs/runs/cpu/*.jsonl")
+    lines = path.read_text().splitlines()
+    number = next(n for n, line in enumerate(lines, 1) if "s128" in line)
+    merged = merge.MergeResult()
+    merge.merge(tmp_path / "theirs", tmp_path / "ours", merged)
+    (why,) = merged.refused
+    assert why.startswith(f"{path}:{number}: {key(length=128).name}: record.fingerprint.machine 'cpu' must have ")
+    assert why.endswith("got 'NVIDIA GeForce RTX 5090'; leave this out, and have it measured again")
+    assert merged.new_lines == 1
+
+
+@pytest.mark.parametrize("folder", ["verdicts", "mutants"])
+def test_comparisons_and_mutants_of_another_device_are_refused_too(folder: str) -> None:
+    for device, sound in (("A CPU", True), ("NVIDIA GeForce RTX 5090", False)):
+        where = dataclasses.replace(FINGERPRINT, device=device)
+        verdict = dataclasses.replace(comparison_result(CompareVerdict.SAME), fingerprint=where)
+        made: Any = {"verdicts": verdict, "mutants": Header(where, "t" * 16, {"train": 20})}[folder]
+        found = merge.why_damaged(json.dumps(dataclasses.asdict(made)).encode(), Path(folder) / "one.jsonl")
+        assert found is None if sound else found is not None and "line.fingerprint.machine 'cpu' must have" in found
+
+
+@pytest.mark.parametrize("listed_as_processor", [True, False])
+def test_a_listed_gpu_is_no_processor(listed_as_processor: bool) -> None:
+    device = "NVIDIA H200" if listed_as_processor else "AMD EPYC"
+    found = plausible.not_of_device("cpu", device, device, None)
+    assert (found is not None) is listed_as_processor
 
 
 def test_a_record_names_its_case(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def law(results: Path, name: str, utc: str, passed: int, failed: int = 0, **more
 
 
 def rows(results: Path, **cases: int) -> dict[str, dict[str, Cell]]:
-    """By the family's title, then by column."""
+    """By the family's title or the machine's name, then by column."""
     calibrated = [path.stem for path in calibration.path(results, "x").parent.glob("*.json")]
     runs = [(name, count, RUN) for name, count in cases.items()]
     found = proof.table(results, runs, ledger.read(results)[0], calibrated, Repository())
@@ -52,7 +52,7 @@ def test_a_compiled_architecture_is_that_of_every_family_that_has_it(tmp_path: P
     for title in ("NVIDIA H100", "NVIDIA H200"):
         assert (found[title]["compiled"].text, found[title]["compiled"].kind) == ("9 of 10 at aaaaaaa, 2026-01-01", BAD)
     assert found["NVIDIA A100"]["compiled"].text == "–"  # skipped is not tried
-    assert found["NVIDIA H200"]["laws"].text == "2561 of 2561 at bbbbbbb, 2026-01-02"
+    assert found["h200"]["laws"].text == "2561 of 2561 at bbbbbbb, 2026-01-02"
     assert found["NVIDIA H100"]["laws"].text == "–"
     assert "the CPU" not in found  # what only compiled there ran no law
 
@@ -90,20 +90,62 @@ def test_an_unlisted_gpu_that_ran_forced_is_no_gpu_that_is_not_listed(tmp_path: 
     assert "GPUs that are not listed" not in rows(tmp_path, **{"gpu-geforce-rtx-5090-forced-sm86": 3})
 
 
-def test_a_board_s_records_are_its_family_s(tmp_path: Path) -> None:
-    law(tmp_path, "a100-80gb-pcie-20260101-aaaaaaaaaa-laws", "2026-01-01", 700)
-    found = rows(tmp_path, **{"a100-80gb-pcie": 12, "a100-40gb-sxm-capped-250w": 3})
-    assert found["NVIDIA A100"]["laws"].text == "700 of 700 at aaaaaaa, 2026-01-01"
-    assert found["NVIDIA A100"]["bench"].text == f"15 cases {AT}"
-    assert found["NVIDIA H100"]["laws"].text == "–"
+OF_A_MACHINE = proof.HEAD[4:]
+
+
+def test_a_record_fills_the_row_of_its_machine_and_of_no_other_of_the_family(tmp_path: Path) -> None:
+    law(tmp_path, "a100-80gb-sxm-mig-3g-40gb-20260101-aaaaaaaaaa-laws", "2026-01-01", 700)
+    law(tmp_path, "a100-80gb-sxm-20260102-bbbbbbbbbb-laws", "2026-01-02", 800)
+    benched = {"a100-80gb-sxm-mig-3g-40gb": 12, "3090-capped-280w": 3, "gpu-geforce-rtx-3090-laptop-gpu": 2}
+    found = rows(tmp_path, **benched)
+    assert list(found)[:4] == ["NVIDIA A100", "a100-80gb-sxm", "a100-80gb-sxm-mig-3g-40gb", "NVIDIA GeForce RTX 3090"]
+    assert list(found)[4:6] == ["3090-capped-280w", "NVIDIA GeForce RTX 4090"]
+    assert list(found)[-2:] == ["GPUs that are not listed", "gpu-geforce-rtx-3090-laptop-gpu"]
+    told = {row: {name: cell.text for name, cell in cells.items()} for row, cells in found.items()}
+    piece, whole = told["a100-80gb-sxm-mig-3g-40gb"], told["a100-80gb-sxm"]
+    assert (piece["laws"], piece["bench"]) == ("700 of 700 at aaaaaaa, 2026-01-01", f"12 cases {AT}")
+    assert (whole["laws"], whole["bench"]) == ("800 of 800 at bbbbbbb, 2026-01-02", "–")
+    assert told["3090-capped-280w"]["bench"] == f"3 cases {AT}"
+    assert told["gpu-geforce-rtx-3090-laptop-gpu"]["bench"] == f"2 cases {AT}"
+    for family in ("NVIDIA A100", "NVIDIA GeForce RTX 3090", "GPUs that are not listed"):
+        assert {told[family][name] for name in OF_A_MACHINE} == {""}, family
+    assert {told["NVIDIA H100"][name] for name in OF_A_MACHINE} == {"–"}
+
+
+def test_a_slice_s_incidents_calibration_and_baseline_are_not_its_board_s(tmp_path: Path) -> None:
+    part = "a100-80gb-pcie-mig-1g-10gb"
+    write_incidents(tmp_path, 6)
+    write_accepted(tmp_path)
+    for path in (*tmp_path.glob("regression/h200/*.jsonl"), *tmp_path.glob("baselines/*.jsonl")):
+        path.write_text(path.read_text().replace('"h200"', f'"{part}"'))
+    runs = [("a100-80gb-pcie", 4, RUN)]
+    table = proof.table(tmp_path, runs, ledger.read(tmp_path)[0], [part], Repository())
+    found = {row[0].text: [cell.text for cell in row[-5:]] for row in table.rows}
+    assert found[part] == ["–", "4 green at 7c2b3ab, 2026-01-07", "–", "calibrated", "accepted"]
+    assert found["a100-80gb-pcie"] == ["–", "–", f"4 cases {AT}", "–", "–"]
+    assert "h200" not in found
+
+
+def test_a_commit_says_how_far_back_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "commits_since", {"a" * 10: 0, "b" * 10: 1, "c" * 40: 99}.get)
+    architectures = {"86": {"passed": 10}}
+    law(tmp_path, "cpu-20260101-dddddddddd-compiled", "2026-01-01", 10, architectures=architectures)
+    law(tmp_path, "h200-20260102-bbbbbbbbbb-laws-forced-sm86-24gb", "2026-01-02", 700)
+    law(tmp_path, "h200-20260103-aaaaaaaaaa-laws", "2026-01-03", 700)
+    found = rows(tmp_path, h200=20)
+    forced = found["NVIDIA GeForce RTX 3090"]["ran forced"].text
+    assert forced == "laws 700 of 700 at bbbbbbb, 2026-01-02, 1 commit ago, on h200 with 24 GB"
+    assert found["h200"]["laws"].text == "700 of 700 at aaaaaaa, 2026-01-03, this commit"
+    assert found["h200"]["bench"].text == f"20 cases {AT}, 99 commits ago"
+    assert found["NVIDIA GeForce RTX 3090"]["compiled"].text == "10 of 10 at ddddddd, 2026-01-01"  # git knows none
 
 
 def test_a_part_of_the_laws_does_not_hide_the_whole(tmp_path: Path) -> None:
     law(tmp_path, "h200-20260101-aaaaaaaaaa-laws", "2026-01-01", 1999, 1)
     law(tmp_path, "h200-20260102-bbbbbbbbbb-hopper", "2026-01-02", 264)
-    assert rows(tmp_path)["NVIDIA H200"]["laws"].text == "1999 of 2000 at aaaaaaa, 2026-01-01"
+    assert rows(tmp_path)["h200"]["laws"].text == "1999 of 2000 at aaaaaaa, 2026-01-01"
     law(tmp_path, "h200-20260103-cccccccccc-laws", "2026-01-03", 2000)
-    assert rows(tmp_path)["NVIDIA H200"]["laws"].kind == GOOD
+    assert rows(tmp_path)["h200"]["laws"].kind == GOOD
 
 
 def test_what_ran_on_a_machine(tmp_path: Path) -> None:
@@ -111,16 +153,16 @@ def test_what_ran_on_a_machine(tmp_path: Path) -> None:
     write_calibration(tmp_path)
     write_accepted(tmp_path)
     found = rows(tmp_path, h200=20)
-    told = {name: cell.text for name, cell in found["NVIDIA H200"].items()}
+    told = {name: cell.text for name, cell in found["h200"].items()}
     assert (told["incidents"], told["bench"], told["baseline"], told["calibration"]) == (
         "4 green at 7c2b3ab, 2026-01-07",
         f"20 cases {AT}",
         "accepted",
         "–",
     )
-    assert found["the CPU"]["calibration"].text == "calibrated"
+    assert found["cpu"]["calibration"].text == "calibrated"
     write_incidents(tmp_path, SLOWER_FROM, red="window-leak")
-    assert rows(tmp_path)["NVIDIA H200"]["incidents"].text.startswith("1 of 4 red at ")
+    assert rows(tmp_path)["h200"]["incidents"].text.startswith("1 of 4 red at ")
 
 
 def test_an_incident_that_was_skipped_is_named(tmp_path: Path) -> None:
@@ -131,7 +173,7 @@ def test_an_incident_that_was_skipped_is_named(tmp_path: Path) -> None:
         if line["incident"] == "dup-blocks":
             line |= {"verdict": "SKIPPED", "ok": True}
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    told = rows(tmp_path)["NVIDIA H200"]["incidents"]
+    told = rows(tmp_path)["h200"]["incidents"]
     assert (told.text, told.kind) == ("3 green, 1 skipped: dup-blocks, at 7c2b3ab, 2026-01-07", GOOD)
 
 

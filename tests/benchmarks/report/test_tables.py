@@ -94,7 +94,7 @@ def test_a_run_that_was_cut_off_says_what_it_did_not_replay(tmp_path: Path) -> N
         table = ledger.rows(ledger.read(tmp_path)[0], {})
         assert column(table, "not run") == [wanted, "none"]
     said = evidence.incidents(ledger.read(tmp_path)[0], Repository(), "ledger.html")
-    assert (said.text, said.kind) == ("1 green, 4 not run", "plain")
+    assert (said.text, said.kind, said.note) == ("1 green, 4 not run", "plain", "on h200")
 
 
 @pytest.mark.parametrize(

@@ -254,6 +254,7 @@ def test_laws_incidents_and_mutants_are_of_the_newest_that_has_them(tmp_path: Pa
     (folder / "other.json").write_text('{"utc": "2027"}')
     found = evidence.laws(tmp_path, GITHUB)
     assert (found.text, found.kind, found.commit) == ("3 of 13 failed", "bad", GITHUB.commit("b" * 10))
+    assert found.note == "on h200"
     assert found.file == f"laws/h200-20261122-{'b' * 10}-laws.json"
     compiled = {"86": {"passed": 22}}
     more: list[tuple[int, dict[str, object], str, str]] = [
