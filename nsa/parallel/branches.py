@@ -133,8 +133,9 @@ def _gradients(
     dgates = torch.empty_like(gates)
     given: list[list[list[Tensor]]] = []  # of each piece, of each branch
     chosen: list[Tensor] = []
-    for number, piece in enumerate(plan.queries):
-        *kept, blocks = of_pieces[number * _SAVED_OF_PIECE : (number + 1) * _SAVED_OF_PIECE]
+    pieces = plan.queries[::-1]  # as `RowSum` takes them
+    saved_of_pieces = [of_pieces[i : i + _SAVED_OF_PIECE] for i in range(0, len(of_pieces), _SAVED_OF_PIECE)][::-1]
+    for piece, (*kept, blocks) in zip(pieces, saved_of_pieces, strict=True):
         own = piece.rows
         of_branches, dgates[:, own] = run.gated_rows(
             do[:, own], [x[:, own] for x in dlse], kept[:3], kept[3:], gates[:, own]
@@ -143,9 +144,9 @@ def _gradients(
         chosen.append(padded(blocks, piece, -1))
 
     keys, vals = plan.window_halo.joined(k_win, k_near), plan.window_halo.joined(v_win, v_near)
-    dq: list[list[Tensor]] = [[] for _ in plan.queries]
-    sums = [_zeros(x) for x in (keys, vals)]
-    for piece, rows, parts in zip(plan.queries, given, dq, strict=True):
+    dq: list[list[Tensor]] = [[] for _ in pieces]
+    sums = [RowSum(x) for x in (keys, vals)]
+    for piece, rows, parts in zip(pieces, given, dq, strict=True):
         near = window_keys(keys, piece), window_keys(vals, piece)
         of_q, *gradients = run.window_attention_backward(
             rows.pop(), padded(q[:, piece.rows], piece), *near, piece.window, scale
@@ -153,39 +154,79 @@ def _gradients(
         parts.append(of_q)
         begin, count = piece.window_before, piece.window_rows.stop - piece.window_rows.start
         _add(sums, piece.window_rows, [x[:, begin : begin + count] for x in gradients])
-    of_window = [plan.window_halo.start_sum(x, q.dtype) for x in sums]
+    of_window = [plan.window_halo.start_sum(x.total(), q.dtype) for x in sums]
 
     keys, vals = (x.wait() for x in selected)
-    sums = [_zeros(x) for x in (keys, vals)]
-    for piece, rows, blocks, parts in zip(plan.queries, given, chosen, dq, strict=True):
+    sums = [RowSum(x) for x in (keys, vals)]
+    for piece, rows, blocks, parts in zip(pieces, given, chosen, dq, strict=True):
         of_q, *gradients = run.selected_attention_backward(
             rows.pop(), padded(q[:, piece.rows], piece), keys[:, piece.keys], vals[:, piece.keys], blocks, piece.layout,
             scale,
         )  # fmt: skip
         parts.append(of_q)
         _add(sums, piece.keys, gradients)
-    of_selected = [plan.tokens_gather.start_sum(x, q.dtype) for x in sums]
+    of_selected = [plan.tokens_gather.start_sum(x.total(), q.dtype) for x in sums]
 
     keys, vals = (x.wait() for x in compressed)
-    sums = [_zeros(x) for x in (keys, vals)]
-    for piece, rows, parts in zip(plan.queries, given, dq, strict=True):
+    sums = [RowSum(x) for x in (keys, vals)]
+    for piece, rows, parts in zip(pieces, given, dq, strict=True):
         of_q, *gradients = run.compressed_attention_backward(
             rows.pop(), padded(q[:, piece.rows], piece), keys[:, piece.slots], vals[:, piece.slots], piece.layout, scale
         )
         parts.append(of_q)
         _add(sums, piece.slots, gradients)
-    of_compressed = [plan.slots_gather.start_sum(x, q.dtype) for x in sums]
+    of_compressed = [plan.slots_gather.start_sum(x.total(), q.dtype) for x in sums]
 
     whole = torch.empty_like(q)
-    for piece, (dq_win, dq_sel, dq_cmp) in zip(plan.queries, dq, strict=True):
+    for piece, (dq_win, dq_sel, dq_cmp) in zip(pieces, dq, strict=True):
         whole[:, piece.rows] = unpadded(run.add_gradients(dq_cmp, dq_sel, dq_win), piece)
     return [whole, *(x.wait() for x in (*of_compressed, *of_selected, *of_window)), dgates]
 
 
-def _add(sums: list[Tensor], rows: slice, gradients: list[Tensor]) -> None:
+class RowSum:
+    """The sum, in at least float32, of what each piece gives to the rows of `like` [B, rows, H, D].
+
+    Pieces come from the last to the first: neither begin nor end of their rows grows. So a row is written before it is
+    added to, and nothing is filled with zeros that is written later.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._shape, self._device = like.shape, like.device
+        self._dtype = torch.promote_types(like.dtype, torch.float32)
+        self._sum: Tensor | None = None
+        self._begin = like.shape[1]
+        """The rows from here on are written."""
+
+    def add(self, rows: slice, gradient: Tensor) -> None:
+        """gradient [B, those rows, H, D], which is the sum's from then on, to write to."""
+        if self._sum is None and gradient.shape == self._shape and gradient.dtype == self._dtype:
+            self._sum, self._begin = gradient, 0
+            return
+        total, begin = self._total(), self._begin
+        first_added = min(rows.stop, begin)
+        new = first_added - rows.start
+        total[:, rows.stop : begin] = 0
+        total[:, rows.start : first_added] = gradient[:, :new]
+        total[:, first_added : rows.stop] += gradient[:, new:]
+        self._begin = rows.start
+
+    def total(self) -> Tensor:
+        """The sum [B, rows, H, D]."""
+        total = self._total()
+        total[:, : self._begin] = 0
+        self._begin = 0
+        return total
+
+    def _total(self) -> Tensor:
+        if self._sum is None:
+            self._sum = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        return self._sum
+
+
+def _add(sums: list[RowSum], rows: slice, gradients: list[Tensor]) -> None:
     """What a piece gives to the keys and values of these rows."""
     for total, gradient in zip(sums, gradients, strict=True):
-        total[:, rows] += gradient
+        total.add(rows, gradient)
 
 
 def padded(x: Tensor, piece: Queries, value: float = 0.0) -> Tensor:
@@ -206,10 +247,6 @@ def window_keys(halo_rows: Tensor, piece: Queries) -> Tensor:
     if not piece.window_before and not piece.behind:
         return needed
     return pad(needed, [0, 0, 0, 0, piece.window_before, piece.behind])
-
-
-def _zeros(x: Tensor) -> Tensor:
-    return torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
 
 
 def _nothing(q: Tensor, v: Tensor, plan: Plan) -> list[Tensor]:
