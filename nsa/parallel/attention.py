@@ -48,11 +48,12 @@ def context_parallel_attention(
 
     Every rank calls it with its own S of the T tokens, in the order in which it holds them, RoPE applied for where
     they stand in the sequence. The PyTorch backend on a CPU gives the output, the blocks and dq of one device bit for
-    bit; dk and dv are summed over the ranks in float32 in the order of the ranks.
+    bit; dk and dv are summed over the ranks in float32, in an order that depends on the ranks alone.
 
     Beside its own rows a rank holds, for the time of a call, the keys and values of the selected branch of all T
     tokens, each while it arrives twice: at most 4 · T · Hkv · max(Dk, Dv) · (bytes of a number) / 1e9 GB, 4.3 GB for
-    1M tokens, 4 heads of 128 and bf16. The backward pass gathers them again, and adds float32 sums, with those of a
+    1M tokens, 4 heads of 128 and bf16. Until the backward pass it keeps the w - 1 rows before each piece that came from
+    others. The backward pass gathers the bulk again, and adds float32 sums, with those of a
     piece and those that travel at most 3 · 4 · T · Hkv · (Dk + Dv) / 1e9 GB, 12.9 GB there.
 
     Args:

@@ -1,7 +1,8 @@
 """The three branches of one rank, with what travels beneath them: forward, and backward with the keys gathered again.
 
 The compressed keys come first, since everything waits for them. Keys and values of the selected branch, the bulk, are
-on their way beneath compressed attention and the choice of blocks. Between the passes a rank holds its own rows alone.
+on their way beneath compressed attention and the choice of blocks. Between the passes a rank holds its own rows, and
+the few of other ranks that its windows reach.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ class HaloRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, halo: Halo) -> Tensor:
         ctx.halo = halo
-        return halo.start(x).wait()
+        return halo.joined(x, halo.start(x).wait())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.halo.start_sum(_wide(gradient)).wait().to(gradient.dtype), None
+        return ctx.halo.start_sum(gradient, gradient.dtype).wait(), None
 
 
 class ParallelBranches(torch.autograd.Function):
@@ -63,7 +64,8 @@ class ParallelBranches(torch.autograd.Function):
             o, lse, read = run.selected_attention(rows, keys[:, own], vals[:, own], part[2], piece.layout, scale)
             part += [o, lse, read]
         del keys, vals
-        keys, vals = (x.wait() for x in window)
+        near_rows = [x.wait() for x in window]
+        keys, vals = (plan.window_halo.joined(*x) for x in zip((k_win, v_win), near_rows, strict=True))
         for piece, part in zip(plan.queries, parts, strict=True):
             near = window_keys(keys, piece), window_keys(vals, piece)
             part += run.window_attention(padded(q[:, piece.rows], piece), *near, piece.window, scale)
@@ -75,8 +77,9 @@ class ParallelBranches(torch.autograd.Function):
         for piece, one in zip(plan.queries, found, strict=True):
             o[:, piece.rows] = run.combine(one.outputs, gates[:, piece.rows])
         ctx.save_for_backward(
-            q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, *(x for one in found for x in one.for_backward)
-        )
+            q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, *near_rows,
+            *(x for one in found for x in one.for_backward),
+        )  # fmt: skip
         ctx.plan, ctx.run, ctx.scale = plan, run, scale
         joined = [torch.cat(column, 1) for column in zip(*(one.beside for one in found), strict=True)]
         lse_and_counts = joined or _nothing(q, v_sel, plan)
@@ -122,17 +125,17 @@ def _gradients(
     saved: tuple[Tensor, ...], upstream: tuple[Tensor, ...], plan: Plan, run: ParallelBackend, scale: float
 ) -> list[Tensor]:
     """Of q, of the six keys and values and of the gates, each in its own type."""
-    (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates), of_pieces = saved[:8], saved[8:]
+    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, k_near, v_near, *of_pieces = saved
     do, *dlse = upstream[:4]
-    window = [plan.window_halo.start(x) for x in (k_win, v_win)]
     selected = [plan.tokens_gather.start(x) for x in (k_sel, v_sel)]
     compressed = [plan.slots_gather.start(x) for x in (k_cmp, v_cmp)]
 
     dgates = torch.empty_like(gates)
     given: list[list[list[Tensor]]] = []  # of each piece, of each branch
     chosen: list[Tensor] = []
-    for number, piece in enumerate(plan.queries):
-        *kept, blocks = of_pieces[number * _SAVED_OF_PIECE : (number + 1) * _SAVED_OF_PIECE]
+    pieces = plan.queries[::-1]  # as `RowSum` takes them
+    saved_of_pieces = [of_pieces[i : i + _SAVED_OF_PIECE] for i in range(0, len(of_pieces), _SAVED_OF_PIECE)][::-1]
+    for piece, (*kept, blocks) in zip(pieces, saved_of_pieces, strict=True):
         own = piece.rows
         of_branches, dgates[:, own] = run.gated_rows(
             do[:, own], [x[:, own] for x in dlse], kept[:3], kept[3:], gates[:, own]
@@ -140,10 +143,10 @@ def _gradients(
         given.append([[padded(x, piece, value) for x, value in branch] for branch in of_branches])
         chosen.append(padded(blocks, piece, -1))
 
-    keys, vals = (x.wait() for x in window)
-    dq: list[list[Tensor]] = [[] for _ in plan.queries]
-    sums = [_zeros(x) for x in (keys, vals)]
-    for piece, rows, parts in zip(plan.queries, given, dq, strict=True):
+    keys, vals = plan.window_halo.joined(k_win, k_near), plan.window_halo.joined(v_win, v_near)
+    dq: list[list[Tensor]] = [[] for _ in pieces]
+    sums = [RowSum(x) for x in (keys, vals)]
+    for piece, rows, parts in zip(pieces, given, dq, strict=True):
         near = window_keys(keys, piece), window_keys(vals, piece)
         of_q, *gradients = run.window_attention_backward(
             rows.pop(), padded(q[:, piece.rows], piece), *near, piece.window, scale
@@ -151,39 +154,79 @@ def _gradients(
         parts.append(of_q)
         begin, count = piece.window_before, piece.window_rows.stop - piece.window_rows.start
         _add(sums, piece.window_rows, [x[:, begin : begin + count] for x in gradients])
-    of_window = [plan.window_halo.start_sum(x) for x in sums]
+    of_window = [plan.window_halo.start_sum(x.total(), q.dtype) for x in sums]
 
     keys, vals = (x.wait() for x in selected)
-    sums = [_zeros(x) for x in (keys, vals)]
-    for piece, rows, blocks, parts in zip(plan.queries, given, chosen, dq, strict=True):
+    sums = [RowSum(x) for x in (keys, vals)]
+    for piece, rows, blocks, parts in zip(pieces, given, chosen, dq, strict=True):
         of_q, *gradients = run.selected_attention_backward(
             rows.pop(), padded(q[:, piece.rows], piece), keys[:, piece.keys], vals[:, piece.keys], blocks, piece.layout,
             scale,
         )  # fmt: skip
         parts.append(of_q)
         _add(sums, piece.keys, gradients)
-    of_selected = [plan.tokens_gather.start_sum(x) for x in sums]
+    of_selected = [plan.tokens_gather.start_sum(x.total(), q.dtype) for x in sums]
 
     keys, vals = (x.wait() for x in compressed)
-    sums = [_zeros(x) for x in (keys, vals)]
-    for piece, rows, parts in zip(plan.queries, given, dq, strict=True):
+    sums = [RowSum(x) for x in (keys, vals)]
+    for piece, rows, parts in zip(pieces, given, dq, strict=True):
         of_q, *gradients = run.compressed_attention_backward(
             rows.pop(), padded(q[:, piece.rows], piece), keys[:, piece.slots], vals[:, piece.slots], piece.layout, scale
         )
         parts.append(of_q)
         _add(sums, piece.slots, gradients)
-    of_compressed = [plan.slots_gather.start_sum(x) for x in sums]
+    of_compressed = [plan.slots_gather.start_sum(x.total(), q.dtype) for x in sums]
 
     whole = torch.empty_like(q)
-    for piece, (dq_win, dq_sel, dq_cmp) in zip(plan.queries, dq, strict=True):
+    for piece, (dq_win, dq_sel, dq_cmp) in zip(pieces, dq, strict=True):
         whole[:, piece.rows] = unpadded(run.add_gradients(dq_cmp, dq_sel, dq_win), piece)
-    return [whole, *(x.wait().to(q.dtype) for x in (*of_compressed, *of_selected, *of_window)), dgates]
+    return [whole, *(x.wait() for x in (*of_compressed, *of_selected, *of_window)), dgates]
 
 
-def _add(sums: list[Tensor], rows: slice, gradients: list[Tensor]) -> None:
+class RowSum:
+    """The sum, in at least float32, of what each piece gives to the rows of `like` [B, rows, H, D].
+
+    Pieces come from the last to the first: neither begin nor end of their rows grows. So a row is written before it is
+    added to, and nothing is filled with zeros that is written later.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._shape, self._device = like.shape, like.device
+        self._dtype = torch.promote_types(like.dtype, torch.float32)
+        self._sum: Tensor | None = None
+        self._begin = like.shape[1]
+        """The rows from here on are written."""
+
+    def add(self, rows: slice, gradient: Tensor) -> None:
+        """gradient [B, those rows, H, D], which is the sum's from then on, to write to."""
+        if self._sum is None and gradient.shape == self._shape and gradient.dtype == self._dtype:
+            self._sum, self._begin = gradient, 0
+            return
+        total, begin = self._total(), self._begin
+        first_added = min(rows.stop, begin)
+        new = first_added - rows.start
+        total[:, rows.stop : begin] = 0
+        total[:, rows.start : first_added] = gradient[:, :new]
+        total[:, first_added : rows.stop] += gradient[:, new:]
+        self._begin = rows.start
+
+    def total(self) -> Tensor:
+        """The sum [B, rows, H, D]."""
+        total = self._total()
+        total[:, : self._begin] = 0
+        self._begin = 0
+        return total
+
+    def _total(self) -> Tensor:
+        if self._sum is None:
+            self._sum = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        return self._sum
+
+
+def _add(sums: list[RowSum], rows: slice, gradients: list[Tensor]) -> None:
     """What a piece gives to the keys and values of these rows."""
     for total, gradient in zip(sums, gradients, strict=True):
-        total[:, rows] += gradient
+        total.add(rows, gradient)
 
 
 def padded(x: Tensor, piece: Queries, value: float = 0.0) -> Tensor:
@@ -204,14 +247,6 @@ def window_keys(halo_rows: Tensor, piece: Queries) -> Tensor:
     if not piece.window_before and not piece.behind:
         return needed
     return pad(needed, [0, 0, 0, 0, piece.window_before, piece.behind])
-
-
-def _zeros(x: Tensor) -> Tensor:
-    return torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _nothing(q: Tensor, v: Tensor, plan: Plan) -> list[Tensor]:

@@ -1,7 +1,8 @@
 """What travels between ranks: rows gathered by all, rows that a few need, and the gradients on their way back.
 
-Everything goes as bytes over `torch.distributed`, Gloo or NCCL, and is started before it is waited for. Gradients come
-back in at least float32 and are added in the order of the ranks, so that runs repeat bit for bit.
+Everything goes as bytes over `torch.distributed`, Gloo or NCCL, and is started before it is waited for. A rank's own
+rows do not travel, but for those that all gather. Gradients are added in at least float32 and in an order that
+depends on the ranks alone, so that runs repeat bit for bit.
 
 Rows are dimension 1 of [B, rows, H, D], as in every tensor of this package.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -34,12 +36,16 @@ class Pending:
         return arrived
 
 
+Run = tuple[slice, slice]
+"""Rows side by side in two tensors: where they stand in the one and in the other."""
+
+
 @dataclass(frozen=True)
 class Gather:
     """All ranks get all rows, each from the rank that owns it.
 
     Takes, beside its result, one buffer of the same size while it is on its way; a sum back to the owners takes two
-    buffers of `total` rows in float32.
+    buffers of the rows of the other ranks, and holds what is summed until it is done.
     """
 
     group: dist.ProcessGroup
@@ -53,16 +59,20 @@ class Gather:
     """int64 [owned]: where each row of the result stands among the padded rows of all ranks."""
     numbers: Tensor = field(init=False)
     """int64 [owned]: the rows of the result that somebody owns, ascending."""
-    order: Tensor = field(init=False)
-    """int64 [owned]: the rows in the order of the ranks."""
+    others: Tensor = field(init=False)
+    """int64: the rows of the other ranks, rank after rank."""
+    runs: list[Run] = field(init=False)
+    """The own rows: where this rank holds them, and their numbers."""
 
     def __post_init__(self) -> None:
-        order = torch.cat([*self.rows, torch.arange(0)])
+        none = torch.arange(0)
         padded = torch.cat([i * self.most + torch.arange(len(own)) for i, own in enumerate(self.rows)])
-        numbers, place = order.sort()
+        numbers, place = torch.cat([*self.rows, none]).sort()
+        others = torch.cat([none, *(own for i, own in enumerate(self.rows) if i != self.rank)])
         object.__setattr__(self, "places", padded[place].to(self.device))
         object.__setattr__(self, "numbers", numbers.to(self.device))
-        object.__setattr__(self, "order", order.to(self.device))
+        object.__setattr__(self, "others", others.to(self.device))
+        object.__setattr__(self, "runs", _runs(self.rows[self.rank]))
 
     @property
     def most(self) -> int:
@@ -70,12 +80,12 @@ class Gather:
         return max(len(own) for own in self.rows)
 
     def start(self, x: Tensor) -> Pending:
-        """x [B, own rows, H, D] -> [B, total, H, D]."""
-        by_row = _by_row(x)
-        mine = x.new_zeros(self.most, *by_row.shape[1:])
-        mine[: by_row.shape[0]] = by_row
-        every = x.new_empty(len(self.rows) * self.most, *by_row.shape[1:])
-        work = _all_gather(_bytes(every), _bytes(mine), group=self.group, async_op=True)
+        """x [B, own rows, H, D] -> [B, total, H, D]; x must not be written to before that has been waited for."""
+        mine = _by_row(x)
+        if mine.shape[0] < self.most:  # nobody reads what fills it up
+            mine = torch.cat([mine, mine.new_empty(self.most - mine.shape[0], *mine.shape[1:])])
+        every = x.new_empty(len(self.rows) * self.most, *mine.shape[1:])
+        work = _all_gather(_bytes(every), _bytes(mine.contiguous()), group=self.group, async_op=True)
 
         def finish() -> Tensor:
             if len(self.numbers) == self.total:
@@ -86,113 +96,140 @@ class Gather:
 
         return Pending(work, finish)
 
-    def start_sum(self, partial: Tensor) -> Pending:
-        """Every rank's partial [B, total, H, D], float32 or wider -> the sum of all for the own rows."""
-        sent = _by_row(partial)[self.order]
-        sizes = [len(own) for own in self.rows]
-        own = sizes[self.rank]
-        parts = sent.new_empty(len(sizes) * own, *sent.shape[1:])
-        splits = [own] * len(sizes), sizes
-        work = dist.all_to_all_single(_row_bytes(parts), _row_bytes(sent), *splits, group=self.group, async_op=True)
+    def start_sum(self, partial: Tensor, dtype: torch.dtype) -> Pending:
+        """Every rank's partial [B, total, H, D], float32 or wider -> the sum of all for the own rows, in `dtype`.
+
+        Added in the order of the ranks. `partial` is this function's from then on, to write to.
+        """
+        own = len(self.rows[self.rank])
+        go = [0 if i == self.rank else len(rows) for i, rows in enumerate(self.rows)]
+        come = [0 if i == self.rank else own for i in range(len(self.rows))]
+        arrived, work = _travel(_by_row(partial)[self.others], go, come, self.group)
 
         def finish() -> Tensor:
-            grid = parts.view(len(sizes), own, *parts.shape[1:])
-            total = grid[0].clone()
-            for part in grid[1:]:
-                total += part
-            return _by_batch(total)
+            parts = _by_row(arrived).split(come, 1)
+            total = partial.new_empty(partial.shape[0], own, *partial.shape[2:], dtype=dtype)
+            for here, there in self.runs:
+                first, *more = (partial[:, there] if i == self.rank else part[:, here] for i, part in enumerate(parts))
+                for part in more[:-1]:
+                    first += part
+                torch.add(first, more[-1], out=total[:, here]) if more else total[:, here].copy_(first)
+            return total
 
         return Pending(work, finish)
 
 
 @dataclass(frozen=True)
 class Halo:
-    """Each rank gets the rows that it needs, its own among them, ascending."""
+    """Each rank gets the rows of other ranks that it needs beside its own, and puts all in ascending order."""
 
     group: dist.ProcessGroup
     rank: int
     held: Sequence[Tensor]
     """int64 of each rank, ascending: the rows that it holds."""
     needed: Sequence[Tensor]
-    """int64 of each rank, ascending: the rows that it needs."""
+    """int64 of each rank, ascending: the rows that it needs, all that it holds among them."""
     device: torch.device
-    sends: list[Tensor] = field(init=False)
-    """For each rank, places among the own rows of what it needs of them."""
-    receives: list[Tensor] = field(init=False)
-    """From each rank, places among what is needed here."""
+    sent: Tensor = field(init=False)
+    """int64: places among the own rows of what the other ranks need of them, rank after rank."""
+    arriving: Tensor = field(init=False)
+    """int64: places among what is needed here of what arrives, rank after rank."""
+    go: list[int] = field(init=False)
+    """Rows that each rank gets from here."""
+    come: list[int] = field(init=False)
+    """Rows that come from each rank."""
+    runs: list[Run] = field(init=False)
+    """The own rows: where this rank holds them, and where they stand among what is needed."""
+    shared: Tensor = field(init=False)
+    """int64, ascending: places among the own rows of those that other ranks need too."""
+    shared_needed: Tensor = field(init=False)
+    """int64: places of the same among what is needed."""
+    sums: Sequence[Tensor] = field(init=False)
+    """int64 for each rank: places among the shared rows of those that it needs."""
 
     def __post_init__(self) -> None:
         own, wanted = self.held[self.rank], self.needed[self.rank]
-        sends = [_places(own, theirs, self.device) for theirs in self.needed]
-        receives = [_places(wanted, theirs, self.device) for theirs in self.held]
-        object.__setattr__(self, "sends", sends)
-        object.__setattr__(self, "receives", receives)
+        none = torch.arange(0)
+        sends = [none if i == self.rank else _places(own, theirs) for i, theirs in enumerate(self.needed)]
+        receives = [none if i == self.rank else _places(wanted, theirs) for i, theirs in enumerate(self.held)]
+        of_own = _places(wanted, own)
+        assert len(of_own) == len(own), "what a rank holds is among what it needs"
+        shared, places = torch.cat(sends).unique(return_inverse=True)
+        go = [len(x) for x in sends]
+        found = {
+            "sent": torch.cat(sends).to(self.device), "arriving": torch.cat(receives).to(self.device), "go": go,
+            "come": [len(x) for x in receives], "runs": _runs(of_own), "shared": shared.to(self.device),
+            "shared_needed": of_own[shared].to(self.device), "sums": places.to(self.device).split(go),
+        }  # fmt: skip
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
 
     def start(self, x: Tensor) -> Pending:
-        """x [B, own rows, H, D] -> [B, needed rows, H, D]."""
-        by_row = _by_row(x)
-        arrived, work = self._travel(by_row, self.sends, self.receives)
+        """x [B, own rows, H, D] -> what arrives of other ranks [B, arriving rows, H, D], for `joined`."""
+        arrived, work = _travel(_by_row(x)[self.sent], self.go, self.come, self.group)
+        return Pending(work, lambda: _by_row(arrived))
+
+    def joined(self, x: Tensor, arrived: Tensor) -> Tensor:
+        """x [B, own rows, H, D] and what arrived -> [B, needed rows, H, D]."""
+        out = x.new_empty(x.shape[0], len(self.needed[self.rank]), *x.shape[2:])
+        for here, there in self.runs:
+            out[:, there] = x[:, here]
+        return out.index_copy_(1, self.arriving, arrived)
+
+    def start_sum(self, partial: Tensor, dtype: torch.dtype) -> Pending:
+        """Every rank's gradient [B, needed rows, H, D] -> the sum of all for the own rows, in `dtype`.
+
+        Added in at least float32, the rank's own first, then the others' in the order of the ranks.
+        """
+        arrived, work = _travel(_by_row(partial)[self.arriving], self.come, self.go, self.group)
 
         def finish() -> Tensor:
-            out = by_row.new_zeros(len(self.needed[self.rank]), *by_row.shape[1:])
-            for place, part in zip(self.receives, self._parts(arrived, self.receives), strict=True):
-                out[place] = part if part is not None else by_row[self.sends[self.rank]]
-            return _by_batch(out)
+            total = partial.new_empty(partial.shape[0], len(self.held[self.rank]), *partial.shape[2:], dtype=dtype)
+            for here, there in self.runs:
+                total[:, here] = partial[:, there]
+            sums = partial[:, self.shared_needed].to(torch.promote_types(partial.dtype, torch.float32))
+            for place, part in zip(self.sums, _by_row(arrived).split(self.go, 1), strict=True):
+                sums.index_add_(1, place, part.to(sums.dtype))
+            return total.index_copy_(1, self.shared, sums.to(dtype))
 
         return Pending(work, finish)
 
-    def start_sum(self, partial: Tensor) -> Pending:
-        """Every rank's gradient [B, needed rows, H, D], float32 or wider -> the sum of all for the own rows."""
-        by_row = _by_row(partial)
-        arrived, work = self._travel(by_row, self.receives, self.sends)
 
-        def finish() -> Tensor:
-            total = by_row.new_zeros(len(self.held[self.rank]), *by_row.shape[1:])
-            for place, part in zip(self.sends, self._parts(arrived, self.sends), strict=True):
-                total[place] += part if part is not None else by_row[self.receives[self.rank]]
-            return _by_batch(total)
-
-        return Pending(work, finish)
-
-    def _travel(self, rows: Tensor, out: list[Tensor], back: list[Tensor]) -> tuple[Tensor, dist.Work | None]:
-        """Send each other rank the rows at its places in `out`; what arrives for the places in `back`."""
-        others = [i for i in range(len(out)) if i != self.rank]
-        sent = rows[torch.cat([out[i] for i in others])] if others else rows[:0]
-        sizes = [[0 if i == self.rank else len(x[i]) for i in range(len(x))] for x in (out, back)]
-        arrived = rows.new_empty(sum(sizes[1]), *rows.shape[1:])
-        work = dist.all_to_all_single(
-            _row_bytes(arrived), _row_bytes(sent), sizes[1], sizes[0], group=self.group, async_op=True
-        )
-        return arrived, work
-
-    def _parts(self, arrived: Tensor, places: list[Tensor]) -> list[Tensor | None]:
-        """What came from each rank; None stands for the own rows, which do not travel."""
-        sizes = [0 if i == self.rank else len(place) for i, place in enumerate(places)]
-        return [None if i == self.rank else part for i, part in enumerate(arrived.split(sizes))]
+def _travel(sent: Tensor, go: list[int], come: list[int], group: dist.ProcessGroup) -> tuple[Tensor, dist.Work | None]:
+    """Send so many of the rows `sent` to each rank; (what arrives, so many rows from each, when it has)."""
+    arrived = sent.new_empty(sum(come), *sent.shape[1:])
+    into, rows = (x.flatten(1).view(torch.uint8) for x in (arrived, sent.contiguous()))
+    return arrived, dist.all_to_all_single(into, rows, come, go, group=group, async_op=True)
 
 
-def _places(among: Tensor, wanted: Tensor, device: torch.device) -> Tensor:
+def _places(among: Tensor, wanted: Tensor) -> Tensor:
     """int64: where those of `wanted` that are in `among` stand in it; both ascend."""
     place = torch.searchsorted(among, wanted)
     inside = place < len(among)
     inside[inside.clone()] = among[place[inside]] == wanted[inside]
-    return place[inside].to(device)
+    return place[inside]
+
+
+def _runs(places: Tensor) -> list[Run]:
+    """Where consecutive numbers stand in `places`, and the numbers."""
+    cuts = ((places.diff() != 1).nonzero()[:, 0] + 1).tolist()
+    bounds = [0, *cuts, len(places)]
+    return [
+        (slice(begin, end), slice(int(places[begin]), int(places[end - 1]) + 1))
+        for begin, end in pairwise(bounds)
+        if begin < end
+    ]
 
 
 def _by_row(x: Tensor) -> Tensor:
-    """[B, rows, H, D] -> [rows, B, H, D]."""
+    """[B, rows, H, D] -> [rows, B, H, D], and back."""
     return x.transpose(0, 1)
 
 
 def _by_batch(x: Tensor) -> Tensor:
-    """[rows, B, H, D] -> [B, rows, H, D]."""
-    return x.transpose(0, 1).contiguous()
+    """[rows, B, H, D] -> [B, rows, H, D], contiguous."""
+    return _by_row(x).contiguous()
 
 
 def _bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
-
-
-def _row_bytes(x: Tensor) -> Tensor:
-    """[rows, …] -> uint8 [rows, bytes]."""
-    return x.flatten(1).view(torch.uint8)

@@ -137,7 +137,7 @@ class Plan:
     def blocks(self) -> list[Blocks]:
         """What this rank compresses: the blocks that begin in its pieces."""
         found, row = [], 0
-        needed = _united(self._block_needs(self.rank))
+        needed = self._source_needs(self.rank)
         for first, last in self.order.pieces[self.rank]:
             lo, hi = self._slots(first, last)
             if lo == hi:
@@ -170,8 +170,8 @@ class Plan:
 
     @functools.cached_property
     def source_halo(self) -> Halo:
-        """The tokens of the blocks that begin in each piece: up to l - d behind it where blocks fill it."""
-        return self._halo([_united(self._block_needs(rank)) for rank in range(self.order.ranks)])
+        """The own tokens and those of blocks that begin in each piece: up to l - d behind it where blocks fill it."""
+        return self._halo([self._source_needs(rank) for rank in range(self.order.ranks)])
 
     @functools.cached_property
     def _whole(self) -> Layout:
@@ -210,9 +210,10 @@ class Plan:
     def _window_needs(self, rank: int) -> list[Piece]:
         return _united((max(first - self.config.w + 1, 0), last) for first, last in self.order.pieces[rank])
 
-    def _block_needs(self, rank: int) -> Iterable[Piece]:
-        slots = (self._slots(first, last) for first, last in self.order.pieces[rank])
-        return [self._source(lo, hi) for lo, hi in slots if lo < hi]
+    def _source_needs(self, rank: int) -> list[Piece]:
+        own = self.order.pieces[rank]
+        slots = (self._slots(first, last) for first, last in own)
+        return _united([*own, *(self._source(lo, hi) for lo, hi in slots if lo < hi)])
 
     def _slots(self, first: int, last: int) -> Piece:
         """The slots whose blocks begin in a piece."""

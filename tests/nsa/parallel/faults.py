@@ -37,9 +37,7 @@ def _source_halo_too_short() -> AbstractContextManager[Any]:
 
     def own_alone(halo: Halo, x: Tensor) -> Pending:
         pending = start(halo, x)
-        out = x.new_zeros(x.shape[0], len(halo.needed[halo.rank]), *x.shape[2:])
-        out[:, halo.receives[halo.rank]] = x[:, halo.sends[halo.rank]]
-        return Pending(pending.work, lambda: out)
+        return Pending(pending.work, lambda: x.new_zeros(x.shape[0], len(halo.arriving), *x.shape[2:]))
 
     return mock.patch.object(Halo, "start", own_alone)
 
@@ -61,9 +59,9 @@ def _gradients_never_sent() -> AbstractContextManager[Any]:
     """dk and dv are those of the own queries alone."""
     start = Gather.start_sum
 
-    def own_alone(gather: Gather, partial: Tensor) -> Pending:
-        pending = start(gather, partial)
-        return Pending(pending.work, lambda: partial[:, gather.rows[gather.rank]])
+    def own_alone(gather: Gather, partial: Tensor, dtype: torch.dtype) -> Pending:
+        pending = start(gather, partial, dtype)
+        return Pending(pending.work, lambda: partial[:, gather.rows[gather.rank]].to(dtype))
 
     return mock.patch.object(Gather, "start_sum", own_alone)
 
@@ -72,8 +70,8 @@ def _gradients_never_written() -> AbstractContextManager[Any]:
     """Of a second kv head, as with one stride of heads for all: what was allocated stays as it was."""
     start = Gather.start_sum
 
-    def poisoned(gather: Gather, partial: Tensor) -> Pending:
-        pending = start(gather, partial)
+    def poisoned(gather: Gather, partial: Tensor, dtype: torch.dtype) -> Pending:
+        pending = start(gather, partial, dtype)
 
         def second_head_poisoned() -> Tensor:
             total = pending.finish()
@@ -89,11 +87,10 @@ def _halo_gradients_dropped() -> AbstractContextManager[Any]:
     """The gradients of a halo's rows do not travel back to their owners."""
     start = Halo.start_sum
 
-    def own_alone(halo: Halo, partial: Tensor) -> Pending:
-        pending = start(halo, partial)
-        total = partial.new_zeros(partial.shape[0], len(halo.held[halo.rank]), *partial.shape[2:])
-        total[:, halo.sends[halo.rank]] = partial[:, halo.receives[halo.rank]]
-        return Pending(pending.work, lambda: total)
+    def own_alone(halo: Halo, partial: Tensor, dtype: torch.dtype) -> Pending:
+        pending = start(halo, partial, dtype)
+        own = torch.isin(halo.needed[halo.rank], halo.held[halo.rank]).to(partial.device)
+        return Pending(pending.work, lambda: partial[:, own].to(dtype))
 
     return mock.patch.object(Halo, "start_sum", own_alone)
 

@@ -17,6 +17,7 @@ from tests.nsa.parallel.cases import SMALL, Case, Result, on_rank, one_device
 from tests.nsa.parallel.pool import Pool
 
 WIDE = dataclasses.replace(SMALL, l=16, d=4, l_sel=32, w=150)
+LONG_WINDOW = NSAConfig(l=16, d=8, l_sel=32, n_sel=8, w=256)
 CASES = {
     "head-tail": Case(640, dk=8, dv=12),
     "two sequences": Case(560, batch=2, heads=6, num_kv_heads=3, seed=1),
@@ -26,6 +27,9 @@ CASES = {
     "sixteen heads in a group, bf16": Case(528, heads=16, num_kv_heads=1, dk=12, dv=8, dtype=torch.bfloat16, seed=5),
     "documents in bf16, one set of keys": Case(
         544, heads=8, num_kv_heads=2, cu_seqlens=(0, 130, 131, 544), dtype=torch.bfloat16, separate=False, seed=6
+    ),
+    "gradients below the size of their terms, bf16": Case(
+        1024, heads=2, num_kv_heads=1, dk=64, dv=128, config=LONG_WINDOW, dtype=torch.bfloat16, seed=9
     ),
     "fewer tokens than a block": Case(7, seed=7),
     "negative scale": Case(520, heads=2, num_kv_heads=1, dk=16, scale=-0.5, seed=8),
@@ -128,6 +132,16 @@ def test_no_rank_sees_what_comes_later(pool: Pool, cut: int) -> None:
 
 @pytest.mark.parametrize("name", faults.FAULTS)
 def test_the_laws_find(pool: Pool, name: str) -> None:
-    case = CASES["head-tail"]
+    _found_by_the_laws(pool, name, "head-tail")
+
+
+@pytest.mark.parametrize("name", ["dk and dv never sent", "gradients of a halo dropped"])
+def test_the_laws_find_in_a_narrow_type(pool: Pool, name: str) -> None:
+    """Where a whole gradient is less than one unit in the last place of the terms that could be in it."""
+    _found_by_the_laws(pool, name, "gradients below the size of their terms, bf16")
+
+
+def _found_by_the_laws(pool: Pool, name: str, case_name: str) -> None:
+    case = CASES[case_name]
     parts = pool.run(2, rank_work.faulty, name, case)
-    assert faults.FAULTS[name][1] in laws.wrong(case, cases.joined(case, case.dealt(2), parts), _one("head-tail"))
+    assert faults.FAULTS[name][1] in laws.wrong(case, cases.joined(case, case.dealt(2), parts), _one(case_name))
