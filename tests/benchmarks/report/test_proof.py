@@ -62,6 +62,8 @@ def test_what_ran_forced_is_not_what_ran_truly(tmp_path: Path) -> None:
     found = rows(tmp_path)
     assert found["NVIDIA GeForce RTX 3090"]["ran forced"].text == "laws 700 of 700 at aaaaaaa, 2026-01-01, on h200"
     assert {row["laws"].text for row in found.values()} == {"–"}
+    law(tmp_path, "h200-20251201-bbbbbbbbbb-laws", "2025-12-01", 600)
+    assert rows(tmp_path)["h200"]["laws"].text.startswith("600 of 600 at bbbbbbb")
 
 
 def test_laws_and_incidents_that_ran_forced_are_told_apart_by_memory(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from nsa.triton_backend import architecture, compressed_window, dispatch, selected_masked
 from tests.nsa.triton_backend import masking
-from tests.nsa.triton_backend.test_selected_kv_major import CONFIG, agree, draw, run
+from tests.nsa.triton_backend.test_selected_kv_major import agree, draw
 
 MASKED = nsa.NSAConfig(l=4, d=2, l_sel=16, n_sel=3, w=13)
 
@@ -88,10 +88,15 @@ def test_blocks_that_steps_do_not_divide_go_elsewhere(
 
 
 def test_documents_go_elsewhere(device: torch.device, masked_calls: list[int]) -> None:
-    inputs = draw(device, 40, 40, 2, 1, 16)
-    cu_seqlens = torch.tensor([0, 40], dtype=torch.int32, device=device)
-    run("triton", inputs, cu_seqlens)
-    assert CONFIG.l_sel == 8
+    """Blocks are numbered in each document anew."""
+    q, k, v, _ = draw(device, 60, 60, 2, 1, 16)
+    cu_seqlens = torch.tensor([0, 20, 60], dtype=torch.int32, device=device)
+    blocks = torch.tensor([0, 1, -1], dtype=torch.int32, device=device).expand(1, 60, 1, 3)
+    found, true = (
+        nsa.selected_attention(q, k, v, blocks, MASKED, cu_seqlens=cu_seqlens, backend=backend)[0]
+        for backend in ("triton", "reference")
+    )
+    torch.testing.assert_close(found, true, rtol=1e-5, atol=2e-5)
     assert masked_calls == []
 
 
