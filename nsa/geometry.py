@@ -99,8 +99,7 @@ class Layout:
     documents_valid: Tensor | None = None
     """bool []: whether the documents given ascend from 0 to T, if that is not known; if not, `cu_seqlens` is one."""
     sequence_tokens: int | None = None
-    """Tokens of the whole sequence where ranks share one, and this is a part of it: kernels are chosen by these, so
-    that a part takes those that the whole would."""
+    """Tokens of the whole sequence where ranks share one and this is a part of it: kernels are chosen by these."""
 
     def knowing(self, **computed: object) -> Layout:
         """This layout, with what was computed of it already: its properties by name."""

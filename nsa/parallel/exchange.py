@@ -36,7 +36,7 @@ class Pending:
         return arrived
 
 
-Run = tuple[slice, slice]
+RowSpan = tuple[slice, slice]
 """Rows side by side in two tensors: where they stand in the one and in the other."""
 
 
@@ -61,7 +61,7 @@ class Gather:
     """int64 [owned]: the rows of the result that somebody owns, ascending."""
     others: Tensor = field(init=False)
     """int64: the rows of the other ranks, rank after rank."""
-    runs: list[Run] = field(init=False)
+    runs: list[RowSpan] = field(init=False)
     """The own rows: where this rank holds them, and their numbers."""
 
     def __post_init__(self) -> None:
@@ -113,7 +113,10 @@ class Gather:
                 first, *more = (partial[:, there] if i == self.rank else part[:, here] for i, part in enumerate(parts))
                 for part in more[:-1]:
                     first += part
-                torch.add(first, more[-1], out=total[:, here]) if more else total[:, here].copy_(first)
+                if more:
+                    torch.add(first, more[-1], out=total[:, here])
+                else:
+                    total[:, here] = first
             return total
 
         return Pending(work, finish)
@@ -138,7 +141,7 @@ class Halo:
     """Rows that each rank gets from here."""
     come: list[int] = field(init=False)
     """Rows that come from each rank."""
-    runs: list[Run] = field(init=False)
+    runs: list[RowSpan] = field(init=False)
     """The own rows: where this rank holds them, and where they stand among what is needed."""
     shared: Tensor = field(init=False)
     """int64, ascending: places among the own rows of those that other ranks need too."""
@@ -210,7 +213,7 @@ def _places(among: Tensor, wanted: Tensor) -> Tensor:
     return place[inside]
 
 
-def _runs(places: Tensor) -> list[Run]:
+def _runs(places: Tensor) -> list[RowSpan]:
     """Where consecutive numbers stand in `places`, and the numbers."""
     cuts = ((places.diff() != 1).nonzero()[:, 0] + 1).tolist()
     bounds = [0, *cuts, len(places)]

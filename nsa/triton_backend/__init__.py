@@ -20,6 +20,7 @@ from nsa.triton_backend import (
     decode,
     gated_sum,
     ops,
+    partial_sums,
     scores,
     selected,
 )
@@ -122,13 +123,13 @@ def gated_rows(
 
 def _compressed_window_backward(
     rows: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, places: tuple[Tensor, Tensor, Tensor, Tensor],
-    first_key: int, enough: int, scale: float,
+    first_key: int, min_programs: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (turned, positive), finite = _positive(q, scale), finite_keys(unit_stride(k), unit_stride(v), first_key)
     do, lse_2, delta = rows
     given = turned, k, v, finite, do, lse_2, delta, *places
-    dq, *parts = compressed_window.gradients(*given, enough, positive, wide=True)
-    return _turned(dq, scale), *compressed_window.added(parts, torch.float32)
+    dq, *parts = compressed_window.gradients(*given, min_programs, positive, wide=True)
+    return _turned(dq, scale), *partial_sums.add_parts(parts, torch.float32)
 
 
 def compressed_attention_backward(

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from nsa.geometry import Layout
 from nsa.triton_backend import compressed_window, compression, gated_sum, scores, selected
-from nsa.triton_backend.compressed_window import ENOUGH_OF_WINDOW, added
+from nsa.triton_backend.compressed_window import ENOUGH_OF_WINDOW
 from nsa.triton_backend.launch import ENOUGH_PROGRAMS, finite_keys, unit_stride
+from nsa.triton_backend.partial_sums import add_parts
 from nsa.triton_backend.places import located
 
 MOST_PARTS = 8
@@ -162,7 +163,7 @@ def backward(
         ENOUGH_PROGRAMS, scale,
     )  # fmt: skip
     dq, *of_selected = selected.gradients(q, k, v, *rows.pop(), blocks, layout, scale, (dq_cmp, dq_win))
-    of_window = added(window_parts, q.dtype)
+    of_window = add_parts(window_parts, q.dtype)
     return dq, _of_inputs(given, parts, of_selected, of_window, layout), dgates
 
 
@@ -171,12 +172,12 @@ def _of_inputs(given: Inputs, parts: list[Tensor], of_selected: list[Tensor], wi
     selected = of_selected[0], of_selected[1]
     dtype = selected[0].dtype
     if given.compressed is not None:
-        dk, dv = added(parts, dtype)
+        dk, dv = add_parts(parts, dtype)
         if given.window is None:
             selected = selected[0] + window[0], selected[1] + window[1]
         return Inputs(selected, None if given.window is None else window, None, (dk, dv))
     if len(parts[0]) > MOST_PARTS:
-        parts = [x[None] for x in added(parts, torch.float32)]
+        parts = [x[None] for x in add_parts(parts, torch.float32)]
     all_are_one = given.window is None and given.source is None
     dk, dv = compression.gradients(
         parts, (*selected, *window) if all_are_one else None, layout.num_keys, compression.places(layout),

@@ -23,9 +23,9 @@ class CompressedWindowAttention(torch.autograd.Function):
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        (q, k, v, *places, _, enough, scale), (o, lse, read, finite) = inputs, output
+        (q, k, v, *places, _, min_programs, scale), (o, lse, read, finite) = inputs, output
         ctx.save_for_backward(q, k, v, finite, o, lse, *places)
-        ctx.numbers = enough, scale
+        ctx.numbers = min_programs, scale
         ctx.mark_non_differentiable(read, finite)
         ctx.set_materialize_grads(False)
 

@@ -10,7 +10,6 @@ to its own, those of the blocks in its bit mask CHOSEN, and every step is masked
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.triton_backend import hopper, tuning
+from nsa.triton_backend import hopper, partial_sums, tuning
 from nsa.triton_backend.dispatch import Variant, variant
 from nsa.triton_backend.gated_sum import gated
 from nsa.triton_backend.launch import (
@@ -43,12 +42,11 @@ from nsa.triton_backend.tile import (
 from nsa.triton_backend.tuning import Shape, cdiv
 
 MIN_TOKENS_PER_SPLIT = 64
-SUMS, PARTS_AT_ONCE = 256, 8  # of partial sums: elements per program, and parts that it loads at a time
 ENOUGH_OF_WINDOW = 256
 """Programs: a window with so many tiles of keys is not split, since partial sums of all its keys would cost more."""
 
 
-class Chosen(NamedTuple):
+class BlockMask(NamedTuple):
     """What the queries of the selected branch see of all keys up to their own."""
 
     bits: Tensor
@@ -102,7 +100,7 @@ def _interval(LO, HI, token, real, ahead):
 
 
 @triton.jit
-def _of_tile(LO, HI, first_token, last_token, ahead, BN: tl.constexpr):
+def _key_range(LO, HI, first_token, last_token, ahead, BN: tl.constexpr):
     """(first key, end, ends of the first two stretches) of a tile of tokens; one stretch where LO and HI are None."""
     if LO is None:
         first, end = tl.zeros_like(first_token), last_token + ahead + 1
@@ -134,7 +132,7 @@ def _forward(
     lo, hi = _interval(LO, HI, token, real, ahead)
     q = load_rows(Q + b * q_b, token * q_s + (h * G + g) * q_h, real, DK, DKP)
     k_base, v_base, finite_base = K + b * k_b + h * k_h, V + b * v_b + h * v_h, FINITE + b * T * HKV + h
-    first, end, some, most = _of_tile(LO, HI, first_token, last_token, ahead, BN)
+    first, end, some, most = _key_range(LO, HI, first_token, last_token, ahead, BN)
     if CHOSEN is not None:
         bits = tl.load(CHOSEN + (b * S + token) * HKV + h, mask=real, other=0)
 
@@ -192,7 +190,7 @@ def _backward_q(
     do = load_rows(DO, row * DV, real, DV, DVP)
     lse, delta = tl.load(LSE + row, mask=real, other=0.0), tl.load(DELTA + row, mask=real, other=0.0)
     k_base, v_base, finite_base = K + b * k_b + h * k_h, V + b * v_b + h * v_h, FINITE + b * T * HKV + h
-    first, end, some, most = _of_tile(LO, HI, first_token, last_token, ahead, BN)
+    first, end, some, most = _key_range(LO, HI, first_token, last_token, ahead, BN)
     if CHOSEN is not None:
         bits = tl.load(CHOSEN + (b * S + token) * HKV + h, mask=real, other=0)
 
@@ -275,28 +273,6 @@ def _backward_kv(
     store_rows(DV_OUT, out * DV, key < num_keys, dv, DV, DVP)
 
 
-@triton.jit
-def _add_up(PARTS, OUT, count, splits, BN: tl.constexpr, AT_ONCE: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
-    total = tl.zeros([BN], tl.float32)
-    for first in range(0, splits, AT_ONCE):  # loads that do not wait for one another
-        number = first + tl.arange(0, AT_ONCE).to(tl.int64)
-        real = (number < splits)[:, None] & (place < count)[None, :]
-        total += tl.sum(tl.load(PARTS + number[:, None] * count + place[None, :], mask=real, other=0.0), axis=0)
-    tl.store(OUT + place, total.to(OUT.dtype.element_ty), mask=place < count)
-
-
-@kernel
-def _add_parts(
-    K_PARTS, V_PARTS, DK_OUT, DV_OUT, k_count, v_count, splits, BN: tl.constexpr, AT_ONCE: tl.constexpr
-):  # fmt: skip
-    """DK_OUT and DV_OUT: the sums of `splits` parts of so many elements."""
-    if tl.program_id(1) == 0:
-        _add_up(K_PARTS, DK_OUT, k_count, splits, BN, AT_ONCE)
-    else:
-        _add_up(V_PARTS, DV_OUT, v_count, splits, BN, AT_ONCE)
-
-
 def forward(
     q: Tensor,  # [B, S, Hq, Dk]
     k: Tensor,  # [B, T, Hkv, Dk]
@@ -305,7 +281,7 @@ def forward(
     hi: Tensor | None,  # int32 [S], ascending
     finite: Tensor,  # bool [B, T, Hkv], of the keys that some interval holds
     scale: float,
-    chosen: Chosen | None = None,
+    chosen: BlockMask | None = None,
     whole: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(o, lse, keys read) of query i over the keys lo[i] <= key < hi[i], or over those `chosen`.
@@ -333,24 +309,24 @@ def forward(
     return o, lse, read
 
 
-def _bits(chosen: Chosen | None) -> Tensor | None:
+def _bits(chosen: BlockMask | None) -> Tensor | None:
     return None if chosen is None else chosen.bits
 
 
-def _ahead(chosen: Chosen | None) -> int:
+def _ahead(chosen: BlockMask | None) -> int:
     return 0 if chosen is None else chosen.ahead
 
 
-def _stretches_of(chosen: Chosen | None) -> int:
+def _stretches_of(chosen: BlockMask | None) -> int:
     """Loops of a kernel: no key is seen by all rows for sure where each has its own blocks."""
     return 3 if chosen is None else 1
 
 
-def _shape(kernel: str, q: Tensor, v: Tensor, chosen: Chosen | None) -> Shape:
+def _shape(kernel: str, q: Tensor, v: Tensor, chosen: BlockMask | None) -> Shape:
     return tuning.shape(f"compressed_window_{kernel}", q, v) if chosen is None else tuning.masked_shape(kernel, q, v)
 
 
-def _sizes(shape: Shape, dk: int, dv: int, chosen: Chosen | None) -> tuple[int, ...]:
+def _sizes(shape: Shape, dk: int, dv: int, chosen: BlockMask | None) -> tuple[int, ...]:
     """The constants SIZE, DK, DV, DKP, DVP, BT, GP, BN of a kernel; a step lies within a block."""
     *sizes, keys = shape.sizes(dk, dv)
     return (1, *sizes, keys) if chosen is None else (chosen.size, *sizes, min(keys, chosen.size))
@@ -358,7 +334,7 @@ def _sizes(shape: Shape, dk: int, dv: int, chosen: Chosen | None) -> tuple[int, 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, seen_from: Tensor, seen_to: Tensor, first_key: int,
-    enough: int, scale: float,
+    min_programs: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`forward` and which keys are finite; no interval begins before `first_key`. The rest is for the backward pass."""
     finite = finite_keys(unit_stride(k), unit_stride(v), first_key)
@@ -367,50 +343,37 @@ def attend(
 
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, finite: Tensor, do: Tensor, lse: Tensor, delta: Tensor,
-    lo: Tensor | None, hi: Tensor | None, seen_from: Tensor | None, seen_to: Tensor | None, enough: int, scale: float,
-    wide: bool = False, chosen: Chosen | None = None,
+    lo: Tensor | None, hi: Tensor | None, seen_from: Tensor | None, seen_to: Tensor | None, min_programs: int,
+    scale: float, wide: bool = False, chosen: BlockMask | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv), the last two as parts [splits, B, T, Hkv, D] that add up to them.
 
     lse (base 2) and delta are those of `launch.backward_rows`; the queries seen_from <= i < seen_to, int32 [T] each,
-    see a key. Where there are fewer tiles of keys than `enough`, several programs share the queries of each. do is
-    contiguous. `wide` leaves the parts in float32. All four bounds are None with `chosen`.
+    see a key. Where there are fewer tiles of keys than `min_programs`, several programs share the queries of each. do
+    is contiguous. `wide` leaves the parts in float32. All four bounds are None with `chosen`.
     """
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     with on_device(q):
         _gradient_of_queries(q, k, v, finite, do, lo, hi, lse, delta, dq, scale, chosen)
-        parts = _parts_of_keys(q, k, v, do, lo, hi, lse, delta, seen_from, seen_to, enough, scale, wide, chosen)
+        parts = _parts_of_keys(q, k, v, do, lo, hi, lse, delta, seen_from, seen_to, min_programs, scale, wide, chosen)
     return dq, *parts
 
 
 def backward(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, finite: Tensor, o: Tensor, lse: Tensor,
-    lo: Tensor, hi: Tensor, seen_from: Tensor, seen_to: Tensor, enough: int, scale: float,
+    lo: Tensor, hi: Tensor, seen_from: Tensor, seen_to: Tensor, min_programs: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv), from what `forward` was given and gave; None is a gradient of 0."""
     do = torch.zeros_like(o) if do is None else do.contiguous()
     rows = backward_rows(do, o, lse, dlse)
-    dq, *parts = gradients(q, k, v, finite, do, *rows, lo, hi, seen_from, seen_to, enough, scale)
-    return dq, *added(parts, q.dtype)
-
-
-def added(parts: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(dk, dv) [B, T, Hkv, D] of the type, from parts [splits, B, T, Hkv, D] of `gradients`."""
-    of_k, of_v = parts
-    if len(of_k) == 1:
-        return of_k[0].to(dtype), of_v[0].to(dtype)
-    dk, dv = (x.new_empty(x.shape[1:], dtype=dtype) for x in parts)
-    if of_k.numel():
-        with on_device(of_k):
-            most = max(dk.numel(), dv.numel())
-            _add_parts[cdiv(most, SUMS), 2](of_k, of_v, dk, dv, dk.numel(), dv.numel(), len(of_k), SUMS, PARTS_AT_ONCE)
-    return dk, dv
+    dq, *parts = gradients(q, k, v, finite, do, *rows, lo, hi, seen_from, seen_to, min_programs, scale)
+    return dq, *partial_sums.add_parts(parts, q.dtype)
 
 
 def _gradient_of_queries(
     q: Tensor, k: Tensor, v: Tensor, finite: Tensor, do: Tensor, lo: Tensor | None, hi: Tensor | None, lse: Tensor,
-    delta: Tensor, dq: Tensor, scale: float, chosen: Chosen | None,
+    delta: Tensor, dq: Tensor, scale: float, chosen: BlockMask | None,
 ) -> None:  # fmt: skip
     """Write dq."""
     (batch, length, heads, dk), (num_keys, num_kv_heads, dv) = q.shape, v.shape[1:]
@@ -429,14 +392,15 @@ def _gradient_of_queries(
 
 def _parts_of_keys(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, lo: Tensor | None, hi: Tensor | None, lse: Tensor, delta: Tensor,
-    seen_from: Tensor | None, seen_to: Tensor | None, enough: int, scale: float, wide: bool, chosen: Chosen | None,
+    seen_from: Tensor | None, seen_to: Tensor | None, min_programs: int, scale: float, wide: bool,
+    chosen: BlockMask | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """[splits, B, T, Hkv, D] of dk and of dv."""
     (batch, length, heads, dk), (num_keys, num_kv_heads, dv) = q.shape, v.shape[1:]
     shape = _shape("backward_kv", q, v, chosen)
     sizes = _sizes(shape, dk, dv, chosen)
     tiles = cdiv(num_keys, sizes[-1])
-    splits = _splits(tiles * num_kv_heads * batch, length, enough)
+    splits = _splits(tiles * num_kv_heads * batch, length, min_programs)
     of_k, of_v = (x.new_empty(splits, *x.shape, dtype=torch.float32 if wide or splits > 1 else q.dtype) for x in (k, v))
     if of_k.numel():
         _backward_kv[tiles * splits, num_kv_heads, batch](
@@ -448,6 +412,6 @@ def _parts_of_keys(
     return of_k, of_v
 
 
-def _splits(tiles: int, num_queries: int, enough: int) -> int:
+def _splits(tiles: int, num_queries: int, min_programs: int) -> int:
     """How many programs share the queries of one tile of keys: as many as keep the GPU busy."""
-    return max(min(cdiv(enough, max(tiles, 1)), num_queries // MIN_TOKENS_PER_SPLIT), 1)
+    return max(min(cdiv(min_programs, max(tiles, 1)), num_queries // MIN_TOKENS_PER_SPLIT), 1)

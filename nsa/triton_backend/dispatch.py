@@ -41,8 +41,8 @@ class Variant(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """Selection blocks of a call."""
+class SelectionBlocks:
+    """The selection blocks of a call, or of the whole sequence of which it is a part."""
 
     size: int
     """Tokens of a block, l'."""
@@ -56,7 +56,7 @@ class Blocks:
     """`Layout.sequence_tokens`."""
 
 
-NO_BLOCKS = Blocks(0)
+NO_BLOCKS = SelectionBlocks(0)
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,18 @@ class Call:
     """[B, T, Hkv, Dk]"""
     v: Tensor
     """[B, T, Hkv, Dv]"""
-    blocks: Blocks
+    blocks: SelectionBlocks
     """Selection blocks, where they matter."""
 
     @property
     def group(self) -> int:
         return self.q.shape[2] // self.v.shape[2]
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """(queries, keys), of the whole sequence where this is a part of one."""
+        whole = self.blocks.sequence_tokens
+        return (self.q.shape[1], self.k.shape[1]) if whole is None else (whole, whole)
 
 
 @dataclass(frozen=True)
@@ -105,9 +111,8 @@ def _hopper_selected(call: Call) -> bool:
 
 def _masked(call: Call, *kernels: str) -> bool:
     """A step of keys, whose number is a power of two, must lie in one block, and all blocks in one mask."""
-    blocks, whole = call.blocks, call.blocks.sequence_tokens
+    blocks, (queries, keys) = call.blocks, call.lengths
     launches = [tuning.masked_launch(kernel, call.q, call.v) for kernel in kernels]
-    queries, keys = (call.q.shape[1], call.k.shape[1]) if whole is None else (whole, whole)
     short = queries >= MASKED_MIN_QUERIES and all(
         launch is not None and keys <= launch.max_keys and call.group <= launch.max_group for launch in launches
     )
@@ -124,7 +129,7 @@ def _masked_backward(call: Call) -> bool:
 
 
 def _kv_major_forward(call: Call) -> bool:
-    if call.q.shape[1] < KV_MAJOR_MIN_QUERIES or not sooner_by_block(call, backward=False):
+    if call.lengths[0] < KV_MAJOR_MIN_QUERIES or not sooner_by_block(call, backward=False):
         return False
     shape = tuning.shape("selected_kv_major", call.q, call.v)
     block_bytes = tuning.padded(call.blocks.size) * (shape.dk + shape.dv) * call.q.element_size()
@@ -138,7 +143,7 @@ def _kv_major_dq(call: Call) -> bool:
 
 def sooner_by_block(call: Call, *, backward: bool) -> bool:
     """Whether the selected branch waits less for bytes with the loop over blocks of keys (`traffic.py`)."""
-    (_, queries, _, dk), (_, keys, _, dv) = call.q.shape, call.v.shape
+    dk, dv, (queries, keys) = call.q.shape[3], call.v.shape[3], call.lengths
     seen = traffic.SelectedCall(
         call.group, dk, dv, call.q.element_size(), call.blocks.size, queries, keys, call.blocks.forced_share
     )
@@ -184,7 +189,7 @@ TABLE = {
 """By computation, its kernels in order of preference."""
 
 
-def variant(computation: str, q: Tensor, k: Tensor, v: Tensor, blocks: Blocks = NO_BLOCKS) -> Variant:
+def variant(computation: str, q: Tensor, k: Tensor, v: Tensor, blocks: SelectionBlocks = NO_BLOCKS) -> Variant:
     """The kernel for q [B, S, Hq, Dk], k [B, T, Hkv, Dk], v [B, T, Hkv, Dv] and these selection blocks."""
     call = Call(computation, q, k, v, blocks)
     return next(rule.variant for rule in TABLE[computation] if rule.serves(call))

@@ -53,14 +53,14 @@ compressed_window_attention = custom_op(
     compressed_window.attend,
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor lo, Tensor hi, Tensor seen_from, Tensor seen_to, SymInt first_key,"
-    " int enough, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
+    " int min_programs, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 compressed_window_attention_backward = custom_op(
     "nsa::compressed_window_attention_backward",
     compressed_window.backward,
     mutates_args=(),
     schema="(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor finite, Tensor o, Tensor lse, Tensor lo,"
-    " Tensor hi, Tensor seen_from, Tensor seen_to, int enough, float scale) -> (Tensor, Tensor, Tensor)",
+    " Tensor hi, Tensor seen_from, Tensor seen_to, int min_programs, float scale) -> (Tensor, Tensor, Tensor)",
 )
 
 

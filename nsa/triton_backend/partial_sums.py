@@ -1,4 +1,7 @@
-"""What `selected_kv_major.py` leaves of each query and block, added up in the order of the choice and of the tiles.
+"""What several programs leave of one query, block or key, added up.
+
+Of `selected_kv_major.py` it is added in the order of the choice and of the tiles. dk and dv of `compressed_window.py`
+come in parts where several programs share the queries of a tile of keys.
 
 The kernels that go through the queries again add what the other branches gave, in a call of all branches: the gated
 sum forward, dq backward.
@@ -6,11 +9,19 @@ sum forward, dq backward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from nsa.triton_backend.gated_sum import gated
+from nsa.triton_backend.launch import on_device
 from nsa.triton_backend.tile import LN2, kernel, load_rows, store_rows
+from nsa.triton_backend.tuning import cdiv
+
+SUMS, PARTS_AT_ONCE = 256, 8  # of dk and dv: elements per program, and parts that it loads at a time
 
 
 @kernel
@@ -101,3 +112,40 @@ def sum_dq(
         acc += load_rows(DQ_CMP, out, g < G, D, DP).to(tl.float32)
         acc += load_rows(DQ_WIN, out, g < G, D, DP).to(tl.float32)
     store_rows(OUT, out, g < G, acc, D, DP)
+
+
+@triton.jit
+def _add_up(PARTS, OUT, count, splits, BN: tl.constexpr, AT_ONCE: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    total = tl.zeros([BN], tl.float32)
+    for first in range(0, splits, AT_ONCE):  # loads that do not wait for one another
+        number = first + tl.arange(0, AT_ONCE).to(tl.int64)
+        real = (number < splits)[:, None] & (place < count)[None, :]
+        total += tl.sum(tl.load(PARTS + number[:, None] * count + place[None, :], mask=real, other=0.0), axis=0)
+    tl.store(OUT + place, total.to(OUT.dtype.element_ty), mask=place < count)
+
+
+@kernel
+def _add_kv_parts(
+    K_PARTS, V_PARTS, DK_OUT, DV_OUT, k_count, v_count, splits, BN: tl.constexpr, AT_ONCE: tl.constexpr
+):  # fmt: skip
+    """DK_OUT and DV_OUT: the sums of `splits` parts of so many elements."""
+    if tl.program_id(1) == 0:
+        _add_up(K_PARTS, DK_OUT, k_count, splits, BN, AT_ONCE)
+    else:
+        _add_up(V_PARTS, DV_OUT, v_count, splits, BN, AT_ONCE)
+
+
+def add_parts(parts: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(dk, dv) [B, T, Hkv, D] in `dtype`, from float32 parts [splits, B, T, Hkv, D]."""
+    of_k, of_v = parts
+    if len(of_k) == 1:
+        return of_k[0].to(dtype), of_v[0].to(dtype)
+    dk, dv = (x.new_empty(x.shape[1:], dtype=dtype) for x in parts)
+    if of_k.numel():
+        with on_device(of_k):
+            most = max(dk.numel(), dv.numel())
+            _add_kv_parts[cdiv(most, SUMS), 2](
+                of_k, of_v, dk, dv, dk.numel(), dv.numel(), len(of_k), SUMS, PARTS_AT_ONCE
+            )
+    return dk, dv

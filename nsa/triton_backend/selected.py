@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.geometry import Layout
+from nsa.geometry import Layout, num_selection_blocks
 from nsa.triton_backend import gated_sum, hopper, selected_kv_major, selected_masked, tuning
-from nsa.triton_backend.dispatch import Blocks, Variant, variant
+from nsa.triton_backend.dispatch import SelectionBlocks, Variant, variant
 from nsa.triton_backend.launch import LOG2E, MAX_TILE, add_to, backward_rows, on_device, strides, unit_stride
 from nsa.triton_backend.tile import (
     dot,
@@ -214,11 +214,13 @@ def backward(
     return gradients(q, k, v, do, *backward_rows(do, o, lse, dlse), block_indices, layout, scale)
 
 
-def _blocks(layout: Layout, block_indices: Tensor) -> Blocks:
+def _blocks(layout: Layout, block_indices: Tensor) -> SelectionBlocks:
     """What the choice of a kernel looks at."""
     config = layout.config
     forced = min((config.init_blocks + config.local_blocks) / max(block_indices.shape[-1], 1), 1.0)
-    return Blocks(config.l_sel, forced, layout.max_blocks, layout.cu_seqlens is not None, layout.sequence_tokens)
+    whole = layout.sequence_tokens
+    count = layout.max_blocks if whole is None else num_selection_blocks(whole, config)
+    return SelectionBlocks(config.l_sel, forced, count, layout.cu_seqlens is not None, whole)
 
 
 def _per_token(

@@ -1,7 +1,8 @@
 """The selected branch of short sequences: tiles of queries read all keys up to their own, under a mask of their blocks.
 
-Where most of what a query sees is chosen, an index costs more than it saves: to sort 12 · 2048 choices takes as long as
-to attend densely. The kernels are those of `compressed_window.py`. A query's blocks are the bits of one number.
+Where most of what a query sees is chosen, an index (a sort of n · Hkv · S choices, tiles, partial outputs and their
+merge) takes longer than the keys that are read in vain. The kernels are those of `compressed_window.py`. A query's
+blocks are the bits of one number.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.geometry import Layout
-from nsa.triton_backend import compressed_window
-from nsa.triton_backend.compressed_window import Chosen
+from nsa.triton_backend import compressed_window, partial_sums
+from nsa.triton_backend.compressed_window import BlockMask
 from nsa.triton_backend.launch import ENOUGH_PROGRAMS, ROWS, finite_keys, on_device
 from nsa.triton_backend.tile import kernel
 from nsa.triton_backend.tuning import cdiv
@@ -31,13 +32,13 @@ def _masks(BLOCKS, OUT, rows, N: tl.constexpr, BN: tl.constexpr):
     tl.store(OUT + row, bits, mask=row < rows)
 
 
-def _chosen(block_indices: Tensor, layout: Layout) -> Chosen:
+def _chosen(block_indices: Tensor, layout: Layout) -> BlockMask:
     """The blocks of each query as bits."""
     *rows, n = block_indices.shape
     bits = torch.empty(rows, dtype=torch.int64, device=block_indices.device)
     with on_device(bits):
         _masks[cdiv(bits.numel(), ROWS),](block_indices, bits, bits.numel(), n, ROWS)
-    return Chosen(bits, layout.config.l_sel, layout.num_keys - layout.num_queries)
+    return BlockMask(bits, layout.config.l_sel, layout.num_keys - layout.num_queries)
 
 
 def forward(
@@ -59,4 +60,4 @@ def gradients(
     dq, *parts = compressed_window.gradients(
         q, k, v, finite_keys(k, v), do, lse, delta, *bounds, ENOUGH_PROGRAMS, scale, wide, chosen
     )
-    return dq, *compressed_window.added(parts, torch.float32 if wide else k.dtype)
+    return dq, *partial_sums.add_parts(parts, torch.float32 if wide else k.dtype)

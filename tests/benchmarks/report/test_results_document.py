@@ -35,7 +35,9 @@ def test_a_row_is_the_run_with_the_most_baselines_and_its_ratios_are_its_own(tmp
     records(tmp_path, "2026-11-02T00:00:00.000Z", {"nsa": 1.0, "sdpa-cudnn": 4.0})
     records(tmp_path, "2026-11-03T00:00:00.000Z", {"sdpa-cudnn": 9.0, "sdpa-flash": 9.0, "flash-attn-4": 9.0})
     text, picture = results_document.content(tmp_path, TEXT)
-    assert "| 8k | forward | random | 2 | 3 (1.5×) | 5 (2.5×) | – | `01abcdef01` |" in text
+    assert (
+        "| 8k | forward | random | 2 | 3 (1.5×) | 5 (2.5×) | – | `01abcdef01` |\n| 8k | forward | random | 1 |" in text
+    )
     assert text.startswith("before\n")
     assert text.endswith("<!-- end -->\nafter\n")
     assert "old" not in text

@@ -67,7 +67,7 @@ def test_a_forced_gpu_takes_its_table_and_no_kernel_of_hopper(monkeypatch: pytes
 
     def chosen() -> list[dispatch.Variant]:
         return [
-            dispatch.variant(kernel, A_TENSOR, A_TENSOR[:, :, :1], A_TENSOR[:, :, :1], dispatch.Blocks(64))
+            dispatch.variant(kernel, A_TENSOR, A_TENSOR[:, :, :1], A_TENSOR[:, :, :1], dispatch.SelectionBlocks(64))
             for kernel in kernels
         ]
 

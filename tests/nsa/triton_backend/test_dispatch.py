@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from nsa.triton_backend import architecture, dispatch, hopper, tuning
-from nsa.triton_backend.dispatch import TABLE, Blocks, Call, Variant, hopper_serves, variant
+from nsa.triton_backend.dispatch import TABLE, Call, SelectionBlocks, Variant, hopper_serves, variant
 from tests.nsa.triton_backend import masking
 
 
@@ -18,7 +18,7 @@ from tests.nsa.triton_backend import masking
 def test_the_last_kernel_of_a_computation_serves_every_call(computation: str) -> None:
     q, k = torch.zeros(1, 3, 34, 20), torch.zeros(1, 5, 2, 20)
     *_, last = TABLE[computation]
-    assert last.serves(Call(computation, q, k, k, Blocks(17)))
+    assert last.serves(Call(computation, q, k, k, SelectionBlocks(17)))
     assert all(rule.why for rule in TABLE[computation])
 
 
@@ -35,26 +35,26 @@ def test_many_queries_in_small_groups_take_the_kv_stationary_kernel(
     queries: int, heads: int, block_size: int, forward: Variant, backward: Variant
 ) -> None:
     q, k = torch.zeros(1, queries, heads, 16), torch.zeros(1, queries, 1, 16)
-    assert variant("selected_forward", q, k, k, Blocks(block_size, packed=True)) is forward
-    assert variant("selected_backward_q", q, k, k, Blocks(block_size, packed=True)) is backward
+    assert variant("selected_forward", q, k, k, SelectionBlocks(block_size, packed=True)) is forward
+    assert variant("selected_backward_q", q, k, k, SelectionBlocks(block_size, packed=True)) is backward
 
 
 @pytest.mark.parametrize(
     ("queries", "keys", "heads", "blocks", "masked"),
     [
-        (1024, 4096, 8, Blocks(64, count=64), True),
-        (1023, 4096, 8, Blocks(64, count=64), False),
-        (1024, 4097, 8, Blocks(64, count=64), False),
-        (1024, 4096, 17, Blocks(64, count=64), False),
-        (1024, 4096, 8, Blocks(32, count=65), False),
-        (1024, 4096, 8, Blocks(48, count=64), False),
-        (1024, 4096, 8, Blocks(64, count=64, packed=True), False),
-        (1024, 4096, 8, Blocks(64, count=64, sequence_tokens=8192), False),
-        (64, 64, 8, Blocks(64, count=1, sequence_tokens=2048), True),
+        (1024, 4096, 8, SelectionBlocks(64, count=64), True),
+        (1023, 4096, 8, SelectionBlocks(64, count=64), False),
+        (1024, 4097, 8, SelectionBlocks(64, count=64), False),
+        (1024, 4096, 17, SelectionBlocks(64, count=64), False),
+        (1024, 4096, 8, SelectionBlocks(32, count=65), False),
+        (1024, 4096, 8, SelectionBlocks(48, count=64), False),
+        (1024, 4096, 8, SelectionBlocks(64, count=64, packed=True), False),
+        (1024, 4096, 8, SelectionBlocks(64, count=64, sequence_tokens=8192), False),
+        (64, 64, 8, SelectionBlocks(64, count=32, sequence_tokens=2048), True),
     ],
 )
 def test_short_sequences_in_small_groups_are_masked(
-    monkeypatch: pytest.MonkeyPatch, queries: int, keys: int, heads: int, blocks: Blocks, masked: bool
+    monkeypatch: pytest.MonkeyPatch, queries: int, keys: int, heads: int, blocks: SelectionBlocks, masked: bool
 ) -> None:
     masking.serve(monkeypatch, 1024)
     q, k = torch.zeros(1, queries, heads, 16), torch.zeros(1, keys, 1, 16)
@@ -69,9 +69,10 @@ def test_wide_groups_take_it_where_l2_holds_no_head(monkeypatch: pytest.MonkeyPa
     for capability, wanted in ((86, Variant.KV_MAJOR), (89, Variant.PLAIN)):
         monkeypatch.setattr(architecture, "of_gpu", lambda _, it=capability: it)
         for computation in ("selected_forward", "selected_backward_q"):
-            assert variant(computation, q, k, k, Blocks(64, forced_share=3 / 16)) is wanted
+            assert variant(computation, q, k, k, SelectionBlocks(64, forced_share=3 / 16)) is wanted
     monkeypatch.setattr(architecture, "of_gpu", lambda _: 86)
-    assert variant("selected_forward", q, k, k, Blocks(64, forced_share=1.0)) is Variant.PLAIN  # which neighbours share
+    all_forced = SelectionBlocks(64, forced_share=1.0)  # which neighbours share
+    assert variant("selected_forward", q, k, k, all_forced) is Variant.PLAIN
 
 
 @pytest.fixture
@@ -119,7 +120,7 @@ class TestWhatIsServed:
     @pytest.mark.parametrize(("l_sel", "served"), [(64, True), (128, True), (96, False), (32, False)])
     def test_blocks_are_whole_tiles(self, l_sel: int, served: bool) -> None:
         q = self.keys.repeat(1, 1, 4, 1)
-        found = variant("selected_forward", q, self.keys, self.keys, Blocks(l_sel))
+        found = variant("selected_forward", q, self.keys, self.keys, SelectionBlocks(l_sel))
         assert (found is Variant.HOPPER) == served
 
     def test_the_selected_branch_has_sixteen_rows_whatever_the_table_says(
@@ -130,7 +131,7 @@ class TestWhatIsServed:
         monkeypatch.setattr(tuning, "table", lambda _: replace(table, narrow={**table.narrow, **more}))
         for group, served in ((16, True), (17, False)):
             q = self.keys.repeat(1, 1, group, 1)
-            found = variant("selected_forward", q, self.keys, self.keys, Blocks(64))
+            found = variant("selected_forward", q, self.keys, self.keys, SelectionBlocks(64))
             assert (found is Variant.HOPPER) == served
 
     def test_nothing_is_under_a_version_of_triton_that_was_not_tried(self, monkeypatch: pytest.MonkeyPatch) -> None:

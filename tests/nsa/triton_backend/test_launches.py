@@ -68,7 +68,7 @@ WRITE = {"cache_write._write": 1}
 """Of a decode step, per layer."""
 NEW_TOKENS = {"aten.arange": 1, "aten.add": 2}
 """Of a step in pages, once for all layers: where its tokens stand."""
-SUMS = ("compressed_window._add_parts", 3)
+SUMS = ("partial_sums._add_kv_parts", 3)
 """At most, in a backward pass: one for each branch whose keys are so few that several programs share their queries."""
 SORT_KERNELS = 6
 """At most, of one radix sort on a GPU, beside its memsets and its copy."""

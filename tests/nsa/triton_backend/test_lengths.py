@@ -23,7 +23,7 @@ def test_lengths_come_and_go_without_a_compilation(group: int) -> None:
     assert 2 <= found.pop("compressed_window._backward_kv") <= BACKWARD_OF_KEYS
     assert found.pop("topk._topk") == 2  # up to 64 and up to 128 blocks
     assert found.pop("compression._prepare") == 2  # keys and values together, and one of them alone
-    assert found.pop("compressed_window._add_parts", 1) <= 2  # into float32, and into the type of the keys
+    assert found.pop("partial_sums._add_kv_parts", 1) <= 2  # into float32, and into the type of the keys
     assert found.pop("decode_kernels._compressed") == 2  # one query alone, and several
     assert found.pop("decode_kernels._merge") <= 2  # more queries make fewer splits
     assert found.pop("index._tiles") <= 2  # with the slots of a choice, for the forward pass, and without

@@ -79,7 +79,8 @@ def test_groups_of_16_may_go_by_block(device: torch.device) -> None:
     """As they do where L2 holds no head: the oracle's numbers, and the same bits each time."""
     inputs = draw(device, 18, 26, 16, 1, 16)
     calls = [
-        dispatch.variant(f"selected_{name}", *inputs[:3], dispatch.Blocks(8)) for name in ("forward", "backward_q")
+        dispatch.variant(f"selected_{name}", *inputs[:3], dispatch.SelectionBlocks(8))
+        for name in ("forward", "backward_q")
     ]
     assert calls == [dispatch.Variant.KV_MAJOR] * 2
     found = run("triton", inputs)

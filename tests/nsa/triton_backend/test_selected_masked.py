@@ -10,7 +10,7 @@ from nsa.geometry import Layout
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import architecture, compressed_window, dispatch, selected_masked
+from nsa.triton_backend import architecture, compressed_window, dispatch, partial_sums, selected, selected_masked
 from tests.nsa.triton_backend import masking
 from tests.nsa.triton_backend.test_selected_kv_major import agree, draw
 
@@ -29,7 +29,7 @@ def masked_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of blocks of each call that these kernels serve."""
     calls, chosen = list[int](), selected_masked._chosen
 
-    def noted(blocks: torch.Tensor, layout: Layout) -> compressed_window.Chosen:
+    def noted(blocks: torch.Tensor, layout: Layout) -> compressed_window.BlockMask:
         calls.append(layout.max_blocks)
         return chosen(blocks, layout)
 
@@ -107,11 +107,29 @@ def test_the_length_of_a_shared_sequence_chooses(device: torch.device, monkeypat
     monkeypatch.setattr(dispatch, "MASKED_MIN_QUERIES", 1024)
 
     def chosen(sequence_tokens: int | None) -> dispatch.Variant:
-        blocks = dispatch.Blocks(16, count=4, sequence_tokens=sequence_tokens)
+        blocks = dispatch.SelectionBlocks(16, count=4, sequence_tokens=sequence_tokens)
         return dispatch.variant("selected_backward_kv", q, k, k, blocks)
 
     masked, other = dispatch.Variant.MASKED, dispatch.Variant.KV_MAJOR
     assert [chosen(n) for n in (None, 512, 2048, 8192)] == [other, other, masked, other]
+
+
+@pytest.mark.parametrize(("whole", "part"), [(8192, 1024), (2048, 512), (4096, 4096)])
+@pytest.mark.parametrize("l_sel", [16, 64])
+def test_a_part_takes_the_kernel_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, whole: int, part: int, l_sel: int
+) -> None:
+    """Also where there are more blocks in the whole than a mask has bits, and where the part has too few queries."""
+    masking.serve(monkeypatch, 1024)
+    config = nsa.NSAConfig(l_sel=l_sel, l=16)
+
+    def of(tokens: int, sequence_tokens: int | None) -> dispatch.Variant:
+        layout = Layout(tokens, tokens, config, device, sequence_tokens=sequence_tokens)
+        blocks = torch.zeros(1, tokens, 1, config.n_sel, dtype=torch.int32, device=device)
+        q = torch.zeros(1, 1, 1, 1, device=device).expand(1, tokens, 6, 64)
+        return dispatch.variant("selected_forward", q, q[:, :, :1], q[:, :, :1], selected._blocks(layout, blocks))
+
+    assert of(part, whole) is of(whole, None)
 
 
 @pytest.mark.parametrize("operand", ["q", "k", "v"])
@@ -135,7 +153,7 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(
 @pytest.mark.parametrize("splits", [1, 7, 8, 9, 20])
 def test_partial_sums_add_up(device: torch.device, splits: int) -> None:
     parts = [torch.randn(splits, 1, 37, 3, size, device=device) for size in (16, 24)]
-    for found, part in zip(compressed_window.added(parts, torch.float32), parts, strict=True):
+    for found, part in zip(partial_sums.add_parts(parts, torch.float32), parts, strict=True):
         torch.testing.assert_close(found, part.sum(0))
 
 
@@ -147,10 +165,10 @@ def test_a_table_says_up_to_which_length_it_is_sooner(monkeypatch: pytest.Monkey
         monkeypatch.setattr(architecture, "of_gpu", lambda _: architecture_)
         k = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(1, keys, 1, dim)
         q = k.expand(1, keys, group, dim)
-        return dispatch.variant(f"selected_{kernel}", q, k, k, dispatch.Blocks(64)) is dispatch.Variant.MASKED
+        return dispatch.variant(f"selected_{kernel}", q, k, k, dispatch.SelectionBlocks(64)) is dispatch.Variant.MASKED
 
-    assert served("forward", 6, 64, 4096)
-    assert not served("forward", 6, 64, 4097)
+    assert served("forward", 6, 64, 2048)
+    assert not served("forward", 6, 64, 2049)
     assert served("backward_q", 6, 64, 2048)
     assert not served("backward_q", 6, 64, 2049)
     assert served("forward", 4, 128, 2048)
