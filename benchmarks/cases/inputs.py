@@ -17,6 +17,8 @@ from nsa import NSAConfig
 from nsa.geometry import num_compressed_blocks
 
 KINDS = ("random", *recorded.KINDS)
+OFFERED = (*KINDS, replayed.KIND)
+"""What can be measured now; earlier records have others, such as "local"."""
 """How q and k are drawn, of any case; a key names it. `replayed.KIND` is of a few cases alone."""
 
 
@@ -51,8 +53,8 @@ def draw(key: Key, device: str, seed: int = 0, step: int = 0) -> Problem:
     `step` is that of decode steps which follow one another: other queries and gates over the same keys. Raises
     ValueError for another kind.
     """
-    if key.inputs not in (*KINDS, replayed.KIND):
-        raise ValueError(f"key.inputs must be one of {', '.join((*KINDS, replayed.KIND))}; got {key.inputs!r}")
+    if key.inputs not in OFFERED:
+        raise ValueError(f"key.inputs must be one of {', '.join(OFFERED)}; got {key.inputs!r}")
     generator = _generator(key, device, seed)
     q, k, v = _queries(key, generator), *_keys_and_values(key, generator)
     problem = Problem(q, k, v, _gates(key, generator))

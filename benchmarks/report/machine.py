@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.cases import inputs
 from benchmarks.history import accepted
 from benchmarks.history import launches as launch_history
 from benchmarks.history import memory as memory_history
@@ -64,10 +65,14 @@ class MachineSection:
 def build(
     folder: ReportFolder, store: Store, name: str, here: Sequence[BaselineComparison], context: ReportContext
 ) -> MachineSection:
-    """Fill the tables and the charts of one machine. `here`: its newest comparisons, at least one."""
+    """Fill the tables and the charts of one machine. `here`: its newest comparisons, at least one.
+
+    Cases on inputs that are offered no more have records, and no verdict.
+    """
     newest = max((comparison.nsa.fingerprint for comparison in here), key=lambda fingerprint: fingerprint.utc)
     groups = lengths.groups(here)
-    history, runs = store.history(name), store.runs(name)
+    history = [one for one in store.history(name) if one.newest.key.inputs in inputs.OFFERED]
+    runs = store.runs(name)
     marked = trends.boundaries(runs, store.anchor_ratios(name))
     followed = changes.follow(history)
     standings = accepted.standings(name, history, context.baselines) if context.baselines else []

@@ -19,6 +19,7 @@ from typing import Any
 import jinja2
 
 from benchmarks.ab import result
+from benchmarks.cases import inputs
 from benchmarks.history import accepted, speedup
 from benchmarks.history import alerts as kept
 from benchmarks.history import mutants as recorded
@@ -219,7 +220,7 @@ def _pages_of(results: Path, settings: ReportSettings, name: str) -> _MachinePag
     """Fill the tables of one machine; draw its charts, and write the pages that they are on."""
     folder = ReportFolder(results / "report")
     stored = Store(results, name)
-    here = speedup.comparisons(stored.current())
+    here = [one for one in speedup.comparisons(stored.current()) if one.nsa.key.inputs in inputs.OFFERED]
     theirs = published.read(path) if (path := published.path(results)).exists() else []
     context = ReportContext(theirs, accepted.current(results), settings.repository, settings.script)
     found = machine.build(folder, stored, name, here, context) if here else None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.cases import inputs
 from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.commands import report
 from benchmarks.history.accepted import Acceptance
@@ -210,10 +211,19 @@ def test_a_case_that_is_left_out_for_long_is_not_judged(tmp_path: Path) -> None:
     assert by_size["128"] == Judgement(CaseState.NOT_JUDGED, why="not in the last 30 runs of this mode")
 
 
-def test_an_address_holds_whatever_a_case_is_called(tmp_path: Path) -> None:
+def test_an_address_holds_whatever_a_case_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "OFFERED", ("a+b&c d",))
     write(tmp_path, passed(key(inputs="a+b&c d")))
     (row,) = pages.build(tmp_path).answers.rows
     assert row.href.endswith("#case=b1/s64/float32/a%2Bb%26c%20d")
+
+
+def test_inputs_that_are_offered_no_more_have_no_verdict(tmp_path: Path) -> None:
+    """ "local", an invented walk: no later run measures it."""
+    write(tmp_path, passed(key(inputs="local")))
+    write(tmp_path, passed(key(inputs="recorded")))
+    (row,) = pages.build(tmp_path).answers.rows
+    assert row.inputs == "recorded"
 
 
 def test_a_row_has_its_figures(tmp_path: Path) -> None:
