@@ -138,7 +138,11 @@ def _compiled(laws: Sequence[LawRecord], architecture: str, repository: Reposito
     for one in reversed(laws):
         counts = one.summary.architectures.get(architecture)
         if counts is not None and counts.tried:
-            return _counted(counts, one, repository)
+            compiled = _counted(counts, one, repository)
+            if not counts.skipped:
+                return compiled
+            why = "; ".join(one.summary.skipped_because)
+            return Cell(f"{compiled.text}; {counts.skipped} more left out: {why}", compiled.kind, compiled.href)
     return Cell(NOTHING)
 
 
