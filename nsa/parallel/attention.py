@@ -53,8 +53,8 @@ def context_parallel_attention(
     Beside its own rows a rank holds, for the time of a call, the keys and values of the selected branch of all T
     tokens, each while it arrives twice: at most 4 · T · Hkv · max(Dk, Dv) · (bytes of a number) / 1e9 GB, 4.3 GB for
     1M tokens, 4 heads of 128 and bf16. Until the backward pass it keeps the w - 1 rows before each piece that came from
-    others. The backward pass gathers the bulk again, and adds float32 sums, with those of a
-    piece and those that travel at most 3 · 4 · T · Hkv · (Dk + Dv) / 1e9 GB, 12.9 GB there.
+    others. The backward pass gathers the selected branch's keys and values again, and adds float32 sums, with those of
+    a piece and those that travel at most 3 · 4 · T · Hkv · (Dk + Dv) / 1e9 GB, 12.9 GB there.
 
     Args:
         q: [B, S, Hq, Dk].

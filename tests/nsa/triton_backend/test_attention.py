@@ -19,7 +19,7 @@ from regression.detectors import memory
 pytest.importorskip("triton")
 
 from nsa import triton_backend
-from nsa.triton_backend import dispatch, selected_kv_major
+from nsa.triton_backend import attention, compressed_window, dispatch, selected_kv_major
 from tests.nsa.triton_backend import masking
 
 CONFIG = nsa.NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=13)
@@ -88,6 +88,21 @@ def test_of_packed_documents(device: torch.device) -> None:
     documents = torch.tensor([0, 9, 9, 10, 40], dtype=torch.int32, device=device)
     inputs = draw(device, 40, 40, (4, 2, 16, 8), torch.float32, "all")
     agree(*inputs, Layout(40, 40, CONFIG, device, documents))
+
+
+@pytest.mark.parametrize("most_parts", [1, 100])
+def test_of_tiles_of_keys_whose_queries_several_programs_share(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, most_parts: int
+) -> None:
+    """Partial sums of dk and dv: those of compressed keys are added up beforehand where they are many."""
+    # 16 heads in a group, so that a tile has few tokens
+    inputs, layout = draw(device, 27, 40, (16, 1, 16, 8), torch.float32, "none"), (27, 40, CONFIG, device)
+    _, whole = outcome(triton_backend.attend, *inputs, Layout(*layout), True)
+    monkeypatch.setattr(compressed_window, "MIN_TOKENS_PER_SPLIT", 2)
+    monkeypatch.setattr(attention, "MOST_PARTS", most_parts)
+    _, shared = outcome(triton_backend.attend, *inputs, Layout(*layout), True)
+    for one, other in zip(shared, whole, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5 * float(other.abs().max()))
 
 
 def test_of_groups_that_take_a_program_per_query(device: torch.device) -> None:

@@ -108,7 +108,7 @@ def test_the_length_of_a_shared_sequence_chooses(device: torch.device, monkeypat
 
     def chosen(sequence_tokens: int | None) -> dispatch.Variant:
         blocks = dispatch.SelectionBlocks(16, count=4, sequence_tokens=sequence_tokens)
-        return dispatch.variant("selected_backward_kv", q, k, k, blocks)
+        return dispatch.variant("selected_backward_q", q, k, k, blocks)
 
     masked, other = dispatch.Variant.MASKED, dispatch.Variant.KV_MAJOR
     assert [chosen(n) for n in (None, 512, 2048, 8192)] == [other, other, masked, other]
@@ -173,7 +173,7 @@ def test_a_table_says_up_to_which_length_it_is_sooner(monkeypatch: pytest.Monkey
     assert not served("backward_q", 6, 64, 2049)
     assert served("forward", 4, 128, 2048)
     assert not served("forward", 16, 128, 2048)
-    assert not served("backward_kv", 4, 128, 2048)
+    assert not served("backward_q", 4, 128, 2048)
     assert not served("forward", 6, 64, 2048, architecture_=86)
 
 
