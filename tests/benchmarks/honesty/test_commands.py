@@ -23,7 +23,7 @@ from tests.benchmarks.synthetic import key, passed
 
 @pytest.mark.parametrize(("arguments", "plan"), [((), runner.FULL), (("--quick",), runner.QUICK)])
 def test_only_a_quick_run_measures_as_quick(
-    arguments: tuple[str, ...], plan: SamplingPlan, run: Run, monkeypatch: pytest.MonkeyPatch
+    arguments: tuple[str, ...], plan: SamplingPlan, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked: list[tuple[list[Key], SamplingPlan]] = []
     run([passed(key())])  # what else it needs is replaced
@@ -37,7 +37,8 @@ def test_only_a_quick_run_measures_as_quick(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_file, "create", lambda *_: Path("nowhere"))
         patch.setattr(run_file, "append", lambda *_: None)
-        assert main(["run", "--gpu", "cpu", *arguments]) == 0
+        # a folder without runs: beside those of other conditions anchors are measured too
+        assert main(["run", "--gpu", "cpu", "--out", str(tmp_path), *arguments]) == 0
     ((keys, used),) = asked
     assert used is plan
     lengths = {one.num_keys for one in keys if one.mode == "prefill-forward"}
