@@ -85,6 +85,9 @@ def process_group(variables: Mapping[str, str], on_gpu: bool, context: int = 1) 
     own = Ranks(int(variables["RANK"]), ranks, int(variables["LOCAL_RANK"]), context)
     if on_gpu:
         torch.cuda.set_device(own.local_rank)
+        # A collective otherwise starts behind the kernel that fills the GPU, while those of the other ranks, which had
+        # room, wait for it on multiprocessors that attention needs: 3 % of a step with context parallelism on two GPUs.
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     elif variables.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine, whatever its name resolves to
     device = torch.device("cuda", own.local_rank) if on_gpu else None

@@ -119,6 +119,23 @@ def test_a_dead_rank_ends_the_run_with_a_clear_error(tmp_path: Path) -> None:
     assert "rank 0 of 2 lost another rank in step" in stopped[0]
 
 
+@pytest.mark.parametrize(("given", "wanted"), [(None, "1"), ("0", "0")])
+def test_collectives_need_not_wait_for_kernels(monkeypatch: pytest.MonkeyPatch, given: str | None, wanted: str) -> None:
+    """NCCL's streams have priority from the first group on, unless the user says otherwise."""
+    name, found = "TORCH_NCCL_HIGH_PRIORITY", list[str | None]()
+    monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(name, given)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: found.append(os.environ.get(name)))
+    for function in ("barrier", "destroy_process_group"):
+        monkeypatch.setattr(torch.distributed, function, lambda: None)
+    with distributed.process_group({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, on_gpu=True):
+        pass
+    monkeypatch.delenv(name)
+    assert found == [wanted]
+
+
 def test_only_what_says_so_is_a_lost_rank() -> None:
     with (
         pytest.raises(LostRankError, match="rank 1 of 2 lost another rank in step 7"),
