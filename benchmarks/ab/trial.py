@@ -98,7 +98,7 @@ class WorkerPair:
         read. `check`: the oracle is asked before the samples, and again after them on other inputs. Raises SideError.
         """
         request = {"prepare": dataclasses.asdict(key), "device": self._device, "check": check}
-        together = self._device == "cpu" or not check
+        together = self._device == "cpu" or not check or self._fits_twice(key)
         prepared = self._ask_both(request, together=together)
         if isinstance(prepared, PairFailure):
             return prepared
@@ -119,6 +119,7 @@ class WorkerPair:
         if not check:
             return samples
         with self._clock.stage(stages.FINISH):
+            # one after the other on a GPU: how long a call takes on other inputs is part of it
             finished = self._ask_both({"finish": True}, together=self._device == "cpu")
         if isinstance(finished, PairFailure):
             return finished
@@ -127,13 +128,18 @@ class WorkerPair:
             return samples
         return dataclasses.replace(samples, peaks_mib=(base_mib, head_mib))
 
+    def _fits_twice(self, key: Key) -> bool:
+        """Whether the GPU has the oracle's memory for both sides at a time."""
+        fits: bool = self._ask_one(0, {"fits_twice": dataclasses.asdict(key), "device": self._device})["fits"]
+        return fits
+
     def _ask_one(self, side: int, request: Mapping[str, Any]) -> dict[str, Any]:
         with blame(side):
             self._children[side].ask(request)
             return self._children[side].answer(SAMPLE_DEADLINE_S)
 
     def _ask_both(self, request: Mapping[str, Any], *, together: bool) -> list[dict[str, Any]] | PairFailure:
-        """Both answers, asked for at the same time or one after the other: a GPU has the oracle's memory for one."""
+        """Both answers, asked for at the same time or one after the other."""
         asked, answers = 0, []
         for side in (0, 1):
             while asked <= (1 if together else side):

@@ -6,6 +6,7 @@ stdin, each is answered by one JSON line on stdout; end of file ends the process
     {"threads": 1, "core": 0}                    -> {"nsa": "/.../nsa/__init__.py"}
     {"context": true}                            -> {}, once it has a context on the GPU
     {"launch_interval": true}                    -> {"launch_interval_ns": of this process on the GPU}
+    {"fits_twice": {...key...}, "device": "cuda"} -> {"fits": whether both sides may prepare the case at a time}
     {"prepare": {...key...}, "device": "cpu", "check": true}    -> {"outcome": "PASSED", "reason": null, "stages_s": {}}
     {"slowdowns": [0.01, 0.03]}                  -> {"latency_ms": of a call}
     {"sample": 3}                                -> {"sample_ms": [latency, latency of each slowdown]}, of so many calls
@@ -37,7 +38,7 @@ from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.correctness import anti_cheat, integrity, row_sampling
 from benchmarks.timing import l2_persistence, latency, launch_interval, memory
 from benchmarks.timing.rotating_inputs import RotatingInputs
-from benchmarks.workloads.prepare import prepare
+from benchmarks.workloads.prepare import fits_twice, prepare
 
 _WARM_UPS = 2
 _NO_LIMIT_S = 3600.0  # the parent has the deadline
@@ -63,6 +64,8 @@ class Worker:
             return {}
         if "launch_interval" in request:
             return {"launch_interval_ns": launch_interval.measure_ns()}
+        if "fits_twice" in request:
+            return {"fits": fits_twice(Key(**request["fits_twice"]), request["device"])}
         if "prepare" in request:
             self._case = None  # its tensors go before the next one's come
             clock = StageClock()

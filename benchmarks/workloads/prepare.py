@@ -18,6 +18,8 @@ from benchmarks.workloads.train_step import MODELS
 from harness import forced
 from harness.peak import MIB
 
+_USABLE = 0.8
+"""Of a device's memory, where two processes share it."""
 _SEQUENCES_COMPARED = 4
 _RESERVE_MIB = 1536.0
 """The device's own context, libraries, and the gaps between allocations."""
@@ -78,6 +80,12 @@ def require_room(key: Key, device: str) -> None:
     free_mib, total_mib = memory_mib(device)
     if why := memory_need(key).lacking(total_mib, free_mib):
         raise MemoryError(f"not tried: {why}")
+
+
+def fits_twice(key: Key, device: str) -> bool:
+    """Whether two processes may prepare the case and ask its oracle at the same time, as far as memory goes."""
+    _, total_mib = memory_mib(device)  # of what is free now, the case before still holds some
+    return 2 * memory_need(key).whole_mib <= _USABLE * total_mib
 
 
 def memory_mib(device: str) -> tuple[float, float]:

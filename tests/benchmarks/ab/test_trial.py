@@ -233,7 +233,7 @@ class Fake:
 
     def __init__(self, log: list[str], name: str, latency_ms: float, fails: Mapping[str, str] | None = None) -> None:
         self._log, self._name, self._latency_ms, self._fails = log, name, latency_ms, fails or {}
-        self._asked = ""
+        self._asked, self.fits = "", False
 
     def ask(self, request: Mapping[str, object]) -> None:
         self._asked = next(iter(request))
@@ -244,7 +244,7 @@ class Fake:
         if self._asked in ("prepare", "finish"):
             outcome = self._fails.get(self._asked, "PASSED")
             return {"outcome": outcome, "reason": None if outcome == "PASSED" else "why", "stages_s": {}}
-        return {"sample_ms": [self._latency_ms], "discarded": 0, "latency_ms": self._latency_ms}
+        return {"sample_ms": [self._latency_ms], "discarded": 0, "latency_ms": self._latency_ms, "fits": self.fits}
 
 
 def pair_of(log: list[str], device: str = "cpu", **fails: Mapping[str, str]) -> trial.WorkerPair:
@@ -280,26 +280,32 @@ def test_a_long_call_is_a_sample_on_a_cpu(latency_ms: float, device: str, calls:
 
 
 @pytest.mark.parametrize(
-    ("device", "check", "order"),
+    ("device", "check", "fits", "order"),
     [
-        ("cpu", True, ["base:prepare", "head:prepare"]),
-        ("cuda", True, ["base:prepare", "base answers", "head:prepare"]),
-        ("cuda", False, ["base:prepare", "head:prepare"]),
+        ("cpu", True, False, ["base:prepare", "head:prepare"]),
+        ("cuda", True, False, ["base:fits_twice", "base answers", "base:prepare", "base answers", "head:prepare"]),
+        ("cuda", True, True, ["base:fits_twice", "base answers", "base:prepare", "head:prepare"]),
+        ("cuda", False, False, ["base:prepare", "head:prepare"]),
     ],
 )
-def test_on_a_gpu_the_oracle_is_asked_by_one_side_at_a_time(
-    device: str, check: bool, order: list[str], monkeypatch: pytest.MonkeyPatch
+def test_on_a_gpu_both_sides_ask_the_oracle_at_a_time_only_where_it_has_the_memory(
+    device: str, check: bool, fits: bool, order: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What they are asked in the end takes time, so there one has the GPU alone."""
     log: list[str] = []
     answer = Fake.answer
 
     def note(child: Fake, deadline_s: float) -> dict[str, object]:
         log.append(f"{child._name} answers")
+        child.fits = fits
         return answer(child, deadline_s)
 
     monkeypatch.setattr(Fake, "answer", note)
     pair_of(log, device).run(key(), Rules(), 0, check=check)
     assert log[: len(order)] == order
+    if check:
+        between = log[log.index("base:finish") + 1 : log.index("head:finish")]
+        assert between == (["base answers"] if device == "cuda" else [])
 
 
 def test_both_sides_make_the_calls_of_the_faster_one() -> None:

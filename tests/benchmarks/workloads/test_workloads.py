@@ -244,3 +244,13 @@ def test_the_oracle_fits_in_the_estimate() -> None:
     )
     estimate_mib = prepare.memory_need(the_key).tensors_mib
     assert float(done.stdout) < estimate_mib < 150
+
+
+@pytest.mark.parametrize(("share", "fits"), [(2.6, True), (2.4, False)])
+def test_two_processes_at_a_time_leave_a_fifth_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch, share: float, fits: bool
+) -> None:
+    """By the whole of the device: what is free now may be the last case's a moment later."""
+    total_mib = share * prepare.memory_need(key()).whole_mib
+    monkeypatch.setattr(prepare, "memory_mib", lambda _: (0.0, total_mib))
+    assert prepare.fits_twice(key(), "cuda") is fits
