@@ -12,8 +12,9 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 from unittest import mock
@@ -81,11 +82,16 @@ def measure(
     d_o = torch.randn(*whole.q.shape[:3], key.head_dim_v, generator=generator, device=device, dtype=whole.q.dtype)
     order = context.order(key.num_keys, _config(key), cu_seqlens)
     own, own_d_o = whole.map(lambda x: context.shard(x, order)), context.shard(d_o, order)
-    alone_ms = _alone_ms(key, whole, d_o, cu_seqlens, samples, context) if alone else None
-    del whole, d_o
 
-    def together() -> object:
-        return _together(key, own, own_d_o, cu_seqlens, context)
+    together = partial(_together, key, own, own_d_o, cu_seqlens, context)
+    # by turns: a GPU that has become warm is slower, and both are to be measured on the same one
+    calls: list[Callable[[], object]] = [together]
+    if alone:
+        calls.insert(0, partial(_one, key, whole, d_o, cu_seqlens))
+    *alone_ms, times_ms = _samples(calls, samples, context.group)
+    times = _most(times_ms, context.group, device)
+    fastest_ms, slowest_ms = _fastest_and_slowest(alone_ms[0], context, device) if alone else (None, None)
+    del whole, d_o, calls
 
     standing = 0
     if device.type == "cuda":
@@ -93,7 +99,6 @@ def measure(
         standing = torch.cuda.memory_allocated()
     with _counted(context) as received:
         together()
-    times = _most(_samples(together, samples, context.group), context.group, device)
     peak = (torch.cuda.max_memory_allocated() - standing) / MIB if device.type == "cuda" else 0.0
     waited = []
     for _ in range(samples):
@@ -107,7 +112,6 @@ def measure(
     )
     imbalance = order.imbalance(_config(key), context.documents(cu_seqlens))
     rate = _gather_gb_per_s(own, samples, context)
-    fastest_ms, slowest_ms = alone_ms or (None, None)
     shared = SharedSequence(fastest_ms, exposed_ms, received_gb, imbalance, rate, checked.num_keys, slowest_ms)
     return ParallelTime(correctness, tuple(times), shared, most_mib if device.type == "cuda" else None)
 
@@ -206,12 +210,12 @@ def _called(
     return {"o": o.detach(), "block_indices": aux.block_indices, **named}, aux.backend
 
 
-def _alone_ms(
-    key: Key, x: Problem, d_o: Tensor, cu_seqlens: Tensor | None, samples: int, context: ContextParallel
+def _fastest_and_slowest(
+    times_ms: Sequence[float], context: ContextParallel, device: torch.device
 ) -> tuple[float, float]:
-    """The medians of the rank that is fastest, which the ideal goes by, and of the one that is slowest."""
-    own = statistics.median(_samples(lambda: _one(key, x, d_o, cu_seqlens), samples, context.group))
-    slowest, fastest = _most([own, -own], context.group, d_o.device)
+    """The medians of the rank that is fastest alone, which the ideal goes by, and of the one that is slowest."""
+    own = statistics.median(times_ms)
+    slowest, fastest = _most([own, -own], context.group, device)
     return -fastest, slowest
 
 
@@ -220,26 +224,28 @@ def _gather_gb_per_s(own: Problem, samples: int, context: ContextParallel) -> fl
     rows = -int(_most([-own.k.shape[1]], context.group, own.k.device)[0])
     sent = torch.cat([x[:, :rows].flatten() for x in (own.k, own.v)])
     out = sent.new_empty(context.ranks * sent.numel())
-    times = _samples(lambda: dist.all_gather_into_tensor(out, sent, group=context.group), samples, context.group)
+    gather = partial(dist.all_gather_into_tensor, out, sent, group=context.group)
+    (times,) = _samples([gather], samples, context.group)
     slowest_ms = _most([statistics.median(times)], context.group, sent.device)[0]
     return (out.nbytes - sent.nbytes) / slowest_ms / 1e6
 
 
-def _samples(call: Callable[[], object], count: int, group: dist.ProcessGroup) -> list[float]:
-    """ms of each of `count` calls that all ranks begin together."""
+def _samples(calls: Sequence[Callable[[], object]], count: int, group: dist.ProcessGroup) -> list[list[float]]:
+    """ms of each of `count` times that all ranks begin a call together, of each of `calls`, which take turns."""
     on_gpu = torch.cuda.is_available() and dist.get_backend(group) == "nccl"
-    times = []
+    times_ms: list[list[float]] = [[] for _ in calls]
     for number in range(WARM_UP + count):
-        dist.barrier(group=group)
-        if on_gpu:
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        call()
-        if on_gpu:
-            torch.cuda.synchronize()
-        if number >= WARM_UP:
-            times.append((time.perf_counter() - begin) * 1e3)
-    return times
+        for call, of_call in zip(calls, times_ms, strict=True):
+            dist.barrier(group=group)
+            if on_gpu:
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+            call()
+            if on_gpu:
+                torch.cuda.synchronize()
+            if number >= WARM_UP:
+                of_call.append((time.perf_counter() - begin) * 1e3)
+    return times_ms
 
 
 def _most(values: list[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
