@@ -38,9 +38,10 @@ class SamplingPlan:
     min_samples: int
     """The sampling goes in rounds of this many."""
     min_time_s: float
-    """Time to be covered by samples, beside their number."""
+    """Time to be covered by samples, beside their number, so that slow changes (clocks, other load) are among them."""
     wall_limit_s: float
-    """After this the sampling ends, but never before the first sample."""
+    """After this the sampling ends, but never before the first sample. The samples then cover the time over which they
+    were spread: between short calls, changing inputs and flushing caches takes longer than the calls."""
     warmup_calls: int = 2
     """Calls before the first sample, more while they still get faster; after the wall limit no further ones."""
     precision: float | None = None
@@ -231,20 +232,20 @@ def _samples(sample: Callable[[], float], plan: SamplingPlan) -> tuple[tuple[flo
     begin = time.perf_counter()
     while True:
         samples.append(sample())
-        late = time.perf_counter() - begin >= plan.wall_limit_s
+        spread_s = time.perf_counter() - begin
+        late = spread_s >= plan.wall_limit_s
         if late or len(samples) % plan.min_samples == 0:
-            missing = unmet(samples, plan)
+            missing = unmet(samples, spread_s if late else sum(samples) / 1e3, plan)
             if missing is None:
                 return tuple(samples), "enough_samples" if plan.precision is None else "precise_enough", None
             if late:
                 return tuple(samples), "wall_limit", missing
 
 
-def unmet(samples: Sequence[float], plan: SamplingPlan) -> str | None:
-    """The first condition of the plan that these samples do not meet, with figures; None where they meet all."""
+def unmet(samples: Sequence[float], covered_s: float, plan: SamplingPlan) -> str | None:
+    """The first condition of the plan that these samples [ms] do not meet, with figures; None where they meet all."""
     if len(samples) < plan.min_samples:
         return f"{len(samples)} of {plan.min_samples} samples"
-    covered_s = sum(samples) / 1e3
     if covered_s < plan.min_time_s:
         return f"samples cover {covered_s:.3g} of {plan.min_time_s:g} s"
     if plan.precision is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
@@ -106,7 +107,37 @@ def test_refuses_a_cache_state_it_cannot_make(cache: str) -> None:
     ],
 )
 def test_says_which_condition_is_not_met(samples: list[float], plan: SamplingPlan, missing: str | None) -> None:
-    assert latency.unmet(samples, plan) == missing
+    assert latency.unmet(samples, sum(samples) / 1e3, plan) == missing
+
+
+def short_calls(clock: Clock, slowest_ms: float, between_s: float, wall_limit_s: float) -> latency.Timing:
+    """Calls of 0.1 ms and of `slowest_ms`, in turn; 0.1 s are to be covered, and the median known to 2 %."""
+    lengths_ms = itertools.cycle([0.1, slowest_ms])
+    plan = SamplingPlan(6, 0.1, wall_limit_s, precision=0.02)
+    return latency.measure(
+        lambda: clock.wait(next(lengths_ms) / 1e3), "cpu", "warm", plan, before=lambda: clock.wait(between_s)
+    )
+
+
+def test_short_calls_that_are_spread_over_the_wall_limit_cover_time(clock: Clock) -> None:
+    spread = short_calls(clock, slowest_ms=0.101, between_s=0.004, wall_limit_s=2.0)
+    assert sum(spread.samples_ms) < 100
+    assert len(spread.samples_ms) > 400  # it goes on to the wall limit all the same
+    assert spread.unmet is None
+
+
+def test_short_calls_whose_median_is_not_known_are_not_enough_at_the_wall_limit(clock: Clock) -> None:
+    wide = short_calls(clock, slowest_ms=0.2, between_s=0.004, wall_limit_s=2.0)
+    assert (wide.stop_reason, wide.unmet) == ("wall_limit", "median known to 33.33%, wanted 2.00%")
+
+
+def test_samples_of_a_few_milliseconds_are_not_enough(clock: Clock) -> None:
+    hurried = short_calls(clock, slowest_ms=0.101, between_s=0.0, wall_limit_s=0.005)
+    assert hurried.unmet is not None
+    assert hurried.unmet.startswith("samples cover 0.005")
+    long = short_calls(clock, slowest_ms=0.101, between_s=0.0, wall_limit_s=2.0)
+    assert sum(long.samples_ms) >= 100
+    assert (long.stop_reason, long.unmet) == ("precise_enough", None)
 
 
 def test_goes_on_until_the_median_is_known_well_enough() -> None:
