@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -55,11 +55,28 @@ class LawSummary:
     """When they ran, ISO 8601; "" where the file does not say."""
     architectures: Mapping[str, OutcomeCounts]
     """What the compiler accepted, by architecture: "86"."""
+    failures: Sequence[str] = ()
+    """The tests that failed, "FILE::TEST"."""
+    files: Mapping[str, OutcomeCounts] = field(default_factory=dict)
+    """Of each file of tests."""
 
     @property
     def compile_only(self) -> bool:
         """Whether most of its tests compiled for an architecture that need not be there: nothing ran."""
         return 2 * sum(counts.tried for counts in self.architectures.values()) > self.counts.tried
+
+    def shows_passed(self, test: str, failed: LawSummary) -> bool:
+        """Whether a test passed here that an earlier summary names among its failures.
+
+        Names of tests that pass are not kept. So it is held to have passed where it is none of the failures, and its
+        file ran at least as many tests and left out no more.
+        """
+        file, _, name = test.partition("::")
+        file = file or name  # a file that could not be imported
+        ran, before = self.files.get(file), failed.files.get(file)
+        if test in self.failures or ran is None or not ran.passed:
+            return False
+        return before is None or (ran.tried >= before.tried and ran.skipped <= before.skipped)
 
 
 _COUNTED = ("passed", "failed", "skipped")
@@ -74,7 +91,13 @@ def decode(content: bytes) -> LawSummary:
         if missing := [name for name in ("passed", "failed") if name not in data]:
             raise ValueError(f"a summary must have {missing[0]!r}")
         counts = schema.build(OutcomeCounts, {name: data[name] for name in _COUNTED if name in data}, "summary")
-        return LawSummary(counts, _utc(data.get("utc")), _architectures(data.get("architectures", {})))
+        return LawSummary(
+            counts,
+            _utc(data.get("utc")),
+            _counts(data, "architectures"),
+            _failures(data.get("failures", [])),
+            _counts(data, "files"),
+        )
     except (TypeError, RecursionError) as error:
         raise ValueError(str(error)) from error
 
@@ -108,10 +131,35 @@ def newest(summaries: Mapping[str, LawSummary]) -> str | None:
 
     Those that only compiled are left out; None where no other is there.
     """
-    ran = {name: one for name, one in summaries.items() if not one.compile_only}
+    ran = _ran(summaries)
     most = max((one.counts.tried for one in ran.values()), default=0)
     enough = [name for name, one in ran.items() if 2 * one.counts.tried >= most]
     return max(enough, key=lambda name: (ran[name].utc, name), default=None)
+
+
+def not_passed_since(summaries: Mapping[str, LawSummary]) -> list[tuple[str, str]]:
+    """(test, name of the newest summary in which it failed) of each that no later one of its machine shows passed.
+
+    Of however few tests a summary is, its failures count. Those that only compiled are left out, as in `newest`.
+    """
+    ran, failing = _ran(summaries), dict[tuple[Any, str], str]()
+    for name in sorted(ran, key=lambda name: (ran[name].utc, name)):
+        here = _machine(name)
+        for machine, test in list(failing):
+            if machine == here and ran[name].shows_passed(test, ran[failing[machine, test]]):
+                del failing[machine, test]
+        failing |= {(here, test): name for test in ran[name].failures}
+    return [(test, name) for (_, test), name in failing.items()]
+
+
+def _ran(summaries: Mapping[str, LawSummary]) -> dict[str, LawSummary]:
+    return {name: one for name, one in summaries.items() if not one.compile_only}
+
+
+def _machine(name: str) -> tuple[str | Any, ...]:
+    """Of a summary's file, and what it was forced to."""
+    found = NAME.fullmatch(Path(name).stem)
+    return found.group("machine", "forced", "memory_gb") if found else ()
 
 
 def _utc(value: Any) -> str:
@@ -123,7 +171,14 @@ def _utc(value: Any) -> str:
     return value
 
 
-def _architectures(value: Any) -> dict[str, OutcomeCounts]:
+def _counts(data: Mapping[str, Any], name: str) -> dict[str, OutcomeCounts]:
+    value = data.get(name, {})
     if not isinstance(value, dict):
-        raise TypeError(f"architectures must be a JSON object; got {type(value).__name__}")
-    return {name: schema.build(OutcomeCounts, counts, f"architectures.{name}") for name, counts in value.items()}
+        raise TypeError(f"{name} must be a JSON object; got {type(value).__name__}")
+    return {key: schema.build(OutcomeCounts, counts, f"{name}.{key}") for key, counts in value.items()}
+
+
+def _failures(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(test, str) for test in value):
+        raise TypeError(f"failures must be a list of names; got {value!a:.80}")
+    return tuple(value)

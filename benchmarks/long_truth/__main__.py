@@ -20,6 +20,7 @@ import re
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -158,16 +159,17 @@ class _Summary:
 
     def __init__(self, ranks: int, say: Say) -> None:
         self._ranks, self._say = ranks, say
-        self._passed, self._failures = 0, list[str]()
+        self._counts: dict[str, Counter[str]] = {}
+        """Of each case."""
+        self._failures: list[str] = []
         self._not_run: dict[str, str] = {}
         self._cases: list[dict[str, Any]] = []
 
-    def count(self, name: str, *, passed: bool) -> None:
-        """One check."""
-        if passed:
-            self._passed += 1
-        else:
-            self._failures.append(name)
+    def count(self, case: str, check: str, *, passed: bool) -> None:
+        """One check, as a test in a file that is the case."""
+        self._counts.setdefault(case, Counter())["passed" if passed else "failed"] += 1
+        if not passed:
+            self._failures.append(f"{case}::{check}")
 
     def add(self, name: str, measure: Callable[[], LongTruth]) -> None:
         """One case."""
@@ -175,7 +177,7 @@ class _Summary:
         if found is None:
             return
         for one in found.checks:
-            self.count(f"{name}: {one.name}", passed=one.passed)
+            self.count(name, one.name, passed=one.passed)
         self._say(_table(name, found))
         told = {field.name: getattr(found, field.name) for field in dataclasses.fields(found) if field.name != "checks"}
         checks = {one.name: [one.error, one.budget] for one in found.checks}
@@ -184,7 +186,7 @@ class _Summary:
     def add_checks(self, name: str, measure: Callable[[], Sequence[OracleCheck]]) -> None:
         """Checks that are no case."""
         for one in self._tried(name, measure) or ():
-            self.count(one.name, passed=one.passed)
+            self.count(name, one.name, passed=one.passed)
             self._say(f"{one.name}: {_error(one)} of {one.budget:.3g} allowed")
 
     def _tried(self, name: str, measure: Callable[[], _Found]) -> _Found | None:
@@ -199,7 +201,7 @@ class _Summary:
             if isinstance(error, torch.OutOfMemoryError):
                 self._not_run[name] = why
             else:
-                self.count(f"{name}: {why}", passed=False)
+                self.count(name, why, passed=False)
             self._say(f"{name}: {why}")
             return None
 
@@ -208,11 +210,12 @@ class _Summary:
         return {
             "utc": identity.utc,
             "seconds": seconds,
-            "passed": self._passed,
+            "passed": sum(counts["passed"] for counts in self._counts.values()),
             "failed": len(self._failures),
             "skipped": len(self._not_run),
             "failures": self._failures,
             "skipped_because": self._not_run,
+            "files": {case: dict(counts) for case, counts in self._counts.items()},
             "ranks": self._ranks,
             "command": _command(self._ranks),
             "seed": asked.seed,

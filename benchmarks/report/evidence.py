@@ -34,7 +34,8 @@ class HeadlineNumber:
 
 
 def laws(results: Path, repository: Repository) -> HeadlineNumber:
-    """The newest summary under results/laws that ran at least half of the tests of the largest one.
+    """The newest summary under results/laws that ran at least half of the tests of the largest one, and how many tests
+    failed in others and have not passed since.
 
     A file's name says of which commit it is.
     """
@@ -44,13 +45,16 @@ def laws(results: Path, repository: Repository) -> HeadlineNumber:
         return HeadlineNumber("Laws and tests", "none recorded", PLAIN)
     counts = found[name].counts
     text = f"{counts.failed} of {counts.tried} failed" if counts.failed else f"{counts.passed} passed"
+    others = [file for _, file in law_summaries.not_passed_since(found) if file != name]
+    text += f", {len(others)} failed in other records" if others else ""
+    red = name if counts.failed else others[0] if others else None
     where = law_summaries.NAME.fullmatch(Path(name).stem)
     return HeadlineNumber(
         "Laws and tests",
         text,
-        BAD if counts.failed else GOOD,
+        BAD if red else GOOD,
         repository.commit(where["commit"]) if where else None,
-        file=f"laws/{name}" if counts.failed else None,
+        file=f"laws/{red}" if red else None,
         note=f"on {where['machine']}" if where else None,
     )
 

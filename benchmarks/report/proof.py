@@ -39,6 +39,8 @@ HEAD = (
 _OWN = HEAD[-5:]
 """The columns that are a machine's own; those before them are of an architecture."""
 NOTHING = "–"
+_MOST_NAMED = 5
+"""Tests in one cell."""
 
 
 @dataclass(frozen=True)
@@ -155,11 +157,9 @@ def _forced(
     if not architecture:
         return Cell(NOTHING)
     cells = []
-    newest = _newest([one for one in laws if one.forced and one.forced.architecture == f"sm{architecture}"])
-    if newest is not None and newest.forced is not None:
-        counted = _counted(newest.summary.counts, newest, repository)
-        where = _where(newest.machine, newest.forced)
-        cells.append(Cell(f"laws {counted.text}{where}", counted.kind, counted.href))
+    told = _laws([one for one in laws if one.forced and one.forced.architecture == f"sm{architecture}"], repository)
+    if told.text != NOTHING:
+        cells.append(Cell(f"laws {told.text}", told.kind, told.href))
     by_machine: dict[str, list[IncidentReplay]] = {}
     for entry in incidents:
         by_machine.setdefault(entry.fingerprint.machine, []).append(entry)
@@ -200,17 +200,24 @@ def _fitted(newest: Sequence[CaseVisit], where: str, repository: Repository) -> 
 
 
 def _laws(found: Sequence[LawRecord], repository: Repository) -> Cell:
-    newest = _newest(found)
+    """The newest that ran and is no small part of the tests; by name what failed in others and has not passed since."""
+    by_file = {one.file: one for one in found}
+    summaries = {file: one.summary for file, one in by_file.items()}
+    newest = law_summaries.newest(summaries)
     if newest is None:
         return Cell(NOTHING)
-    return _counted(newest.summary.counts, newest, repository)
-
-
-def _newest(found: Sequence[LawRecord]) -> LawRecord | None:
-    """The newest that ran and is no small part of the tests."""
-    by_file = {one.file: one for one in found}
-    newest = law_summaries.newest({file: one.summary for file, one in by_file.items()})
-    return None if newest is None else by_file[newest]
+    record = by_file[newest]
+    counted = _counted(record.summary.counts, record, repository)
+    text = counted.text + (_where(record.machine, record.forced) if record.forced else "")
+    failed = [
+        f"{test} at {repository.commit(by_file[file].commit).text}"
+        for test, file in law_summaries.not_passed_since(summaries)
+        if file != newest
+    ]
+    if not failed:
+        return Cell(text, counted.kind, counted.href)
+    more = f" and {len(failed) - _MOST_NAMED} more" if len(failed) > _MOST_NAMED else ""
+    return Cell(f"{text}; failed, not passed since: {', '.join(failed[:_MOST_NAMED])}{more}", BAD, counted.href)
 
 
 def _counted(counts: OutcomeCounts, record: LawRecord, repository: Repository) -> Cell:

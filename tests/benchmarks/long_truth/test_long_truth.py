@@ -261,6 +261,7 @@ def test_the_summary_is_one_of_laws(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     read = laws.decode(path.read_bytes())
     assert (read.counts.passed, read.counts.failed) == (summary["passed"], 0)
     assert read.counts.passed > 15
+    assert sum(counts.passed for counts in read.files.values()) == read.counts.passed
     first, second = json.loads(path.read_text())["cases"]
     assert first["checks"].keys() >= {"o, first rows", "dk", "dv", "mass missed"}
     assert "docs-129x18" in second["case"]
@@ -270,8 +271,15 @@ def test_the_summary_is_one_of_laws(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_wrong_case_fails_the_summary(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = _asked("--no-positions")
     monkeypatch.setattr(nsa, "nsa_attention", with_fault(1, changed(200, 1.01), gradient=True))
-    summary = program.run(asked, [program.case(asked, "2x1x16", 300)], say=lambda text: None)
-    assert summary["failures"] == ["prefill-forward-backward/2x1x16/b1/s300/float32: dk"]
+    key = program.case(asked, "2x1x16", 300)
+    summary = program.run(asked, [key], say=lambda text: None)
+    assert summary["failures"] == ["prefill-forward-backward/2x1x16/b1/s300/float32::dk"]
+    monkeypatch.undo()
+    red, green = (laws.decode(json.dumps(one).encode()) for one in (summary, program.run(asked, [key], say=print)))
+    assert green.shows_passed(summary["failures"][0], red)
+    assert not red.shows_passed(summary["failures"][0], red)
+    other = program.run(asked, [program.case(asked, "2x1x16", 301)], say=print)
+    assert not laws.decode(json.dumps(other).encode()).shows_passed(summary["failures"][0], red)
 
 
 def test_what_ends_with_an_error_fails_and_what_does_not_fit_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +292,7 @@ def test_what_ends_with_an_error_fails_and_what_does_not_fit_is_skipped(monkeypa
     asked = _asked("--no-positions")
     keys = [program.case(asked, "2x1x16", tokens) for tokens in (300, 400)]
     summary = program.run(asked, keys, say=lambda text: None)
-    assert summary["failures"] == [f"{keys[0].case}: RuntimeError: an illegal"]
+    assert summary["failures"] == [f"{keys[0].case}::RuntimeError: an illegal"]
     assert summary["skipped_because"] == {keys[1].case: "OutOfMemoryError: CUDA out of memory"}
     assert summary["passed"] == 0
 

@@ -152,6 +152,71 @@ def test_a_part_of_the_laws_does_not_hide_the_whole(tmp_path: Path) -> None:
     assert rows(tmp_path)["h200"]["laws"].kind == GOOD
 
 
+def red(results: Path, name: str, utc: str, passed: int, *tests: str, skipped: int = 0) -> None:
+    """Tests of tests.a failed, `passed` passed."""
+    files = {"tests.a": {"passed": passed, "failed": len(tests), "skipped": skipped}}
+    law(results, name, utc, passed, len(tests), failures=list(tests), files=files)
+
+
+def test_a_failure_in_a_part_of_the_laws_is_named_until_its_test_has_passed(tmp_path: Path) -> None:
+    law(tmp_path, "h200-20260101-aaaaaaaaaa-laws", "2026-01-01", 2000)
+    red(tmp_path, "h200-20260102-bbbbbbbbbb-gpu", "2026-01-02", 9, "tests.a::test_x")
+    whole = "2000 of 2000 at aaaaaaa, 2026-01-01"
+    failing = Cell(f"{whole}; failed, not passed since: tests.a::test_x at bbbbbbb", BAD)
+    assert rows(tmp_path)["h200"]["laws"] == failing
+    law(tmp_path, "h200-20260103-cccccccccc-other", "2026-01-03", 30, files={"tests.b": {"passed": 30}})
+    law(tmp_path, "h100-20260104-cccccccccc-gpu", "2026-01-04", 10, files={"tests.a": {"passed": 10}})
+    forced = "h200-20260104-cccccccccc-gpu-forced-sm86"
+    law(tmp_path, forced, "2026-01-04", 10, files={"tests.a": {"passed": 10}})
+    red(tmp_path, "h200-20260105-cccccccccc-some", "2026-01-05", 9)  # not all of its file
+    red(tmp_path, "h200-20260106-cccccccccc-skip", "2026-01-06", 10, skipped=1)
+    assert rows(tmp_path)["h200"]["laws"] == failing
+    red(tmp_path, "h200-20260107-dddddddddd-gpu", "2026-01-07", 9, "tests.a::test_y")
+    found = rows(tmp_path)["h200"]["laws"]
+    assert (found.text, found.kind) == (f"{whole}; failed, not passed since: tests.a::test_y at ddddddd", BAD)
+    red(tmp_path, "h200-20260108-eeeeeeeeee-gpu", "2026-01-08", 10)
+    assert rows(tmp_path)["h200"]["laws"] == Cell(whole, GOOD)
+
+
+def test_a_failure_is_not_hidden_by_a_larger_summary_of_other_tests(tmp_path: Path) -> None:
+    red(tmp_path, "h200-20260101-aaaaaaaaaa-gpu", "2026-01-01", 9, "tests.a::test_x")
+    law(tmp_path, "h200-20260102-bbbbbbbbbb-laws", "2026-01-02", 2000, files={"tests.b": {"passed": 2000}})
+    red(tmp_path, "h100-20260103-bbbbbbbbbb-gpu", "2026-01-03", 10)
+    assert rows(tmp_path)["h200"]["laws"].kind == BAD
+    headline = evidence.laws(tmp_path, Repository())
+    assert (headline.text, headline.kind) == ("2000 passed, 1 failed in other records", BAD)
+    assert headline.file == "laws/h200-20260101-aaaaaaaaaa-gpu.json"
+    red(tmp_path, "h200-20260103-bbbbbbbbbb-gpu", "2026-01-03", 10)
+    assert rows(tmp_path)["h200"]["laws"].kind == evidence.laws(tmp_path, Repository()).kind == GOOD
+
+
+def test_what_failed_in_the_summary_that_is_shown_is_counted_and_not_named(tmp_path: Path) -> None:
+    red(tmp_path, "h200-20260101-aaaaaaaaaa-laws", "2026-01-01", 9, "tests.a::test_x")
+    assert rows(tmp_path)["h200"]["laws"] == Cell("9 of 10 at aaaaaaa, 2026-01-01", BAD)
+    assert evidence.laws(tmp_path, Repository()).text == "1 of 10 failed"
+
+
+def test_a_file_that_could_not_be_imported_has_passed_once_it_ran(tmp_path: Path) -> None:
+    law(tmp_path, "h200-20260101-aaaaaaaaaa-laws", "2026-01-01", 2000)
+    broken = {"failures": ["::tests.a"], "files": {"": {"failed": 1}}}
+    law(tmp_path, "h200-20260102-bbbbbbbbbb-gpu", "2026-01-02", 0, 1, **broken)
+    assert rows(tmp_path)["h200"]["laws"].kind == BAD
+    red(tmp_path, "h200-20260103-cccccccccc-gpu", "2026-01-03", 3, skipped=1)
+    assert rows(tmp_path)["h200"]["laws"].kind == GOOD
+
+
+def test_of_many_failures_some_are_named(tmp_path: Path) -> None:
+    law(tmp_path, "h200-20260101-aaaaaaaaaa-laws-forced-sm86", "2026-01-01", 2000)
+    tests = [f"tests.a::test_{i}" for i in range(7)]
+    red(tmp_path, "h200-20260102-bbbbbbbbbb-gpu-forced-sm86", "2026-01-02", 3, *tests)
+    cell = rows(tmp_path)["NVIDIA GeForce RTX 3090"]["ran forced"]
+    named = ", ".join(f"{test} at bbbbbbb" for test in tests[:5])
+    assert cell.text == (
+        f"laws 2000 of 2000 at aaaaaaa, 2026-01-01, on h200; failed, not passed since: {named} and 2 more"
+    )
+    assert cell.kind == BAD
+
+
 def test_what_ran_on_a_machine(tmp_path: Path) -> None:
     write_incidents(tmp_path, 6)
     write_calibration(tmp_path)
@@ -191,6 +256,8 @@ def test_an_incident_that_was_skipped_is_named(tmp_path: Path) -> None:
         b'{"passed": 1, "failed": -5}',
         b'{"passed": 1, "failed": 0, "architectures": {"86": {"passed": "x"}}}',
         b'{"passed": 1, "failed": 0, "architectures": []}',
+        b'{"passed": 1, "failed": 1, "failures": [1]}',
+        b'{"passed": 1, "failed": 0, "files": {"tests.a": 1}}',
         b"\xff",
     ],
 )
