@@ -74,8 +74,15 @@ class ParallelBackend(Backend, Protocol):
         self, rows: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
-    def add_gradients(self, dq_cmp: Tensor, dq_sel: Tensor, dq_win: Tensor) -> Tensor:
-        """dq of all branches, in the order and with the rounding of a call on one device; any may be overwritten."""
+    def combine_into(self, o: Tensor, outputs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> None:
+        """`combine`, without gradients, into o, which may be a part of a tensor."""
+        ...
+
+    def add_gradients(self, dq: Tensor, dq_cmp: Tensor, dq_sel: Tensor, dq_win: Tensor) -> None:
+        """Those of all branches into dq, which may be a part of a tensor; any of them may be overwritten.
+
+        In the order and with the rounding of a call on one device.
+        """
         ...
 
 

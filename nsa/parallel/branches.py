@@ -75,7 +75,7 @@ class ParallelBranches(torch.autograd.Function):
         ]
         o = q.new_empty(*q.shape[:3], v_sel.shape[3])
         for piece, one in zip(plan.queries, found, strict=True):
-            o[:, piece.rows] = run.combine(one.outputs, gates[:, piece.rows])
+            run.combine_into(o[:, piece.rows], one.outputs, gates[:, piece.rows])
         ctx.save_for_backward(
             q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, *near_rows,
             *(x for one in found for x in one.for_backward),
@@ -178,8 +178,9 @@ def _gradients(
     of_compressed = [plan.slots_gather.start_sum(x.total(), q.dtype) for x in sums]
 
     whole = torch.empty_like(q)
-    for piece, (dq_win, dq_sel, dq_cmp) in zip(pieces, dq, strict=True):
-        whole[:, piece.rows] = unpadded(run.add_gradients(dq_cmp, dq_sel, dq_win), piece)
+    for piece, parts in zip(pieces, dq, strict=True):
+        dq_win, dq_sel, dq_cmp = (unpadded(x, piece) for x in parts)
+        run.add_gradients(whole[:, piece.rows], dq_cmp, dq_sel, dq_win)
     return [whole, *(x.wait() for x in (*of_compressed, *of_selected, *of_window)), dgates]
 
 

@@ -17,6 +17,7 @@ from nsa.torch_backend.selected import SelectedAttention
 __all__ = [
     "add_gradients",
     "combine",
+    "combine_into",
     "compress",
     "compressed_attention",
     "compressed_attention_backward",
@@ -110,9 +111,9 @@ def window_attention_backward(
     return compressed_window.backward(*given, layout.window_span, WINDOW_CHUNK, scale)
 
 
-def add_gradients(dq_cmp: Tensor, dq_sel: Tensor, dq_win: Tensor) -> Tensor:
-    """dq of all branches, in the order in which autograd adds them."""
-    return dq_win + dq_sel + dq_cmp
+def add_gradients(dq: Tensor, dq_cmp: Tensor, dq_sel: Tensor, dq_win: Tensor) -> None:
+    """Those of all branches into dq, in the order in which autograd adds them."""
+    torch.add(dq_win + dq_sel, dq_cmp, out=dq)
 
 
 def combine(outputs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
@@ -122,3 +123,8 @@ def combine(outputs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
     for gate, o in zip(gates.unbind(-1), outputs, strict=True):
         total = total + gate.to(wide)[..., None] * o.to(wide)
     return total.to(outputs[0].dtype)
+
+
+def combine_into(o: Tensor, outputs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> None:
+    """`combine` into o."""
+    o.copy_(combine(outputs, gates))

@@ -25,13 +25,14 @@ from nsa.triton_backend import (
     selected,
 )
 from nsa.triton_backend.compressed_window import ENOUGH_OF_WINDOW
-from nsa.triton_backend.launch import ENOUGH_PROGRAMS, add_to, finite_keys, unit_stride
+from nsa.triton_backend.launch import ENOUGH_PROGRAMS, add, finite_keys, unit_stride
 from nsa.triton_backend.places import located
 
 __all__ = [
     "add_gradients",
     "attend",
     "combine",
+    "combine_into",
     "compress",
     "compressed_attention",
     "compressed_attention_backward",
@@ -186,16 +187,29 @@ def window_attention_backward(
     return _compressed_window_backward(rows, q, k, v, places, first_key, ENOUGH_OF_WINDOW, scale)
 
 
-def add_gradients(dq_cmp: Tensor, dq_sel: Tensor, dq_win: Tensor) -> Tensor:
-    """dq of all branches, each rounded, added in float32; takes the place of dq_sel."""
-    add_to(dq_sel, dq_cmp, dq_win)
-    return dq_sel
+def add_gradients(dq: Tensor, dq_cmp: Tensor, dq_sel: Tensor, dq_win: Tensor) -> None:
+    """Those of all branches, each rounded, added in float32, into dq; by way of dq_sel and a copy where dq is no
+    contiguous one."""
+    dq_cmp, dq_sel, dq_win = (x.contiguous() for x in (dq_cmp, dq_sel, dq_win))
+    total = dq if dq.is_contiguous() else dq_sel
+    add(total, dq_sel, dq_cmp, dq_win)
+    if total is not dq:
+        dq.copy_(total)
 
 
 def combine(outputs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
     """Eq. 5: Σ gate · branch, added in float32; see `nsa.combine`."""
-    add = ops.combine if torch.compiler.is_compiling() else autograd.GatedSum.apply
-    return add(*outputs, gates)
+    add_gated = ops.combine if torch.compiler.is_compiling() else autograd.GatedSum.apply
+    return add_gated(*outputs, gates)
+
+
+def combine_into(o: Tensor, outputs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> None:
+    """`combine`, without gradients, into o; by a copy where that is no contiguous one."""
+    if not o.is_contiguous():
+        o.copy_(gated_sum.forward(*outputs, gates))
+        return
+    o_cmp, o_sel, o_win, gates = (x.contiguous() for x in (*outputs, gates))
+    gated_sum.write(o_cmp, o_sel, o_win, gates, o)
 
 
 def decode_attention(

@@ -79,19 +79,19 @@ def backward_rows(do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> tu
 
 
 @kernel
-def _add(A, B, C, count, BN: tl.constexpr):
+def _add(A, B, C, OUT, count, BN: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     real = place < count
     total = tl.load(A + place, mask=real).to(tl.float32) + tl.load(B + place, mask=real).to(tl.float32)
     total += tl.load(C + place, mask=real).to(tl.float32)
-    tl.store(A + place, total.to(A.dtype.element_ty), mask=real)
+    tl.store(OUT + place, total.to(OUT.dtype.element_ty), mask=real)
 
 
-def add_to(a: Tensor, b: Tensor, c: Tensor) -> None:
-    """a += b + c, contiguous tensors of one shape, rounded once."""
-    if count := a.numel():
-        with on_device(a):
-            _add[cdiv(count, ELEMENTS),](a, b, c, count, ELEMENTS)
+def add(out: Tensor, a: Tensor, b: Tensor, c: Tensor) -> None:
+    """out = a + b + c, contiguous tensors of one shape, rounded once; out may be one of them."""
+    if count := out.numel():
+        with on_device(out):
+            _add[cdiv(count, ELEMENTS),](a, b, c, out, count, ELEMENTS)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from torch import Tensor
 from nsa.geometry import Layout, num_selection_blocks
 from nsa.triton_backend import gated_sum, hopper, selected_kv_major, selected_masked, tuning
 from nsa.triton_backend.dispatch import SelectionBlocks, Variant, variant
-from nsa.triton_backend.launch import LOG2E, MAX_TILE, add_to, backward_rows, on_device, strides, unit_stride
+from nsa.triton_backend.launch import LOG2E, MAX_TILE, add, backward_rows, on_device, strides, unit_stride
 from nsa.triton_backend.tile import (
     dot,
     finish,
@@ -183,7 +183,7 @@ def gradients(
     if kernel is Variant.MASKED:
         dq, dk, dv = selected_masked.gradients(q, k, v, *rows, wide)
         if more_dq is not None:
-            add_to(dq, *more_dq)
+            add(dq, dq, *more_dq)
         return dq, dk, dv
     if kernel is Variant.KV_MAJOR:  # each program reads what it overwrites of the other branches
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if more_dq is None else more_dq[0]
@@ -201,7 +201,7 @@ def gradients(
                 *sizes, **launch,
             )  # fmt: skip
     if more_dq is not None:
-        add_to(dq, *more_dq)
+        add(dq, dq, *more_dq)
     return dq, dk, dv
 
 

@@ -185,6 +185,23 @@ def test_a_part_of_a_tensor_goes_backward_as_its_copy_does(device: torch.device)
         assert torch.equal(part, copy)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_piece_is_written_where_it_stands(device: torch.device, batch: int) -> None:
+    """As in a tensor of its own; of two sequences it is no contiguous part. No other row is written."""
+    rows, generator = slice(3, 9), torch.Generator().manual_seed(batch)
+    drawn = [torch.randn(batch, 12, 4, channels, generator=generator).to(device) for channels in (16, 16, 16, 3)]
+    *outputs, gates = (x[:, rows] for x in drawn)
+    o_cmp, o_sel, o_win = outputs
+    o, dq = (torch.full_like(drawn[0], 7.0) for _ in range(2))
+    wanted_o, wanted_dq = o.clone(), dq.clone()
+    wanted_o[:, rows] = triton_backend.combine((o_cmp, o_sel, o_win), gates)
+    wanted_dq[:, rows] = o_sel + o_cmp + o_win
+    triton_backend.combine_into(o[:, rows], (o_cmp, o_sel, o_win), gates)
+    triton_backend.add_gradients(dq[:, rows], o_cmp, o_sel, o_win)
+    assert torch.equal(o, wanted_o)
+    assert torch.equal(dq, wanted_dq)
+
+
 @pytest.mark.parametrize("group", [2, 9])
 def test_dq_of_the_branches_adds_up_to_that_of_a_whole_call(device: torch.device, group: int) -> None:
     """Bit for bit, as a rank adds it: small groups' kernel rounds its own before it adds the others' to it."""
@@ -205,7 +222,9 @@ def test_dq_of_the_branches_adds_up_to_that_of_a_whole_call(device: torch.device
         dq_cmp, *_ = triton_backend.compressed_attention_backward(rows[0], q, *compressed, layout, 0.3)
         dq_sel, *_ = triton_backend.selected_attention_backward(rows[1], q, *pair, call[1], layout, 0.3)
         dq_win, *_ = triton_backend.window_attention_backward(rows[2], q, *pair, layout, 0.3)
-        assert torch.equal(triton_backend.add_gradients(dq_cmp, dq_sel, dq_win), whole)
+        dq = torch.empty_like(whole)
+        triton_backend.add_gradients(dq, dq_cmp, dq_sel, dq_win)
+        assert torch.equal(dq, whole)
 
 
 def _gradients(device: torch.device, kept: int) -> tuple[list[Tensor], int]:

@@ -160,6 +160,17 @@ def test_a_write_by_indexing_is_found(monkeypatch: pytest.MonkeyPatch, paged: bo
 
 
 @needs_interpreter
+def test_a_piece_of_one_sequence_is_not_copied_to_its_place() -> None:
+    o, dq, gates = (torch.zeros(1, 64, 4, channels) for channels in (16, 16, 3))
+    rows = slice(16, 48)
+    o_cmp, o_sel, o_win = (torch.zeros(1, 32, 4, 16) for _ in range(3))
+    with Launches() as found:
+        triton_backend.combine_into(o[:, rows], (o_cmp, o_sel, o_win), gates[:, rows])
+        triton_backend.add_gradients(dq[:, rows], o_cmp, o_sel, o_win)
+    assert found.names == ["gated_sum._forward", "launch._add"]
+
+
+@needs_interpreter
 def test_what_is_launched_too_often_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layout that PyTorch computes, as it was before."""
     monkeypatch.setattr(triton_backend.attention, "located", lambda layout: layout)
