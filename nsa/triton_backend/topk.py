@@ -15,7 +15,9 @@ from nsa.geometry import Layout
 from nsa.triton_backend.tile import kernel
 from nsa.triton_backend.tuning import cdiv, next_power_of_2
 
-ELEMENTS = 4096  # scores per program
+ELEMENTS = 4096  # scores per program, at most
+FEW_ELEMENTS = 512  # scores per program where there are few rows
+ENOUGH_PROGRAMS = 256
 ELEMENTS_PER_WARP = 1024
 BITS_OF_INF = tl.constexpr(0x7F800000)  # above any score; a forced block gets it
 
@@ -72,10 +74,16 @@ def choose(p: Tensor, layout: Layout, first: int, count: int, out: Tensor) -> No
     seen = layout.num_keys - length + first + count  # no position in these queries is as large
     places = next_power_of_2(n)
     blocks = max(next_power_of_2(geometry.num_selection_blocks(seen, config)), places)
-    rows = max(ELEMENTS // blocks, 1)
+    rows = _rows_per_program(batch * count * num_kv_heads, blocks)
     _topk[cdiv(count * num_kv_heads, rows), batch](
         p, *layout.compressed_interval, layout.positions, out, first, count, length, p.shape[3], num_kv_heads,
         config.l_sel // config.d, geometry.overlap_offsets(config).start, tuple(geometry.overlap_weights(config)),
         config.init_blocks, config.local_blocks, config.l_sel, n, places, rows, blocks,
         num_warps=min(max(rows * blocks // ELEMENTS_PER_WARP, 2), 16),
     )  # fmt: skip
+
+
+def _rows_per_program(rows: int, blocks: int) -> int:
+    """Of so many rows: as many as a program takes at once, or few, where that would leave much of a GPU idle."""
+    most, few = (max(elements // blocks, 1) for elements in (ELEMENTS, FEW_ELEMENTS))
+    return most if cdiv(rows, most) >= ENOUGH_PROGRAMS else few

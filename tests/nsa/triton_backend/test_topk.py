@@ -74,3 +74,10 @@ def test_queries_choose_alike_piece_by_piece(
         return nsa.select_blocks(q, k_cmp, config, num_keys=70, cu_seqlens=cu_seqlens, backend=backend)
 
     assert torch.equal(chosen("triton"), chosen("reference"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "blocks", "of_program"), [(4096, 32, 16), (2**15, 32, 128), (16384, 1024, 4), (16, 2048, 1), (8, 8192, 1)]
+)
+def test_few_rows_are_shared_by_many_programs(rows: int, blocks: int, of_program: int) -> None:
+    assert topk._rows_per_program(rows, blocks) == of_program
