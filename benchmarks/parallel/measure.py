@@ -224,7 +224,7 @@ def _gather_gb_per_s(own: Problem, samples: int, context: ContextParallel) -> fl
     rows = -int(_most([-own.k.shape[1]], context.group, own.k.device)[0])
     sent = torch.cat([x[:, :rows].flatten() for x in (own.k, own.v)])
     out = sent.new_empty(context.ranks * sent.numel())
-    gather = partial(dist.all_gather_into_tensor, out, sent, group=context.group)
+    gather = partial(exchange._all_gather, out, sent, group=context.group)
     (times,) = _samples([gather], samples, context.group)
     slowest_ms = _most([statistics.median(times)], context.group, sent.device)[0]
     return (out.nbytes - sent.nbytes) / slowest_ms / 1e6
