@@ -86,9 +86,9 @@ def interval(shape: PrefillShape, branch: str, kernel: str, architecture: int, p
     per_query = getattr(pairs(shape), branch) / shape.tokens
     # a tile takes what any of its rows sees, in whole steps: half a step more at each end, and its own queries
     more = tile.keys + tile.tokens / (CONFIG.d if branch == "compressed" else 1)
-    computed = shape.tokens * shape.num_kv_heads * tile.group * (per_query + more)
+    computed = shape.tokens * shape.num_kv_heads * tile.rows / tile.tokens * (per_query + more)
     by_keys = kernel.endswith("backward_kv")
-    sharing = tile.keys if by_keys else tile.tokens * tile.group
+    sharing = tile.keys if by_keys else tile.rows
     flop = computed * 2 * (products[0] * dk + products[1] * dv)
     twice = 2 if "backward" in kernel else 1  # gradients beside inputs
     return Work(flop, computed / sharing * _row_bytes(shape), twice * _io_bytes(shape, keys))

@@ -1,8 +1,9 @@
 """The compressed branch and the window: attention of each query over one interval of keys, forward and backward.
 
-Tiles of tokens × heads of a group share each key they load. Both ends of the intervals ascend with the queries, so
-the keys of a tile are an interval too, and so are the queries of a tile of keys in the backward pass. Each loop has
-three stretches: keys (queries) that only some rows see, those that all see and that need no mask, and again some.
+Tiles of tokens × heads of a group share each key they load; heads are padded only where a tile would hold no more
+tokens without (`tuning.PACKED`). Both ends of the intervals ascend with the queries, so the keys of a tile are an
+interval too, and so are the queries of a tile of keys in the backward pass. Each loop has three stretches: keys
+(queries) that only some rows see, those that all see and that need no mask, and again some.
 
 The same kernels serve the selected branch of short sequences (`selected_masked.py`): a query then sees, of all keys up
 to its own, those of the blocks in its bit mask CHOSEN, and every step is masked.
@@ -122,13 +123,14 @@ def _forward(
     Q, K, V, FINITE, LO, HI, CHOSEN, O, LSE, READ, O_CMP, O_WIN, GATES, SUM,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, S, T, HQ, HKV, G, ahead, to_base_2,
     SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
-    BT: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr, STRETCHES: tl.constexpr,
+    ROWS: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr, STRETCHES: tl.constexpr,
 ):  # fmt: skip
+    BT: tl.constexpr = ROWS // GP
     # the last queries see the most keys, so they start first
     first_token = (tl.num_programs(0) - 1 - tl.program_id(0)) * BT
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     last_token = tl.minimum(first_token + BT, S) - 1
-    token, g, real = rows_of(first_token, S, G, BT, GP)
+    token, g, real = rows_of(first_token, S, G, ROWS, GP)
     lo, hi = _interval(LO, HI, token, real, ahead)
     q = load_rows(Q + b * q_b, token * q_s + (h * G + g) * q_h, real, DK, DKP)
     k_base, v_base, finite_base = K + b * k_b + h * k_h, V + b * v_b + h * v_h, FINITE + b * T * HKV + h
@@ -136,9 +138,9 @@ def _forward(
     if CHOSEN is not None:
         bits = tl.load(CHOSEN + (b * S + token) * HKV + h, mask=real, other=0)
 
-    m = tl.full([BT * GP], float("-inf"), tl.float32)
-    l, read = tl.zeros([BT * GP], tl.float32), tl.zeros([BT * GP], tl.int32)
-    acc = tl.zeros([BT * GP, DVP], tl.float32)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l, read = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.int32)
+    acc = tl.zeros([ROWS, DVP], tl.float32)
     for stretch in tl.static_range(STRETCHES):
         if stretch == 1:
             for at in range(some, most, BN):
@@ -177,13 +179,14 @@ def _backward_q(
     Q, K, V, FINITE, DO, LO, HI, CHOSEN, LSE, DELTA, DQ, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
     S, T, HQ, HKV, G, ahead, scale, to_base_2,
     SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
-    BT: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr, STRETCHES: tl.constexpr,
+    ROWS: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr, STRETCHES: tl.constexpr,
 ):  # fmt: skip
+    BT: tl.constexpr = ROWS // GP
     # the last queries see the most keys, so they start first
     first_token = (tl.num_programs(0) - 1 - tl.program_id(0)) * BT
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     last_token = tl.minimum(first_token + BT, S) - 1
-    token, g, real = rows_of(first_token, S, G, BT, GP)
+    token, g, real = rows_of(first_token, S, G, ROWS, GP)
     lo, hi = _interval(LO, HI, token, real, ahead)
     row = (b * S + token) * HQ + h * G + g
     q = load_rows(Q + b * q_b, token * q_s + (h * G + g) * q_h, real, DK, DKP)
@@ -194,7 +197,7 @@ def _backward_q(
     if CHOSEN is not None:
         bits = tl.load(CHOSEN + (b * S + token) * HKV + h, mask=real, other=0)
 
-    dq = tl.zeros([BT * GP, DKP], tl.float32)
+    dq = tl.zeros([ROWS, DKP], tl.float32)
     # With one stretch every tile takes the masked loop: q and do then stand once in shared memory (`tuning.fit`).
     for stretch in tl.static_range(STRETCHES):
         if stretch == 1:
@@ -222,8 +225,9 @@ def _backward_kv(
     Q, K, V, DO, LO, HI, CHOSEN, LSE, DELTA, SEEN_FROM, SEEN_TO, DK_OUT, DV_OUT,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, S, num_keys, HQ, HKV, G, ahead, scale, to_base_2, parts,
     SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
-    BT: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr, STRETCHES: tl.constexpr,
+    ROWS: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr, STRETCHES: tl.constexpr,
 ):  # fmt: skip
+    BT: tl.constexpr = ROWS // GP
     # `num_keys` and `parts` are no LENGTHS: not to know that they are multiples of 16, or 1, costs 100 bytes more of
     # spilled registers (192/128 on Hopper)
     first_key, h, b = tl.program_id(0) // parts * BN, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -249,7 +253,7 @@ def _backward_kv(
         stop = tl.minimum(some, end) if stretch + 1 < STRETCHES else end
         stop = most if stretch == 1 else stop
         for at in range(begin, stop, BT):
-            token, g, real = rows_of(at, S, G, BT, GP)
+            token, g, real = rows_of(at, S, G, ROWS, GP)
             row = (b * S + token) * HQ + h * G + g
             lse, delta = tl.load(LSE + row, mask=real, other=0.0), tl.load(DELTA + row, mask=real, other=0.0)
             loaded = real if stretch == 1 else real & (lse == lse)  # an lse of NaN: `launch.backward_rows`
@@ -327,7 +331,7 @@ def _shape(kernel: str, q: Tensor, v: Tensor, chosen: BlockMask | None) -> Shape
 
 
 def _sizes(shape: Shape, dk: int, dv: int, chosen: BlockMask | None) -> tuple[int, ...]:
-    """The constants SIZE, DK, DV, DKP, DVP, BT, GP, BN of a kernel; a step lies within a block."""
+    """The constants SIZE, DK, DV, DKP, DVP, ROWS, GP, BN of a kernel; a step lies within a block."""
     *sizes, keys = shape.sizes(dk, dv)
     return (1, *sizes, keys) if chosen is None else (chosen.size, *sizes, min(keys, chosen.size))
 

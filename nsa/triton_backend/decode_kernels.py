@@ -76,7 +76,7 @@ def _compressed(
     slots = tl.multiple_of(slots, 64)  # as `decode.SLOTS` has it, or no store would be wide
     first_token, split = tl.program_id(0) // splits * BT, tl.program_id(0) % splits
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    i, g, real = rows_of(first_token, S, G, BT, GP)
+    i, g, real = rows_of(first_token, S, G, BT * GP, GP)
     before = tl.load(LENGTHS + b) - S  # tokens that stand before the queries
     seen = visible_blocks(before + i.to(tl.int32), SIZE, STRIDE)
     end = visible_blocks(before + tl.minimum(first_token + BT, S) - 1, SIZE, STRIDE)

@@ -33,7 +33,7 @@ def _group_probabilities(
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     first_token, end_query = first_query + tile * BT, first_query + count
     last_token = tl.minimum(first_token + BT, end_query) - 1
-    token, g, real = rows_of(first_token, end_query, G, BT, GP)
+    token, g, real = rows_of(first_token, end_query, G, BT * GP, GP)
     q = load_rows(Q + b * q_b, token * q_s + (h * G + g) * q_h, real, DK, DKP)
     lse = tl.load(LSE + (b * S + token) * HQ + h * G + g, mask=real, other=float("inf")) * 1.4426950408889634
     k_base = K + b * k_b + h * k_h

@@ -101,11 +101,16 @@ def product(a, b):
 
 
 @triton.jit
-def rows_of(first, S, G, BT: tl.constexpr, GP: tl.constexpr):
-    """(token, head in its group, whether there is one) of each row of a tile of BT tokens × GP heads."""
-    row = tl.arange(0, BT * GP)
+def rows_of(first, S, G, ROWS: tl.constexpr, GP: tl.constexpr):
+    """(token, head in its group, whether there is one) of each row of a tile of ROWS // GP tokens × GP heads.
+
+    GP is the group G, padded, or G itself; where it does not divide ROWS, the rows at the end are idle.
+    """
+    row = tl.arange(0, ROWS)
     token, head = (first + row // GP).to(tl.int64), row % GP
-    return token, head, (token < S) & (head < G)
+    # where no head is padding, to compare heads all the same took up to 77 registers
+    inside = head < G if ROWS % GP == 0 else row < ROWS // GP * GP
+    return token, head, (token < S) & inside
 
 
 @triton.jit

@@ -22,6 +22,8 @@ MIN_DOT = 16  # tensor cores take no smaller side
 # its keys, and fewer than 64: wrong sums, then "Out-of-range shared or local address" (compute-sanitizer). The same PTX
 # is right without its optimiser, and from the ptxas of CUDA 13. So values are padded as far as keys are, up to 64.
 ENOUGH_VALUES = 64
+PACKED = "compressed_window_forward", "compressed_window_backward_q", "compressed_window_backward_kv"
+"""Kernels, here and in `selected_masked.py`, that pad a group only where a tile holds no more tokens without."""
 NARROW = 512  # bytes of q and o, or of k and v, per row that the table is made for: bfloat16, head sizes of 128
 
 
@@ -116,10 +118,10 @@ def shipped_table(capability: int) -> Table:
 class Shape:
     """How one kernel cuts the work of one call."""
 
-    tokens: int
-    """Queries per program, a power of two."""
+    rows: int
+    """Rows of a tile, a power of two: those of each token in turn; where some are left at the end, they are idle."""
     group: int
-    """Heads of a group, padded to a power of two; tokens · group rows stand in a tile."""
+    """Rows per token: the heads of a group, padded to a power of two; not always in kernels of PACKED."""
     keys: int
     dk: int
     """Dk, padded to a power of two."""
@@ -133,9 +135,14 @@ class Shape:
     stretches: int = 3
     """Loops of `compressed_window._backward_q`: 3, or 1 where the rows, which each needs in shared memory, are wide."""
 
+    @property
+    def tokens(self) -> int:
+        """Queries per program; where heads are padded, a power of two."""
+        return self.rows // self.group
+
     def sizes(self, dk: int, dv: int) -> tuple[int, ...]:
-        """The constants DK, DV, DKP, DVP, BT, GP, BN of a kernel."""
-        return dk, dv, self.dk, self.dv, self.tokens, self.group, self.keys
+        """The constants DK, DV, DKP, DVP, ROWS, GP, BN of a kernel of PACKED."""
+        return dk, dv, self.dk, self.dv, self.rows, self.group, self.keys
 
     @property
     def launch(self) -> dict[str, int]:
@@ -193,9 +200,16 @@ def masked_shape(kernel: str, q: Tensor, v: Tensor) -> Shape:
     """The tiles of that launch, which there must be."""
     launch = masked_launch(kernel, q, v)
     assert launch is not None, kernel
-    group, (dk, dv) = next_power_of_2(q.shape[2] // v.shape[2]), padded_channels(q.shape[3], v.shape[3])
-    tokens = max(launch.rows // group, 1, MIN_DOT // group)
-    return Shape(tokens, group, launch.keys, dk, dv, launch.num_warps, launch.num_stages, launch.max_registers)
+    group, (dk, dv) = q.shape[2] // v.shape[2], padded_channels(q.shape[3], v.shape[3])
+    rows = max(launch.rows, padded(group))
+    sizes = rows, _packed(rows, group), launch.keys, dk, dv
+    return Shape(*sizes, launch.num_warps, launch.num_stages, launch.max_registers)
+
+
+def _packed(rows: int, group: int) -> int:
+    """Rows per token of a tile: a group as it is where more tokens find room so, else padded."""
+    padded_group = next_power_of_2(group)
+    return group if rows // group > rows // padded_group else padded_group
 
 
 def fit(kernel: str, capability: int, group: int, dk: int, dv: int, dtype: torch.dtype) -> Shape:
@@ -215,12 +229,12 @@ def _fit(tables: Table, kernel: str, group: int, dk: int, dv: int, dtype: torch.
         of_width, excess = "narrow", 2 * excess
     tuned = tables.of(kernel, of_width, group)
     rows, keys = max(tuned.rows // excess, MIN_DOT), max(tuned.keys // excess, MIN_DOT)
-    tokens = max(rows // padded_group, 1, MIN_DOT // padded_group)
     launch = (tuned.num_warps, tuned.num_stages, tuned.max_registers) if excess == 1 else (4, 2, None)
-    if (more := tokens * padded_group // rows) > 1:  # a group is never cut, so that keys make up for its rows
-        keys, launch = max(keys // more, MIN_DOT), (4, 1, None)
+    if (more := padded_group // rows) > 1:  # a group is never cut, so that keys make up for its rows
+        rows, keys, launch = padded_group, max(keys // more, MIN_DOT), (4, 1, None)
     value_stages = tuned.value_stages or launch[1]
     # where products do not take them from shared memory, q and do stand there for masked and for other loops apart
-    twice_kib = 2 * tokens * padded_group * (padded_k + padded_v) * dtype.itemsize / 1024
+    twice_kib = 2 * rows * (padded_k + padded_v) * dtype.itemsize / 1024
     stretches = 1 if twice_kib > 2 / 3 * shared_kib else 3
-    return Shape(tokens, padded_group, keys, padded_k, padded_v, *launch, value_stages, stretches)
+    in_tile = _packed(rows, group) if kernel in PACKED else padded_group
+    return Shape(rows, in_tile, keys, padded_k, padded_v, *launch, value_stages, stretches)

@@ -18,6 +18,7 @@ from tests.nsa.triton_backend.processes import answer
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 HEADS = [
     (6, 64, 64),
+    (12, 128, 128),
     (4, 64, 64),
     (16, 64, 64),
     (16, 128, 128),

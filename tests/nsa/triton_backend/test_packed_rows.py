@@ -1,0 +1,111 @@
+"""Tiles that hold the heads of a group as they are, where padded ones would leave room for fewer tokens.
+
+What could go wrong there: rows behind the last whole group that are taken for heads of the next tile's first token, a
+step that is not as long as a tile, and a last token that is not the tile's last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import nsa
+from nsa import NSAConfig
+from tests.laws.cases import Case
+from tests.laws.parts import Parts
+from tests.laws.test_precision import STEADY, values_and_gradients_within_budget
+
+pytest.importorskip("triton")
+
+from nsa.triton_backend import compressed_window, tuning
+from tests.nsa.triton_backend import masking
+
+KERNELS = [*tuning.PACKED, "masked"]
+IN_TILE = {
+    **{group: (64 // group, group) for group in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 16)},
+    **{13: (4, 16), 15: (4, 16), 24: (2, 32)},
+}
+"""By group: (tokens, rows per token) of a tile of 64 rows; padded where it holds no more tokens without."""
+GROUPS = (1, 2, 3, 5, 6, 7, 12, 16)
+BRANCHES = ("compressed", "window", "selected")
+CONFIG = NSAConfig(l=4, d=2, l_sel=16, n_sel=3, w=13)
+
+
+@pytest.fixture(autouse=True)
+def several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 64 rows, also of the selected branch, and several programs for the queries of a tile of keys."""
+    launch = tuning.LaunchConfig(64, 16, 4, 1)
+    table = tuning.Table("", dict.fromkeys(tuning.table(86).narrow, launch), {})
+    monkeypatch.setattr(tuning, "table", lambda _: table)
+    masking.serve(monkeypatch)
+    monkeypatch.setattr(compressed_window, "MIN_TOKENS_PER_SPLIT", 24)
+
+
+def shape_of(kernel: str, group: int) -> tuning.Shape:
+    if kernel != "masked":
+        return tuning.fit(kernel, 86, group, 64, 64, torch.bfloat16)
+    q, v = torch.empty(1, 1, group, 64), torch.empty(1, 1, 1, 64)
+    return tuning.masked_shape("forward", q, v)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_tile_holds_as_many_tokens_as_find_room(kernel: str) -> None:
+    shapes = {group: shape_of(kernel, group) for group in IN_TILE}
+    assert {group: (shape.tokens, shape.group) for group, shape in shapes.items()} == IN_TILE
+    assert {shape.rows for shape in shapes.values()} == {64}
+
+
+@pytest.mark.parametrize("kernel", ["scores", "selected_kv_major", "selected_backward_kv"])
+def test_other_kernels_pad_a_group(kernel: str) -> None:
+    shape = shape_of(kernel, 6)
+    assert (shape.tokens, shape.group) == (8, 8)
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("group", GROUPS)
+def test_values_and_gradients_stay_within_the_budget(device: torch.device, group: int, branch: str) -> None:
+    """Of 64 tokens in two sequences: no whole number of tiles but where a group is a power of two."""
+    case = replace(STEADY, config=CONFIG, group=group, batch=2, num_kv_heads=1, dk=16)
+    values_and_gradients_within_budget(Parts("triton", device), case, branch, steady=True)
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("group", [3, 6])
+@pytest.mark.parametrize(
+    "lengths", [{"queries": 33, "keys": 71}, {"documents": (9, 0, 1, 31, 12), "queries": 53, "keys": 53}], ids=str
+)
+def test_so_they_do_in_pieces_and_documents(device: torch.device, group: int, branch: str, lengths: dict) -> None:
+    values_and_gradients_within_budget(Parts("triton", device), Case(config=CONFIG, group=group, **lengths), branch)
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 10, 11, 20, 21])
+def test_the_last_tokens_have_rows(device: torch.device, tokens: int) -> None:
+    """A tile has ten tokens: the sequence ends inside one, with one, and a token behind one."""
+    case = Case(config=CONFIG, group=6, queries=tokens, keys=tokens, dtype=torch.bfloat16)
+    values_and_gradients_within_budget(Parts("triton", device), case, "all")
+
+
+def run(backend: str, case: Case, device: torch.device, name: str, token: int) -> list[Tensor]:
+    """Output and gradients of a whole call with a NaN in one token of q, k, v or the upstream gradient."""
+    x = case.inputs(device)
+    tensors = {"q": x.q, "k": x.k, "v": x.v, "gates": x.gates, "do": case.noise(x.q[..., : case.dv])}
+    tensors[name][0, token, 0, 3] = float("nan")
+    leaves = [tensors[one].requires_grad_() for one in ("q", "k", "v", "gates")]
+    o = nsa.nsa_attention(*leaves, case.config, backend=backend)
+    return [o, *torch.autograd.grad(o, leaves, tensors["do"])]
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "do"])
+@pytest.mark.parametrize("token", [9, 10])
+def test_what_is_not_finite_stays_in_its_token(device: torch.device, name: str, token: int) -> None:
+    """The last token of a tile and the first of the next one, whose heads rows behind the last group could be."""
+    case = Case(config=replace(CONFIG, n_sel=5), num_kv_heads=1, group=6, queries=33, keys=33)
+    (found, *gradients), (wanted, *_) = (run(backend, case, device, name, token) for backend in ("triton", "reference"))
+    assert torch.equal(found.isfinite().all(-1), wanted.isfinite().all(-1))
+    dq, dk, dv, _ = gradients
+    assert dq[:, :token].isfinite().all()
+    if name in ("q", "do"):
+        assert all(x[:, token + 1 :].isfinite().all() for x in (dq, dk, dv))
