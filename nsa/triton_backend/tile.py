@@ -109,8 +109,7 @@ def rows_of(first, S, G, ROWS: tl.constexpr, GP: tl.constexpr):
     row = tl.arange(0, ROWS)
     token, head = (first + row // GP).to(tl.int64), row % GP
     # where no head is padding, to compare heads all the same took up to 77 registers
-    inside = head < G if ROWS % GP == 0 else row < ROWS // GP * GP
-    return token, head, (token < S) & inside
+    return token, head, (token < S) & (head < G if ROWS % GP == 0 else row < ROWS // GP * GP)
 
 
 @triton.jit
