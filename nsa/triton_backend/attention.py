@@ -19,6 +19,7 @@ from nsa.triton_backend.compressed_window import ENOUGH_OF_WINDOW
 from nsa.triton_backend.launch import ENOUGH_PROGRAMS, finite_keys, unit_stride
 from nsa.triton_backend.partial_sums import add_parts
 from nsa.triton_backend.places import located
+from nsa.triton_backend.selected_masked import Masks
 
 MOST_PARTS = 8
 """Of compressed keys' gradients that `compression.gradients` adds up itself: each token reads all of them, twice."""
@@ -70,6 +71,10 @@ class Output(NamedTuple):
     """Both without rows where the caller gave them."""
     finite_compressed: Tensor
     finite_window: Tensor
+    bits: Tensor
+    finite_selected: Tensor
+    """These two of `selected_masked.py`, without rows where it did not serve the call; the latter also where the flags
+    are those of the window."""
 
 
 NUM_DIFFERENTIABLE = 4
@@ -90,6 +95,8 @@ class Saved(NamedTuple):
     v_compressed: Tensor
     finite_compressed: Tensor
     finite_window: Tensor
+    bits: Tensor
+    finite_selected: Tensor
 
     @classmethod
     def of(cls, output: Sequence[Tensor]) -> Saved:
@@ -121,12 +128,13 @@ def forward(q: Tensor, given: Inputs, gates: Tensor, layout: Layout, scale: floa
     of_selected = finite if given.window is None else None
     o_win, lse_win, read_win = compressed_window.forward(q, k_win, v_win, *layout.window_interval, finite, scale)
     whole = o_cmp, o_win, gates.contiguous(), torch.empty_like(o_cmp)
-    o_sel, lse_sel, read_sel = selected.forward(q, k, v, blocks, layout, scale, of_selected, whole)
+    o_sel, lse_sel, read_sel, masks = selected.forward(q, k, v, blocks, layout, scale, of_selected, whole)
     if given.compressed is not None:
         k_cmp, v_cmp = k.new_empty(0), v.new_empty(0)
+    own_flags = None if given.window is None else masks.finite
     return Output(
         whole[-1], lse_cmp, lse_sel, lse_win, blocks, read_cmp, read_sel, read_win, o_cmp, o_sel, o_win, k_cmp, v_cmp,
-        finite_cmp, finite,
+        finite_cmp, finite, *(finite.new_empty(0) if x is None else x for x in (masks.bits, own_flags)),
     )  # fmt: skip
 
 
@@ -147,6 +155,8 @@ def backward(
     k_win, v_win = (k, v) if given.window is None else given.window
     k_cmp, v_cmp = (saved.k_compressed, saved.v_compressed) if given.compressed is None else given.compressed
     finite_cmp, finite_win, blocks = saved.finite_compressed, saved.finite_window, saved.block_indices
+    finite_sel = finite_win if given.window is None else _known(saved.finite_selected)
+    masks = Masks(_known(saved.bits), finite_sel)
     do, *dlse = gradients
     branches = saved.o_compressed, saved.o_selected, saved.o_window
     rows, dgates = gated_sum.backward_branches(
@@ -162,9 +172,14 @@ def backward(
         q, k_cmp, v_cmp, finite_cmp, *rows.pop(0), *layout.compressed_interval, *layout.compressed_queries,
         ENOUGH_PROGRAMS, scale,
     )  # fmt: skip
-    dq, *of_selected = selected.gradients(q, k, v, *rows.pop(), blocks, layout, scale, (dq_cmp, dq_win))
+    dq, *of_selected = selected.gradients(q, k, v, *rows.pop(), blocks, layout, scale, (dq_cmp, dq_win), masks=masks)
     of_window = add_parts(window_parts, q.dtype)
     return dq, _of_inputs(given, parts, of_selected, of_window, layout), dgates
+
+
+def _known(x: Tensor) -> Tensor | None:
+    """What has rows."""
+    return x if x.numel() else None
 
 
 def _of_inputs(given: Inputs, parts: list[Tensor], of_selected: list[Tensor], window: Pair, layout: Layout) -> Inputs:

@@ -65,7 +65,7 @@ class SelectedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, layout: Layout, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        o, lse, read = selected.forward(q, k, v, block_indices, layout, scale)
+        o, lse, read, _ = selected.forward(q, k, v, block_indices, layout, scale)
         ctx.save_for_backward(q, k, v, o, lse, block_indices)
         ctx.more = layout, scale
         ctx.mark_non_differentiable(read)

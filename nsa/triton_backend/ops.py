@@ -136,7 +136,7 @@ def _selected(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     computed = {"starts": starts, "blocks_before": blocks_before, "block_tokens": (block_from, block_to)}
     layout = _layout(q, k.shape[1], cu_seqlens, numbers, **computed)
-    return selected.forward(q, k, v, block_indices, layout, scale)
+    return selected.forward(q, k, v, block_indices, layout, scale)[:3]
 
 
 @custom_op(
@@ -216,7 +216,9 @@ SAVED = ", ".join(f"Tensor {name}" for name in whole.Saved._fields)
 def _attention(q: Tensor, *more: Any) -> tuple[Tensor, ...]:
     *tensors, gates, cu_seqlens, numbers, scale = more
     layout = _layout(q, tensors[0].shape[1], cu_seqlens, numbers)
-    return tuple(whole.forward(q, whole.paired(tensors), gates, layout, scale))
+    output = whole.forward(q, whole.paired(tensors), gates, layout, scale)
+    # an operator's shapes are the same whichever kernel served it: its backward pass makes the masks again
+    return tuple(output._replace(bits=q.new_empty(0), finite_selected=q.new_empty(0)))
 
 
 @_attention.register_fake
@@ -234,6 +236,7 @@ def _(q: Tensor, *more: Any) -> tuple[Tensor, ...]:
         q.new_empty(*q.shape[:2], k.shape[2], layout.config.n_sel, dtype=torch.int32), read_cmp, read_sel, read_win,
         o_cmp, o_sel, o_win, *(x.new_empty(*slots, x.shape[3]) if pools else x.new_empty(0) for x in (k, v)),
         k.new_empty(slots, dtype=torch.bool), k.new_empty(k.shape[:3], dtype=torch.bool),
+        *(q.new_empty(0) for _ in range(2)),
     )  # fmt: skip
 
 

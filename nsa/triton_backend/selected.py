@@ -15,6 +15,7 @@ from nsa.geometry import Layout, num_selection_blocks
 from nsa.triton_backend import gated_sum, hopper, selected_kv_major, selected_masked, tuning
 from nsa.triton_backend.dispatch import SelectionBlocks, Variant, variant
 from nsa.triton_backend.launch import LOG2E, MAX_TILE, add, backward_rows, on_device, strides, unit_stride
+from nsa.triton_backend.selected_masked import NO_MASKS, Masks
 from nsa.triton_backend.tile import (
     dot,
     finish,
@@ -132,8 +133,8 @@ def forward(
     scale: float,
     finite: Tensor | None = None,  # bool [B, T, Hkv], where it is known already
     whole: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(o, lse, keys read) over the tokens of each query's blocks at positions <= its own.
+) -> tuple[Tensor, Tensor, Tensor, Masks]:
+    """(o, lse, keys read) over the tokens of each query's blocks at positions <= its own; masks, as far as it made any.
 
     Of a `whole` call (o_cmp, o_win, gates, sum), all contiguous, the gated sum of the branches is written too.
     """
@@ -145,10 +146,10 @@ def forward(
     o, lse = q.new_empty(batch, length, heads, dv), q.new_empty(batch, length, heads, dtype=torch.float32)
     read = q.new_empty(batch, length, num_kv_heads, dtype=torch.int32)
     if o.numel() == 0:
-        return o, lse, read
+        return o, lse, read, NO_MASKS
     if kernel is Variant.KV_MAJOR:
         selected_kv_major.forward(q, k, v, block_indices, layout, scale, finite, o, lse, read, whole)
-        return o, lse, read
+        return o, lse, read, NO_MASKS
     if kernel is Variant.HOPPER:
         with on_device(q):
             hopper.selected.forward(q, k, v, block_indices, layout, scale, o, lse, read)
@@ -162,17 +163,17 @@ def forward(
             )  # fmt: skip
     if whole is not None:
         gated_sum.write(whole[0], o, *whole[1:])
-    return o, lse, read
+    return o, lse, read, NO_MASKS
 
 
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, block_indices: Tensor, layout: Layout,
-    scale: float, more_dq: tuple[Tensor, Tensor] | None = None, wide: bool = False,
+    scale: float, more_dq: tuple[Tensor, Tensor] | None = None, wide: bool = False, masks: Masks = NO_MASKS,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv); lse (base 2) and delta are those of `launch.backward_rows`, do is contiguous.
 
     `more_dq`, those of the other branches, contiguous, are added to dq; the first may be overwritten. `wide` leaves dk
-    and dv in float32.
+    and dv in float32. `masks` are those of `forward`, of the same call.
     """
     q, k, v, block_indices = unit_stride(q), unit_stride(k), unit_stride(v), block_indices.contiguous()
     (_, length, heads, _), num_kv_heads = q.shape, k.shape[2]
@@ -181,7 +182,7 @@ def gradients(
         return torch.empty_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape)
     rows = do, lse, delta, block_indices, layout, scale
     if kernel is Variant.MASKED:
-        dq, dk, dv = selected_masked.gradients(q, k, v, *rows, wide)
+        dq, dk, dv = selected_masked.gradients(q, k, v, *rows, wide, masks)
         if more_dq is not None:
             add(dq, dq, *more_dq)
         return dq, dk, dv

@@ -7,6 +7,8 @@ blocks are the bits of one number.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -21,6 +23,18 @@ from nsa.triton_backend.tuning import cdiv
 Whole = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
+class Masks(NamedTuple):
+    """What forward and backward pass both need; None where it is not known yet."""
+
+    bits: Tensor | None = None
+    """int64 [B, S, Hkv]: bit j for a chosen block j."""
+    finite: Tensor | None = None
+    """bool [B, T, Hkv], of every key."""
+
+
+NO_MASKS = Masks()
+
+
 @kernel
 def _masks(BLOCKS, OUT, rows, N: tl.constexpr, BN: tl.constexpr):
     """OUT int64 [rows] from BLOCKS int32 [rows, N], distinct, -1 for none."""
@@ -32,32 +46,38 @@ def _masks(BLOCKS, OUT, rows, N: tl.constexpr, BN: tl.constexpr):
     tl.store(OUT + row, bits, mask=row < rows)
 
 
-def _chosen(block_indices: Tensor, layout: Layout) -> BlockMask:
+def _bits(block_indices: Tensor) -> Tensor:
     """The blocks of each query as bits."""
     *rows, n = block_indices.shape
     bits = torch.empty(rows, dtype=torch.int64, device=block_indices.device)
     with on_device(bits):
         _masks[cdiv(bits.numel(), ROWS),](block_indices, bits, bits.numel(), n, ROWS)
+    return bits
+
+
+def _chosen(bits: Tensor, layout: Layout) -> BlockMask:
     return BlockMask(bits, layout.config.l_sel, layout.num_keys - layout.num_queries)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, layout: Layout, scale: float, finite: Tensor | None,
     whole: Whole | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(o, lse, keys read); arguments as of `selected.forward`, of one document and at most 64 blocks."""
+) -> tuple[Tensor, Tensor, Tensor, Masks]:  # fmt: skip
+    """(o, lse, keys read, masks); arguments as of `selected.forward`, of one document and at most 64 blocks."""
     finite = finite_keys(k, v) if finite is None else finite
-    chosen = _chosen(block_indices, layout)
-    return compressed_window.forward(q, k, v, None, None, finite, scale, chosen, whole)
+    bits = _bits(block_indices)
+    attended = compressed_window.forward(q, k, v, None, None, finite, scale, _chosen(bits, layout), whole)
+    return *attended, Masks(bits, finite)
 
 
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, block_indices: Tensor, layout: Layout,
-    scale: float, wide: bool,
+    scale: float, wide: bool, masks: Masks,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv); arguments as of `selected.gradients`."""
-    chosen, bounds = _chosen(block_indices, layout), 4 * (None,)
+    bits = _bits(block_indices) if masks.bits is None else masks.bits
+    finite, bounds = finite_keys(k, v) if masks.finite is None else masks.finite, 4 * (None,)
     dq, *parts = compressed_window.gradients(
-        q, k, v, finite_keys(k, v), do, lse, delta, *bounds, ENOUGH_PROGRAMS, scale, wide, chosen
+        q, k, v, finite, do, lse, delta, *bounds, ENOUGH_PROGRAMS, scale, wide, _chosen(bits, layout)
     )
     return dq, *partial_sums.add_parts(parts, torch.float32 if wide else k.dtype)

@@ -134,6 +134,7 @@ def test_every_gradient_is_written(device: torch.device, monkeypatch: pytest.Mon
         assert torch.equal(one, other)
 
 
+@pytest.mark.usefixtures("forward_of_selected")
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("sharing", ["all", "none"])
 def test_what_is_not_finite_reaches_as_far_as_by_parts(device: torch.device, sharing: str, value: float) -> None:

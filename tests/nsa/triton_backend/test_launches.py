@@ -55,8 +55,6 @@ SHORT_BACKWARD = {
     "gated_sum._backward": 1,
     "compressed_window._backward_q": 3,
     "compressed_window._backward_kv": 3,
-    "launch._finite_keys": 1,
-    "selected_masked._masks": 1,
     "launch._add": 1,
     "compression._gradient": 1,
 }
@@ -100,6 +98,15 @@ def test_of_a_short_text(monkeypatch: pytest.MonkeyPatch) -> None:
     masking.serve(monkeypatch, 1024)
     forward, backward = names_of(12, 2, 64, 2048)
     assert Counter(forward) == SHORT_FORWARD, printed(forward)
+    assert Counter(backward) == SHORT_BACKWARD, printed(backward)
+
+
+@needs_interpreter
+def test_of_a_short_text_with_a_tensor_of_each_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flags of the selected keys are made forward alone, as the masks are."""
+    masking.serve(monkeypatch, 1024)
+    forward, backward = names_of(12, 2, 64, 2048, of_each_branch=True)
+    assert Counter(forward) == SHORT_FORWARD | {"launch._finite_keys": 1}, printed(forward)
     assert Counter(backward) == SHORT_BACKWARD, printed(backward)
 
 

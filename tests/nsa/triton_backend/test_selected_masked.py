@@ -29,9 +29,9 @@ def masked_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of blocks of each call that these kernels serve."""
     calls, chosen = list[int](), selected_masked._chosen
 
-    def noted(blocks: torch.Tensor, layout: Layout) -> compressed_window.BlockMask:
+    def noted(bits: torch.Tensor, layout: Layout) -> compressed_window.BlockMask:
         calls.append(layout.max_blocks)
-        return chosen(blocks, layout)
+        return chosen(bits, layout)
 
     monkeypatch.setattr(selected_masked, "_chosen", noted)
     return calls
