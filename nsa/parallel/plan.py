@@ -25,8 +25,7 @@ from nsa.parallel.order import Piece, TokenOrder, arange_of
 
 GRID = {"torch": torch_backend.COMPRESSED_CHUNK, "triton": 128}
 """Tokens to whose multiples a backend's steps are aligned: the window's of the PyTorch backend divide them, and so do
-most tiles of the kernels. Those of a group that is no power of two (`tuning.PACKED`) do not: a piece's window, whose
-steps begin with its tiles, may then differ from one device's by rounding."""
+most tiles of the kernels."""
 KEYS_FROM_DOCUMENT = {"torch": False, "triton": True}
 """Whether a piece's keys may begin with its first document: the kernels read no others, and PyTorch's sums over keys
 that are masked round otherwise where there are fewer of them."""

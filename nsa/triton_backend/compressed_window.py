@@ -1,9 +1,8 @@
 """The compressed branch and the window: attention of each query over one interval of keys, forward and backward.
 
-Tiles of tokens × heads of a group share each key they load; heads are padded only where a tile would hold no more
-tokens without (`tuning.PACKED`). Both ends of the intervals ascend with the queries, so the keys of a tile are an
-interval too, and so are the queries of a tile of keys in the backward pass. Each loop has three stretches: keys
-(queries) that only some rows see, those that all see and that need no mask, and again some.
+Tiles of tokens × heads of a group share each key they load. Both ends of the intervals ascend with the queries, so
+the keys of a tile are an interval too, and so are the queries of a tile of keys in the backward pass. Each loop has
+three stretches: keys (queries) that only some rows see, those that all see and that need no mask, and again some.
 
 The same kernels serve the selected branch of short sequences (`selected_masked.py`): a query then sees, of all keys up
 to its own, those of the blocks in its bit mask CHOSEN, and every step is masked.

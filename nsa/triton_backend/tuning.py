@@ -22,8 +22,6 @@ MIN_DOT = 16  # tensor cores take no smaller side
 # its keys, and fewer than 64: wrong sums, then "Out-of-range shared or local address" (compute-sanitizer). The same PTX
 # is right without its optimiser, and from the ptxas of CUDA 13. So values are padded as far as keys are, up to 64.
 ENOUGH_VALUES = 64
-PACKED = "compressed_window_forward", "compressed_window_backward_q", "compressed_window_backward_kv"
-"""Kernels, here and in `selected_masked.py`, that pad a group only where a tile holds no more tokens without."""
 NARROW = 512  # bytes of q and o, or of k and v, per row that the table is made for: bfloat16, head sizes of 128
 
 
@@ -121,7 +119,7 @@ class Shape:
     rows: int
     """Rows of a tile, a power of two: those of each token in turn; where some are left at the end, they are idle."""
     group: int
-    """Rows per token: the heads of a group, padded to a power of two; not always in kernels of PACKED."""
+    """Rows per token: the heads of a group, padded to a power of two, but for some of `masked_shape`."""
     keys: int
     dk: int
     """Dk, padded to a power of two."""
@@ -141,7 +139,7 @@ class Shape:
         return self.rows // self.group
 
     def sizes(self, dk: int, dv: int) -> tuple[int, ...]:
-        """The constants DK, DV, DKP, DVP, ROWS, GP, BN of a kernel of PACKED."""
+        """The constants DK, DV, DKP, DVP, ROWS, GP, BN of a kernel of `compressed_window.py`."""
         return dk, dv, self.dk, self.dv, self.rows, self.group, self.keys
 
     @property
@@ -236,5 +234,4 @@ def _fit(tables: Table, kernel: str, group: int, dk: int, dv: int, dtype: torch.
     # where products do not take them from shared memory, q and do stand there for masked and for other loops apart
     twice_kib = 2 * rows * (padded_k + padded_v) * dtype.itemsize / 1024
     stretches = 1 if twice_kib > 2 / 3 * shared_kib else 3
-    in_tile = _packed(rows, group) if kernel in PACKED else padded_group
-    return Shape(rows, in_tile, keys, padded_k, padded_v, *launch, value_stages, stretches)
+    return Shape(rows, padded_group, keys, padded_k, padded_v, *launch, value_stages, stretches)

@@ -1,4 +1,4 @@
-"""Tiles that hold the heads of a group as they are, where padded ones would leave room for fewer tokens.
+"""Tiles of `selected_masked.py` that hold the heads of a group as they are, where padded ones leave less room.
 
 What could go wrong there: rows behind the last whole group that are taken for heads of the next tile's first token, a
 step that is not as long as a tile, and a last token that is not the tile's last.
@@ -23,14 +23,12 @@ pytest.importorskip("triton")
 from nsa.triton_backend import compressed_window, tuning
 from tests.nsa.triton_backend import masking
 
-KERNELS = [*tuning.PACKED, "masked"]
 IN_TILE = {
     **{group: (64 // group, group) for group in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 16)},
     **{13: (4, 16), 15: (4, 16), 24: (2, 32)},
 }
 """By group: (tokens, rows per token) of a tile of 64 rows; padded where it holds no more tokens without."""
 GROUPS = (1, 2, 3, 5, 6, 7, 12, 16)
-BRANCHES = ("compressed", "window", "selected")
 CONFIG = NSAConfig(l=4, d=2, l_sel=16, n_sel=3, w=13)
 
 
@@ -44,41 +42,31 @@ def several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compressed_window, "MIN_TOKENS_PER_SPLIT", 24)
 
 
-def shape_of(kernel: str, group: int) -> tuning.Shape:
-    if kernel != "masked":
-        return tuning.fit(kernel, 86, group, 64, 64, torch.bfloat16)
-    q, v = torch.empty(1, 1, group, 64), torch.empty(1, 1, 1, 64)
-    return tuning.masked_shape("forward", q, v)
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_a_tile_holds_as_many_tokens_as_find_room(kernel: str) -> None:
-    shapes = {group: shape_of(kernel, group) for group in IN_TILE}
+def test_a_tile_holds_as_many_tokens_as_find_room() -> None:
+    v = torch.empty(1, 1, 1, 64)
+    shapes = {group: tuning.masked_shape("forward", torch.empty(1, 1, group, 64), v) for group in IN_TILE}
     assert {group: (shape.tokens, shape.group) for group, shape in shapes.items()} == IN_TILE
     assert {shape.rows for shape in shapes.values()} == {64}
 
 
-@pytest.mark.parametrize("kernel", ["scores", "selected_kv_major", "selected_backward_kv"])
+@pytest.mark.parametrize("kernel", ["compressed_window_forward", "compressed_window_backward_kv", "scores"])
 def test_other_kernels_pad_a_group(kernel: str) -> None:
-    shape = shape_of(kernel, 6)
+    """Where steps begin with the tiles, pieces of a sequence must begin where its tiles do: at multiples of 128."""
+    shape = tuning.fit(kernel, 86, 6, 64, 64, torch.bfloat16)
     assert (shape.tokens, shape.group) == (8, 8)
 
 
-@pytest.mark.parametrize("branch", BRANCHES)
 @pytest.mark.parametrize("group", GROUPS)
-def test_values_and_gradients_stay_within_the_budget(device: torch.device, group: int, branch: str) -> None:
+def test_values_and_gradients_stay_within_the_budget(device: torch.device, group: int) -> None:
     """Of 64 tokens in two sequences: no whole number of tiles but where a group is a power of two."""
     case = replace(STEADY, config=CONFIG, group=group, batch=2, num_kv_heads=1, dk=16)
-    values_and_gradients_within_budget(Parts("triton", device), case, branch, steady=True)
+    values_and_gradients_within_budget(Parts("triton", device), case, "selected", steady=True)
 
 
-@pytest.mark.parametrize("branch", BRANCHES)
 @pytest.mark.parametrize("group", [3, 6])
-@pytest.mark.parametrize(
-    "lengths", [{"queries": 33, "keys": 71}, {"documents": (9, 0, 1, 31, 12), "queries": 53, "keys": 53}], ids=str
-)
-def test_so_they_do_in_pieces_and_documents(device: torch.device, group: int, branch: str, lengths: dict) -> None:
-    values_and_gradients_within_budget(Parts("triton", device), Case(config=CONFIG, group=group, **lengths), branch)
+def test_so_they_do_in_pieces(device: torch.device, group: int) -> None:
+    case = Case(config=CONFIG, group=group, queries=33, keys=71)
+    values_and_gradients_within_budget(Parts("triton", device), case, "selected")
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 10, 11, 20, 21])
