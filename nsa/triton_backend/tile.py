@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+from nsa.triton_backend import relaunch
+
 LN2 = tl.constexpr(0.6931471805599453)
 LENGTHS = (
     "S", "T", "SLOTS", "ahead", "cells", "cells_of_chunk", "chunk", "count", "documents", "first", "first_cell",
@@ -29,7 +31,10 @@ def kernel(function):
     Triton compiles a kernel anew where a number becomes 1, or turns from a multiple of 16 into none. Of strides and
     pointers it must know that, or no load is as wide as it could be; a length tells it nothing that it could use.
     """
-    return with_settled_key(triton.jit(function, do_not_specialize=LENGTHS))
+    jitted = triton.jit(function, do_not_specialize=LENGTHS)
+    if type(jitted) is JITFunction and relaunch.SERVES:
+        jitted = relaunch.Kernel(function, LENGTHS)
+    return with_settled_key(jitted)
 
 
 def with_settled_key(jitted):
