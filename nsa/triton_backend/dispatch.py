@@ -11,6 +11,7 @@ import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -59,8 +60,7 @@ class SelectionBlocks:
 NO_BLOCKS = SelectionBlocks(0)
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What the choice of a kernel depends on."""
 
     computation: str
@@ -202,19 +202,20 @@ def hopper_serves(computation: str, group: int, *read: Tensor) -> bool:
     That takes a version of Triton that was tried, a launch in the architecture's table ("hopper.scores", ..., measured
     with 16 heads per group), and 16-bit heads of 128 that TMA can read where they lie.
     """
-    table, name = tuning.table(architecture.of(read[0].device)), f"hopper.{computation}"
-    if not hopper.AVAILABLE or interpreted() or name not in table.narrow:
+    if not hopper.AVAILABLE or not all(map(_readable_by_tma, read)) or interpreted():
         return False
-    rows = table.of(name, "narrow", group).rows
-    return next_power_of_2(group) <= rows and all(map(_readable_by_tma, read))
+    table, name = tuning.table(architecture.of(read[0].device)), f"hopper.{computation}"
+    return name in table.narrow and next_power_of_2(group) <= table.of(name, "narrow", group).rows
 
 
 def _readable_by_tma(x: Tensor) -> bool:
     """Whether it has a type and the channels that these kernels take, and TMA can read it where it lies."""
-    steps = [x.stride(i) * x.itemsize for i in range(3) if x.shape[i] > 1]
-    aligned = x.data_ptr() % TMA_ALIGNMENT == 0 and all(step > 0 and step % TMA_ALIGNMENT == 0 for step in steps)
-    known = x.dtype in (torch.bfloat16, torch.float16) and x.shape[3] == HOPPER_CHANNELS
-    return known and x.numel() > 0 and x.stride(3) == 1 and aligned
+    if x.shape[3] != HOPPER_CHANNELS or x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    *strides, of_channel = x.stride()
+    steps = [stride * x.itemsize for stride, size in zip(strides, x.shape[:3], strict=True) if size > 1]
+    unreadable = [step for step in steps if step <= 0 or step % TMA_ALIGNMENT]
+    return x.numel() > 0 and of_channel == 1 and x.data_ptr() % TMA_ALIGNMENT == 0 and not unreadable
 
 
 def interpreted() -> bool:

@@ -18,26 +18,27 @@ KEYS = 64  # keys per program
 ELEMENTS = 1024  # of a sum, per program
 ENOUGH_PROGRAMS = 1024  # below this, several programs share what one could do, or the GPU would stand idle
 MAX_OFFSET = 2**31  # elements that an offset inside a tile, which has 32 bits, can reach
-
-
 MAX_TILE = tl.constexpr(256)  # tokens
+_HERE = contextlib.nullcontext()
 
 
 def unit_stride(x: Tensor) -> Tensor:
     """x [B, S, H, D], copied where channels are not side by side or offsets in a tile would not fit in 32 bits."""
-    near = min(x.shape[1], MAX_TILE.value) * x.stride(1) + x.shape[2] * x.stride(2) < MAX_OFFSET
-    return x if near and (x.stride(-1) == 1 or x.shape[-1] == 1) else x.contiguous()
+    (_, tokens, heads, channels), (_, of_token, of_head, of_channel) = x.shape, x.stride()
+    near = min(tokens, MAX_TILE.value) * of_token + heads * of_head < MAX_OFFSET
+    return x if near and (of_channel == 1 or channels == 1) else x.contiguous()
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:
     """Of batch, token and head of [B, S, H, D]; 0, which is always aligned, where there is only one."""
-    batch, token, head = (0 if x.shape[i] == 1 else x.stride(i) for i in range(3))
-    return batch, token, head
+    (batch, tokens, heads, _), (of_batch, of_token, of_head, _) = x.shape, x.stride()
+    return 0 if batch == 1 else of_batch, 0 if tokens == 1 else of_token, 0 if heads == 1 else of_head
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Launch on the device of x, whichever is current."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+    here = not x.is_cuda or x.get_device() == torch.cuda.current_device()
+    return _HERE if here else torch.cuda.device(x.device)
 
 
 @triton.jit

@@ -6,11 +6,14 @@ A row of scores stays in registers. Scores are not negative, so that as integers
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nsa import geometry
+from nsa.config import NSAConfig
 from nsa.geometry import Layout
 from nsa.triton_backend.tile import kernel
 from nsa.triton_backend.tuning import cdiv, next_power_of_2
@@ -68,6 +71,12 @@ def _topk(
     tl.store(out + column, tl.full([BR, NP], -1, tl.int32), mask=none & here[:, None])
 
 
+@functools.cache
+def _weights(config: NSAConfig) -> tuple[int, tuple[int, ...]]:
+    """Eq. 9's first offset, and the weights from there on."""
+    return geometry.overlap_offsets(config).start, tuple(geometry.overlap_weights(config))
+
+
 def choose(p: Tensor, layout: Layout, first: int, count: int, out: Tensor) -> None:
     """Write out[:, first : first + count], int32 [B, S, Hkv, n], from p, the probabilities of these queries."""
     config, (batch, length, num_kv_heads, n) = layout.config, out.shape
@@ -77,7 +86,7 @@ def choose(p: Tensor, layout: Layout, first: int, count: int, out: Tensor) -> No
     rows = _rows_per_program(batch * count * num_kv_heads, blocks)
     _topk[cdiv(count * num_kv_heads, rows), batch](
         p, *layout.compressed_interval, layout.positions, out, first, count, length, p.shape[3], num_kv_heads,
-        config.l_sel // config.d, geometry.overlap_offsets(config).start, tuple(geometry.overlap_weights(config)),
+        config.l_sel // config.d, *_weights(config),
         config.init_blocks, config.local_blocks, config.l_sel, n, places, rows, blocks,
         num_warps=min(max(rows * blocks // ELEMENTS_PER_WARP, 2), 16),
     )  # fmt: skip

@@ -142,7 +142,7 @@ class Shape:
         """The constants DK, DV, DKP, DVP, ROWS, GP, BN of a kernel of `compressed_window.py`."""
         return dk, dv, self.dk, self.dv, self.rows, self.group, self.keys
 
-    @property
+    @functools.cached_property
     def launch(self) -> dict[str, int]:
         """Keywords of the launch."""
         registers = {} if self.max_registers is None else {"maxnreg": self.max_registers}
@@ -169,6 +169,7 @@ def padded_channels(dk: int, dv: int) -> tuple[int, int]:
     return padded(dk), max(padded(dv), min(padded(dk), ENOUGH_VALUES))
 
 
+@functools.cache
 def width(dk: int, dv: int, dtype: torch.dtype) -> tuple[str, int]:
     """(the table's width for a row, how many times as wide as that it is)."""
     row_bytes = next_power_of_2(sum(padded_channels(dk, dv)) * dtype.itemsize)
@@ -198,16 +199,15 @@ def masked_shape(kernel: str, q: Tensor, v: Tensor) -> Shape:
     """The tiles of that launch, which there must be."""
     launch = masked_launch(kernel, q, v)
     assert launch is not None, kernel
-    group, (dk, dv) = q.shape[2] // v.shape[2], padded_channels(q.shape[3], v.shape[3])
-    rows = max(launch.rows, padded(group))
-    sizes = rows, _packed(rows, group), launch.keys, dk, dv
+    return _masked_shape(launch, q.shape[2] // v.shape[2], q.shape[3], v.shape[3])
+
+
+@functools.cache
+def _masked_shape(launch: MaskedLaunch, group: int, dk: int, dv: int) -> Shape:
+    rows, padded_group = max(launch.rows, padded(group)), next_power_of_2(group)
+    in_tile = group if rows // group > rows // padded_group else padded_group  # as more tokens find room
+    sizes = rows, in_tile, launch.keys, *padded_channels(dk, dv)
     return Shape(*sizes, launch.num_warps, launch.num_stages, launch.max_registers)
-
-
-def _packed(rows: int, group: int) -> int:
-    """Rows per token of a tile: a group as it is where more tokens find room so, else padded."""
-    padded_group = next_power_of_2(group)
-    return group if rows // group > rows // padded_group else padded_group
 
 
 def fit(kernel: str, capability: int, group: int, dk: int, dv: int, dtype: torch.dtype) -> Shape:
