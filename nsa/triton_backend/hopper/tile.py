@@ -6,6 +6,8 @@ are those of `nsa.triton_backend.tile`, where each value says how it lies in reg
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -23,13 +25,18 @@ def kernel(function):
     return with_settled_key(jit(function, do_not_specialize=LENGTHS))
 
 
+@functools.cache
+def _shared_layout(tokens: int, channels: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """Of a tile [1, tokens, 1, channels]."""
+    return gl.NVMMASharedLayout.get_default_for([1, tokens, 1, channels], GLUON_DTYPES[dtype])
+
+
 def descriptor(x: Tensor, tokens: int) -> TensorDescriptor:
     """How TMA reads tiles [1, tokens, 1, D] of x [B, T, H, D]; what lies outside is 0."""
-    block = [1, tokens, 1, x.shape[3]]
+    sizes, channels = list(x.shape), x.shape[3]
     # where there is only one, its step means nothing and may be one that TMA does not take
-    steps = [x.stride(i) if x.shape[i] > 1 else x.shape[3] for i in range(3)]
-    layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[x.dtype])
-    return TensorDescriptor(x, list(x.shape), [*steps, 1], block, layout)
+    steps = [step if size > 1 else channels for size, step in zip(sizes[:3], x.stride()[:3], strict=True)]
+    return TensorDescriptor(x, sizes, [*steps, 1], [1, tokens, 1, channels], _shared_layout(tokens, channels, x.dtype))
 
 
 @jit
