@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 import nsa
-from nsa.triton_backend import ahead_of_time, relaunch
+from nsa.triton_backend import ahead_of_time, launch, relaunch
 
 pytestmark = pytest.mark.skipif(not relaunch.SERVES, reason="this Triton launches all kernels itself")
 GRID, OPTIONS = (4, 2), {"num_warps": 4}
@@ -221,6 +221,15 @@ def test_what_is_kept_is_bounded(launches: Launches, monkeypatch: pytest.MonkeyP
     (known,) = launches.kernel._by_types.values()
     assert known is not None
     assert 1 <= len(known.launched) <= 3
+
+
+def test_a_device_is_entered_where_another_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    tensors = [mock.Mock(is_cuda=True, device=torch.device("cuda", i)) for i in range(3)]
+    for number, x in enumerate(tensors):
+        x.get_device.return_value = number
+    entered = [isinstance(launch.on_device(x), torch.cuda.device) for x in (*tensors, torch.zeros(1))]
+    assert entered == [True, False, True, False]
 
 
 @pytest.mark.gpu
