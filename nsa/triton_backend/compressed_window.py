@@ -29,6 +29,7 @@ from nsa.triton_backend.launch import (
     unit_stride,
 )
 from nsa.triton_backend.tile import (
+    add_branches,
     dot,
     finish,
     kernel,
@@ -175,7 +176,7 @@ def _forward(
 
 @kernel
 def _backward_q(
-    Q, K, V, FINITE, DO, LO, HI, CHOSEN, LSE, DELTA, DQ, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
+    Q, K, V, FINITE, DO, LO, HI, CHOSEN, LSE, DELTA, DQ, DQ_CMP, DQ_WIN, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
     S, T, HQ, HKV, G, ahead, scale, to_base_2,
     SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
     ROWS: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr, STRETCHES: tl.constexpr,
@@ -216,7 +217,8 @@ def _backward_q(
                 p = tl.exp2(product(q, k) * to_base_2 - lse[:, None])
                 ds = p * (product(do, v) - delta[:, None])
                 dq = dot(tl.where(visible, ds, 0.0).to(k.dtype), k, dq)
-    store_rows(DQ, row * DK, real, dq * scale, DK, DKP)
+    dq = add_branches(dq * scale, DQ_CMP, DQ_WIN, row, real, DQ, DK, DKP)
+    store_rows(DQ, row * DK, real, dq, DK, DKP)
 
 
 @kernel
@@ -347,18 +349,19 @@ def attend(
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, finite: Tensor, do: Tensor, lse: Tensor, delta: Tensor,
     lo: Tensor | None, hi: Tensor | None, seen_from: Tensor | None, seen_to: Tensor | None, min_programs: int,
-    scale: float, wide: bool = False, chosen: BlockMask | None = None,
+    scale: float, wide: bool = False, chosen: BlockMask | None = None, more_dq: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv), the last two as parts [splits, B, T, Hkv, D] that add up to them.
 
     lse (base 2) and delta are those of `launch.backward_rows`; the queries seen_from <= i < seen_to, int32 [T] each,
     see a key. Where there are fewer tiles of keys than `min_programs`, several programs share the queries of each. do
-    is contiguous. `wide` leaves the parts in float32. All four bounds are None with `chosen`.
+    is contiguous. `wide` leaves the parts in float32. All four bounds are None with `chosen`; only then are `more_dq`,
+    those of the other branches, contiguous, added to dq.
     """
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     with on_device(q):
-        _gradient_of_queries(q, k, v, finite, do, lo, hi, lse, delta, dq, scale, chosen)
+        _gradient_of_queries(q, k, v, finite, do, lo, hi, lse, delta, dq, scale, chosen, more_dq)
         parts = _parts_of_keys(q, k, v, do, lo, hi, lse, delta, seen_from, seen_to, min_programs, scale, wide, chosen)
     return dq, *parts
 
@@ -376,7 +379,7 @@ def backward(
 
 def _gradient_of_queries(
     q: Tensor, k: Tensor, v: Tensor, finite: Tensor, do: Tensor, lo: Tensor | None, hi: Tensor | None, lse: Tensor,
-    delta: Tensor, dq: Tensor, scale: float, chosen: BlockMask | None,
+    delta: Tensor, dq: Tensor, scale: float, chosen: BlockMask | None, more_dq: tuple[Tensor, Tensor] | None,
 ) -> None:  # fmt: skip
     """Write dq."""
     (batch, length, heads, dk), (num_keys, num_kv_heads, dv) = q.shape, v.shape[1:]
@@ -387,7 +390,8 @@ def _gradient_of_queries(
         return
     shape = _shape("backward_q", q, v, chosen)
     _backward_q[cdiv(length, shape.tokens), num_kv_heads, batch](
-        q, k, v, finite, do, lo, hi, _bits(chosen), lse, delta, dq, *strides(q), *strides(k), *strides(v),
+        q, k, v, finite, do, lo, hi, _bits(chosen), lse, delta, dq, *(more_dq or (None, None)),
+        *strides(q), *strides(k), *strides(v),
         length, num_keys, heads, num_kv_heads, heads // num_kv_heads, _ahead(chosen), scale, scale * LOG2E,
         *_sizes(shape, dk, dv, chosen), min(shape.stretches, _stretches_of(chosen)), **shape.launch,
     )  # fmt: skip

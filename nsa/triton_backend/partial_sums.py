@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nsa.triton_backend.gated_sum import gated
 from nsa.triton_backend.launch import on_device
-from nsa.triton_backend.tile import LN2, kernel, load_rows, store_rows
+from nsa.triton_backend.tile import LN2, add_branches, kernel, load_rows, store_rows
 from nsa.triton_backend.tuning import cdiv
 
 SUMS, PARTS_AT_ONCE = 256, 8  # of dk and dv: elements per program, and parts that it loads at a time
@@ -104,14 +104,9 @@ def sum_dq(
     for slot in tl.static_range(N):
         there = (g < G) & (tl.load(BLOCKS + ((b * S + i) * HKV + h) * N + slot) >= 0)
         acc += load_rows(PART, ((row + slot) * G + g) * D, there, D, DP).to(tl.float32)
-    acc *= scale
-    out = ((b * S + i) * HQ + h * G + g) * D
-    if DQ_CMP is not None:
-        # rounded before the sum, as where a kernel of its own writes dq: the branches add up to the same bits
-        acc = acc.to(OUT.dtype.element_ty).to(tl.float32)
-        acc += load_rows(DQ_CMP, out, g < G, D, DP).to(tl.float32)
-        acc += load_rows(DQ_WIN, out, g < G, D, DP).to(tl.float32)
-    store_rows(OUT, out, g < G, acc, D, DP)
+    out = (b * S + i) * HQ + h * G + g
+    acc = add_branches(acc * scale, DQ_CMP, DQ_WIN, out, g < G, OUT, D, DP)
+    store_rows(OUT, out * D, g < G, acc, D, DP)
 
 
 @triton.jit

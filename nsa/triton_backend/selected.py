@@ -12,11 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.geometry import Layout, num_selection_blocks
-from nsa.triton_backend import gated_sum, hopper, selected_kv_major, selected_masked, tuning
+from nsa.triton_backend import hopper, selected_kv_major, selected_masked, tuning
 from nsa.triton_backend.dispatch import SelectionBlocks, Variant, variant
-from nsa.triton_backend.launch import LOG2E, MAX_TILE, add, backward_rows, on_device, strides, unit_stride
+from nsa.triton_backend.gated_sum import gated
+from nsa.triton_backend.launch import LOG2E, MAX_TILE, backward_rows, on_device, strides, unit_stride
 from nsa.triton_backend.selected_masked import NO_MASKS, Masks
 from nsa.triton_backend.tile import (
+    add_branches,
     dot,
     finish,
     kernel,
@@ -53,7 +55,8 @@ def _block(chosen, step, start, token, k_base, k_s, v_base, v_s, MASKED: tl.cons
 
 @kernel
 def _forward(
-    Q, K, V, BLOCKS, STARTS, O, LSE, READ, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, S, ahead, HQ, HKV, G, to_base_2,
+    Q, K, V, BLOCKS, STARTS, O, LSE, READ, O_CMP, O_WIN, GATES, SUM, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
+    S, ahead, HQ, HKV, G, to_base_2,
     N: tl.constexpr, NP: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     DKP: tl.constexpr, DVP: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -83,14 +86,18 @@ def _forward(
         read += tl.sum(visible.to(tl.int32), axis=0)
     o, lse = finish(m, l, acc, nonfinite(q) & (read > 0))
     row = (b * S + i) * HQ + h * G + g
+    o = o.to(O.dtype.element_ty)
     store_rows(O, row * DV, real, o, DV, DVP)
+    if SUM is not None:
+        o_cmp, o_win = load_rows(O_CMP, row * DV, real, DV, DVP), load_rows(O_WIN, row * DV, real, DV, DVP)
+        store_rows(SUM, row * DV, real, gated(GATES, row, real, o_cmp, o, o_win), DV, DVP)
     tl.store(LSE + row, lse, mask=real)
     tl.store(READ + (b * S + i) * HKV + h, read)
 
 
 @kernel
 def _backward_q(
-    Q, K, V, DO, BLOCKS, STARTS, LSE, DELTA, DQ, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
+    Q, K, V, DO, BLOCKS, STARTS, LSE, DELTA, DQ, DQ_CMP, DQ_WIN, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
     S, ahead, HQ, HKV, G, scale, to_base_2,
     N: tl.constexpr, NP: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     DKP: tl.constexpr, DVP: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
@@ -121,7 +128,8 @@ def _backward_q(
         p = tl.exp2(product(q, k) * to_base_2 - lse[:, None])
         ds = p * (product(do, v) - delta[:, None])
         dq = dot(tl.where(visible[None, :], ds, 0.0).to(k.dtype), k, dq)
-    store_rows(DQ, row * DK, real, dq * scale, DK, DKP)
+    dq = add_branches(dq * scale, DQ_CMP, DQ_WIN, row, real, DQ, DK, DKP)
+    store_rows(DQ, row * DK, real, dq, DK, DKP)
 
 
 def forward(
@@ -152,17 +160,16 @@ def forward(
         return o, lse, read, NO_MASKS
     if kernel is Variant.HOPPER:
         with on_device(q):
-            hopper.selected.forward(q, k, v, block_indices, layout, scale, o, lse, read)
+            hopper.selected.forward(q, k, v, block_indices, layout, scale, o, lse, read, whole)
     else:
         sizes, launch = _per_token("selected_forward", q, v, block_indices, layout)
         with on_device(q):
             _forward[length, num_kv_heads, batch](
-                q, k, v, block_indices, layout.starts, o, lse, read, *strides(q), *strides(k), *strides(v),
+                q, k, v, block_indices, layout.starts, o, lse, read, *(whole or 4 * (None,)),
+                *strides(q), *strides(k), *strides(v),
                 length, layout.num_keys - length, heads, num_kv_heads, heads // num_kv_heads, scale * LOG2E,
                 *sizes, **launch,
             )  # fmt: skip
-    if whole is not None:
-        gated_sum.write(whole[0], o, *whole[1:])
     return o, lse, read, NO_MASKS
 
 
@@ -182,27 +189,23 @@ def gradients(
         return torch.empty_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape)
     rows = do, lse, delta, block_indices, layout, scale
     if kernel is Variant.MASKED:
-        dq, dk, dv = selected_masked.gradients(q, k, v, *rows, wide, masks)
-        if more_dq is not None:
-            add(dq, dq, *more_dq)
-        return dq, dk, dv
-    if kernel is Variant.KV_MAJOR:  # each program reads what it overwrites of the other branches
-        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if more_dq is None else more_dq[0]
+        return selected_masked.gradients(q, k, v, *rows, more_dq, wide, masks)
+    # each program reads what it overwrites of the other branches
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if more_dq is None else more_dq[0]
+    if kernel is Variant.KV_MAJOR:
         return dq, *selected_kv_major.backward(q, k, v, *rows, dq, more_dq, wide)
     dk, dv = selected_kv_major.backward(q, k, v, *rows, None, None, wide)
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # not before: the partial sums of dk and dv are freed now
     with on_device(q):
         if kernel is Variant.HOPPER:
-            hopper.selected.backward_q(q, k, v, do, block_indices, layout, scale, lse, delta, dq)
+            hopper.selected.backward_q(q, k, v, do, block_indices, layout, scale, lse, delta, dq, more_dq)
         else:
             sizes, launch = _per_token("selected_backward_q", q, v, block_indices, layout)
             _backward_q[length, num_kv_heads, q.shape[0]](
-                q, k, v, do, block_indices, layout.starts, lse, delta, dq, *strides(q), *strides(k), *strides(v),
+                q, k, v, do, block_indices, layout.starts, lse, delta, dq, *(more_dq or (None, None)),
+                *strides(q), *strides(k), *strides(v),
                 length, layout.num_keys - length, heads, num_kv_heads, heads // num_kv_heads, scale, scale * LOG2E,
                 *sizes, **launch,
             )  # fmt: skip
-    if more_dq is not None:
-        add(dq, dq, *more_dq)
     return dq, dk, dv
 
 

@@ -73,12 +73,12 @@ def forward(
 
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, block_indices: Tensor, layout: Layout,
-    scale: float, wide: bool, masks: Masks,
+    scale: float, more_dq: tuple[Tensor, Tensor] | None, wide: bool, masks: Masks,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv); arguments as of `selected.gradients`."""
     bits = _bits(block_indices) if masks.bits is None else masks.bits
     finite, bounds = finite_keys(k, v) if masks.finite is None else masks.finite, 4 * (None,)
     dq, *parts = compressed_window.gradients(
-        q, k, v, finite, do, lse, delta, *bounds, ENOUGH_PROGRAMS, scale, wide, _chosen(bits, layout)
+        q, k, v, finite, do, lse, delta, *bounds, ENOUGH_PROGRAMS, scale, wide, _chosen(bits, layout), more_dq
     )
     return dq, *partial_sums.add_parts(parts, torch.float32 if wide else k.dtype)

@@ -83,6 +83,19 @@ def store_rows(base, offsets, inside, x, SIZE: tl.constexpr, PADDED: tl.constexp
 
 
 @triton.jit
+def add_branches(dq, DQ_CMP, DQ_WIN, row, real, DQ, D: tl.constexpr, DP: tl.constexpr):
+    """dq of the selected branch [rows, channels] in float32, and those of the other branches, if these are not None.
+
+    Rounded to DQ's type before the sum, as where a kernel of its own adds: the branches add up to the same bits.
+    """
+    if DQ_CMP is not None:
+        dq = dq.to(DQ.dtype.element_ty).to(tl.float32)
+        dq += load_rows(DQ_CMP, row * D, real, D, DP).to(tl.float32)
+        dq += load_rows(DQ_WIN, row * D, real, D, DP).to(tl.float32)
+    return dq
+
+
+@triton.jit
 def is_finite(x):
     return tl.abs(x.to(tl.float32)) < float("inf")
 

@@ -18,6 +18,7 @@ from nsa.triton_backend.hopper.tile import (
     descriptor,
     fetch,
     finish,
+    gated,
     kernel,
     load_rows,
     nonfinite,
@@ -58,7 +59,7 @@ def _start(source, b, h, chosen, start, slots, full, STAGES: gl.constexpr, tiles
 
 @kernel
 def _forward(
-    Q, K, V, BLOCKS, STARTS, O, LSE, READ, q_b, q_s, q_h, S, ahead, HQ, HKV, G, to_base_2,
+    Q, K, V, BLOCKS, STARTS, O, LSE, READ, O_CMP, O_WIN, GATES, SUM, q_b, q_s, q_h, S, ahead, HQ, HKV, G, to_base_2,
     N: gl.constexpr, NP: gl.constexpr, SIZE: gl.constexpr, D: gl.constexpr, GP: gl.constexpr,
     BN: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -112,12 +113,17 @@ def _forward(
     factor, lse = finish(m, l, to_base_2, nonfinite_rows)
     gl.store(LSE + (first_row + row_g), lse, mask=row_g < G)
     gl.store(READ + ((b.to(gl.int64) * S + i) * HKV + h), read)
-    store_rows(O, (first_row + g) * D, g < G, acc * gl.expand_dims(factor, 1), D, flat)
+    row = first_row + g
+    o = gl.convert_layout((acc * gl.expand_dims(factor, 1)).to(O.dtype.element_ty), flat)
+    store_rows(O, row * D, g < G, o, D, flat)
+    if SUM is not None:
+        o_cmp, o_win = load_rows(O_CMP, row * D, g < G, D, flat), load_rows(O_WIN, row * D, g < G, D, flat)
+        store_rows(SUM, row * D, g < G, gated(GATES, row, g < G, o_cmp, o, o_win), D, flat)
 
 
 @kernel
 def _backward_q(
-    Q, K, V, DO, BLOCKS, STARTS, LSE, DELTA, DQ, q_b, q_s, q_h, S, ahead, HQ, HKV, G, scale, to_base_2,
+    Q, K, V, DO, BLOCKS, STARTS, LSE, DELTA, DQ, DQ_CMP, DQ_WIN, q_b, q_s, q_h, S, ahead, HQ, HKV, G, scale, to_base_2,
     N: gl.constexpr, NP: gl.constexpr, SIZE: gl.constexpr, D: gl.constexpr, GP: gl.constexpr,
     BN: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -167,18 +173,23 @@ def _backward_q(
             next_v, next_k = number + V_STAGES, number + K_STAGES
             fetch(V, b, next_v_at, h, v_slots, v_full, next_v, V_STAGES, next_v < tiles)
             fetch(K, b, next_k_at, h, k_slots, k_full, next_k, K_STAGES, next_k < tiles)
-    store_rows(DQ, (first_row + g) * D, g < G, dq * scale, D, flat)
+    row, dq = first_row + g, gl.convert_layout((dq * scale).to(DQ.dtype.element_ty), flat)
+    if DQ_CMP is not None:  # as `tile.add_branches`
+        total = dq.to(gl.float32) + load_rows(DQ_CMP, row * D, g < G, D, flat).to(gl.float32)
+        dq = total + load_rows(DQ_WIN, row * D, g < G, D, flat).to(gl.float32)
+    store_rows(DQ, row * D, g < G, dq, D, flat)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, layout: Layout, scale: float,
-    o: Tensor, lse: Tensor, read: Tensor,
+    o: Tensor, lse: Tensor, read: Tensor, whole: tuple[Tensor, Tensor, Tensor, Tensor] | None,
 ) -> None:  # fmt: skip
-    """Write o, lse and read; `selected.forward` says what they are."""
+    """Write o, lse and read, and the gated sum of a `whole` call; `selected.forward` says what they are."""
     (batch, length, heads, _), num_kv_heads = q.shape, k.shape[2]
     constants, keys, options = _launch("forward", q, v, block_indices, layout)
     _forward[length, num_kv_heads, batch](
-        q, descriptor(k, keys), descriptor(v, keys), block_indices, layout.starts, o, lse, read, *strides(q),
+        q, descriptor(k, keys), descriptor(v, keys), block_indices, layout.starts, o, lse, read,
+        *(whole or 4 * (None,)), *strides(q),
         length, layout.num_keys - length, heads, num_kv_heads, heads // num_kv_heads, scale * LOG2E,
         *constants, **options,
     )  # fmt: skip
@@ -186,13 +197,14 @@ def forward(
 
 def backward_q(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, block_indices: Tensor, layout: Layout, scale: float,
-    lse: Tensor, delta: Tensor, dq: Tensor,
+    lse: Tensor, delta: Tensor, dq: Tensor, more_dq: tuple[Tensor, Tensor] | None,
 ) -> None:  # fmt: skip
-    """Write dq; lse (base 2) and delta are those of `launch.backward_rows`."""
+    """Write dq, with `more_dq` of the other branches; lse (base 2) and delta are those of `launch.backward_rows`."""
     (batch, length, heads, _), num_kv_heads = q.shape, k.shape[2]
     constants, keys, options = _launch("backward_q", q, v, block_indices, layout)
     _backward_q[length, num_kv_heads, batch](
-        q, descriptor(k, keys), descriptor(v, keys), do, block_indices, layout.starts, lse, delta, dq, *strides(q),
+        q, descriptor(k, keys), descriptor(v, keys), do, block_indices, layout.starts, lse, delta, dq,
+        *(more_dq or (None, None)), *strides(q),
         length, layout.num_keys - length, heads, num_kv_heads, heads // num_kv_heads, scale, scale * LOG2E,
         *constants, **options,
     )  # fmt: skip

@@ -146,6 +146,19 @@ def store_rows(base, offsets, inside, x, D: gl.constexpr, layout: gl.constexpr):
 
 
 @jit
+def _gate(GATES, row, BRANCH: gl.constexpr, inside):
+    return gl.expand_dims(gl.load(GATES + (row * 3 + BRANCH), mask=inside, other=0.0).to(gl.float32), 1)
+
+
+@jit
+def gated(GATES, row, inside, o_cmp, o_sel, o_win):
+    """`nsa.triton_backend.gated_sum.gated`, with its fused multiplications."""
+    total = _gate(GATES, row, 0, inside) * o_cmp.to(gl.float32)
+    total = gl.fma(_gate(GATES, row, 1, inside), o_sel.to(gl.float32), total)
+    return gl.fma(_gate(GATES, row, 2, inside), o_win.to(gl.float32), total)
+
+
+@jit
 def stretches(first, end, all_from, all_to, STEP: gl.constexpr):
     """(tiles, the first that all rows see the whole of, the first after those) of `first` … `end`."""
     tiles = gl.cdiv(gl.maximum(end - first, 0), STEP)

@@ -55,13 +55,12 @@ SHORT_BACKWARD = {
     "gated_sum._backward": 1,
     "compressed_window._backward_q": 3,
     "compressed_window._backward_kv": 3,
-    "launch._add": 1,
     "compression._gradient": 1,
 }
 """Of the same heads at 2048 tokens, where all branches are the same kernels."""
-BY_QUERY = {"selected._forward": 1, "gated_sum._forward": 1}
+BY_QUERY = {"selected._forward": 1}
 """In place of the index, the KV-stationary forward and its merge: 16 heads per group."""
-DQ_BY_QUERY = {"selected._backward_q": 1, "launch._add": 1}
+DQ_BY_QUERY = {"selected._backward_q": 1}
 WRITE = {"cache_write._write": 1}
 """Of a decode step, per layer."""
 NEW_TOKENS = {"aten.arange": 1, "aten.add": 2}
