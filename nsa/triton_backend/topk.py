@@ -83,7 +83,7 @@ def choose(p: Tensor, layout: Layout, first: int, count: int, out: Tensor) -> No
     seen = layout.num_keys - length + first + count  # no position in these queries is as large
     places = next_power_of_2(n)
     blocks = max(next_power_of_2(geometry.num_selection_blocks(seen, config)), places)
-    rows = _rows_per_program(batch * count * num_kv_heads, blocks)
+    rows = _rows_per_program(batch * p.shape[1] * num_kv_heads, blocks)  # the same for the last, shorter part
     _topk[cdiv(count * num_kv_heads, rows), batch](
         p, *layout.compressed_interval, layout.positions, out, first, count, length, p.shape[3], num_kv_heads,
         config.l_sel // config.d, *_weights(config),
