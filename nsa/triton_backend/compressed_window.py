@@ -5,7 +5,9 @@ the keys of a tile are an interval too, and so are the queries of a tile of keys
 three stretches: keys (queries) that only some rows see, those that all see and that need no mask, and again some.
 
 The same kernels serve the selected branch of short sequences (`selected_masked.py`): a query then sees, of all keys up
-to its own, those of the blocks in its bit mask CHOSEN, and every step is masked.
+to its own, those of the blocks in its bit mask CHOSEN, and every step is masked. There the longest program bounds the
+kernel. So what is not finite is looked for once, ahead of the steps: a load that waits for the flags of its keys makes
+each step longer, by a fifth (12/2 heads of 64, 2048 tokens, H200).
 """
 
 from __future__ import annotations
@@ -13,13 +15,24 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from nsa.triton_backend import hopper, partial_sums, tuning
 from nsa.triton_backend.dispatch import Variant, variant
 from nsa.triton_backend.gated_sum import gated
+from nsa.triton_backend.intervals import (
+    CHECKED,
+    all_finite,
+    all_loaded,
+    among_chosen,
+    are_finite_keys,
+    interval_of,
+    key_range,
+    load_keys,
+    stretches,
+    visible_keys,
+)
 from nsa.triton_backend.launch import (
     LOG2E,
     backward_rows,
@@ -58,66 +71,6 @@ class BlockMask(NamedTuple):
     """Keys before the first query."""
 
 
-@triton.jit
-def _stretches(first, last, all_from, all_to, STEP: tl.constexpr):
-    """Ends of the first two of three stretches of `first` … `last`; the second, in whole steps, lies inside
-    `all_from` … `all_to`."""
-    some = first + tl.cdiv(tl.maximum(all_from - first, 0), STEP) * STEP
-    return some, some + tl.maximum(tl.minimum(all_to, last) - some, 0) // STEP * STEP
-
-
-@triton.jit
-def _finite(finite_base, HKV, first, end, BN: tl.constexpr):
-    """Whether each of the keys first <= key < first + BN is finite and before `end`."""
-    key = first + tl.arange(0, BN)
-    return tl.load(finite_base + key.to(tl.int64) * HKV, mask=key < end, other=0) != 0
-
-
-@triton.jit
-def _keys(k_base, k_s, v_base, v_s, first, loaded, DK: tl.constexpr, DKP: tl.constexpr,
-          DV: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """(k, v) of the keys first <= key < first + BN, 0 where not `loaded` (None: all are)."""
-    place, at = tl.arange(0, BN), tl.cast(first, tl.int64)
-    k = load_rows(k_base + at * k_s, place * k_s, loaded, DK, DKP)
-    return k, load_rows(v_base + at * v_s, place * v_s, loaded, DV, DVP)
-
-
-@triton.jit
-def _visible(first, lo, hi, BN: tl.constexpr):
-    """[rows, keys]: which of the keys first <= key < first + BN each row sees."""
-    key = first + tl.arange(0, BN)[None, :]
-    return (key >= lo[:, None]) & (key < hi[:, None])
-
-
-@triton.jit
-def _interval(LO, HI, token, real, ahead):
-    """(lo, hi) of each token; where LO and HI are None, all keys up to its own."""
-    if LO is None:
-        hi = tl.where(real, (token + ahead + 1).to(tl.int32), 0)
-        lo = tl.zeros_like(hi)
-    else:
-        lo, hi = tl.load(LO + token, mask=real, other=0), tl.load(HI + token, mask=real, other=0)
-    return lo, hi
-
-
-@triton.jit
-def _key_range(LO, HI, first_token, last_token, ahead, BN: tl.constexpr):
-    """(first key, end, ends of the first two stretches) of a tile of tokens; one stretch where LO and HI are None."""
-    if LO is None:
-        first, end = tl.zeros_like(first_token), last_token + ahead + 1
-        some, most = end, end
-    else:
-        first, end = tl.load(LO + first_token), tl.load(HI + last_token)
-        some, most = _stretches(first, end, tl.load(LO + last_token), tl.load(HI + first_token), BN)
-    return first, end, some, most
-
-
-@triton.jit
-def _among_chosen(bits, key, SIZE: tl.constexpr):
-    """For each row's bit mask of blocks, whether it has the one of `key`, which is the same for a whole step."""
-    return ((bits >> tl.cast(key // SIZE, tl.int64)) & 1) != 0
-
-
 @kernel
 def _forward(
     Q, K, V, FINITE, LO, HI, CHOSEN, O, LSE, READ, O_CMP, O_WIN, GATES, SUM,
@@ -131,12 +84,13 @@ def _forward(
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     last_token = tl.minimum(first_token + BT, S) - 1
     token, g, real = rows_of(first_token, S, G, ROWS, GP)
-    lo, hi = _interval(LO, HI, token, real, ahead)
+    lo, hi = interval_of(LO, HI, token, real, ahead)
     q = load_rows(Q + b * q_b, token * q_s + (h * G + g) * q_h, real, DK, DKP)
     k_base, v_base, finite_base = K + b * k_b + h * k_h, V + b * v_b + h * v_h, FINITE + b * T * HKV + h
-    first, end, some, most = _key_range(LO, HI, first_token, last_token, ahead, BN)
+    first, end, some, most = key_range(LO, HI, first_token, last_token, ahead, BN)
     if CHOSEN is not None:
         bits = tl.load(CHOSEN + (b * S + token) * HKV + h, mask=real, other=0)
+        clean_end = tl.where(all_finite(finite_base, HKV, first, end, CHECKED), end, first)
 
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l, read = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.int32)
@@ -144,25 +98,31 @@ def _forward(
     for stretch in tl.static_range(STRETCHES):
         if stretch == 1:
             for at in range(some, most, BN):
-                k, v = _keys(k_base, k_s, v_base, v_s, at, None, DK, DKP, DV, DVP, BN)
+                k, v = load_keys(k_base, k_s, v_base, v_s, at, None, DK, DKP, DV, DVP, BN)
                 m, l, acc = online_softmax(product(q, k), v, m, l, acc, to_base_2)
                 read += BN
         else:
             begin = first if stretch == 0 else most
             stop = tl.minimum(some, end) if stretch + 1 < STRETCHES else end
-            for at in range(begin, stop, BN):
-                finite, visible = _finite(finite_base, HKV, at, end, BN), _visible(at, lo, hi, BN)
-                seen = tl.maximum(tl.minimum(hi, at + BN) - tl.maximum(lo, at), 0)
+            for careful in tl.static_range(0 if CHOSEN is not None else 1, 2):
                 if CHOSEN is not None:
-                    chosen = _among_chosen(bits, at, SIZE)
-                    visible &= chosen[:, None]
-                    seen = tl.where(chosen, seen, 0)
-                k, v = _keys(k_base, k_s, v_base, v_s, at, finite, DK, DKP, DV, DVP, BN)
-                # in this order: a key that is not finite makes the rows NaN that see it, and no others
-                s = tl.where(finite[None, :], product(q, k), float("nan"))
-                s = tl.where(visible, s, float("-inf"))
-                m, l, acc = online_softmax(s, v, m, l, acc, to_base_2)
-                read += seen
+                    begin, stop = (first, clean_end) if careful == 0 else (clean_end, end)
+                for at in range(begin, stop, BN):
+                    inside = (
+                        are_finite_keys(finite_base, HKV, at, end, BN) if careful == 1 else at + tl.arange(0, BN) < end
+                    )
+                    visible = visible_keys(at, lo, hi, BN)
+                    seen = tl.maximum(tl.minimum(hi, at + BN) - tl.maximum(lo, at), 0)
+                    if CHOSEN is not None:
+                        chosen = among_chosen(bits, at, SIZE)
+                        visible &= chosen[:, None]
+                        seen = tl.where(chosen, seen, 0)
+                    k, v = load_keys(k_base, k_s, v_base, v_s, at, inside, DK, DKP, DV, DVP, BN)
+                    s = product(q, k)
+                    if careful == 1:  # before the mask: a key that is not finite makes the rows NaN that see it alone
+                        s = tl.where(inside[None, :], s, float("nan"))
+                    m, l, acc = online_softmax(tl.where(visible, s, float("-inf")), v, m, l, acc, to_base_2)
+                    read += seen
     o, lse = finish(m, l, acc, nonfinite(q) & (read > 0))
     row = (b * S + token) * HQ + h * G + g
     store_rows(O, row * DV, real, o, DV, DVP)
@@ -187,36 +147,43 @@ def _backward_q(
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     last_token = tl.minimum(first_token + BT, S) - 1
     token, g, real = rows_of(first_token, S, G, ROWS, GP)
-    lo, hi = _interval(LO, HI, token, real, ahead)
+    lo, hi = interval_of(LO, HI, token, real, ahead)
     row = (b * S + token) * HQ + h * G + g
     q = load_rows(Q + b * q_b, token * q_s + (h * G + g) * q_h, real, DK, DKP)
     do = load_rows(DO, row * DV, real, DV, DVP)
     lse, delta = tl.load(LSE + row, mask=real, other=0.0), tl.load(DELTA + row, mask=real, other=0.0)
     k_base, v_base, finite_base = K + b * k_b + h * k_h, V + b * v_b + h * v_h, FINITE + b * T * HKV + h
-    first, end, some, most = _key_range(LO, HI, first_token, last_token, ahead, BN)
+    first, end, some, most = key_range(LO, HI, first_token, last_token, ahead, BN)
     if CHOSEN is not None:
         bits = tl.load(CHOSEN + (b * S + token) * HKV + h, mask=real, other=0)
+        clean_end = tl.where(all_finite(finite_base, HKV, first, end, CHECKED), end, first)
 
     dq = tl.zeros([ROWS, DKP], tl.float32)
     # With one stretch every tile takes the masked loop: q and do then stand once in shared memory (`tuning.fit`).
     for stretch in tl.static_range(STRETCHES):
         if stretch == 1:
             for at in range(some, most, BN):
-                k, v = _keys(k_base, k_s, v_base, v_s, at, None, DK, DKP, DV, DVP, BN)
+                k, v = load_keys(k_base, k_s, v_base, v_s, at, None, DK, DKP, DV, DVP, BN)
                 p = tl.exp2(product(q, k) * to_base_2 - lse[:, None])
                 ds = p * (product(do, v) - delta[:, None])
                 dq = dot(ds.to(k.dtype), k, dq)
         else:
             begin = first if stretch == 0 else most
             stop = tl.minimum(some, end) if stretch + 1 < STRETCHES else end
-            for at in range(begin, stop, BN):
-                finite, visible = _finite(finite_base, HKV, at, end, BN), _visible(at, lo, hi, BN)
+            for careful in tl.static_range(0 if CHOSEN is not None else 1, 2):
                 if CHOSEN is not None:
-                    visible &= _among_chosen(bits, at, SIZE)[:, None]
-                k, v = _keys(k_base, k_s, v_base, v_s, at, finite, DK, DKP, DV, DVP, BN)
-                p = tl.exp2(product(q, k) * to_base_2 - lse[:, None])
-                ds = p * (product(do, v) - delta[:, None])
-                dq = dot(tl.where(visible, ds, 0.0).to(k.dtype), k, dq)
+                    begin, stop = (first, clean_end) if careful == 0 else (clean_end, end)
+                for at in range(begin, stop, BN):
+                    inside = (
+                        are_finite_keys(finite_base, HKV, at, end, BN) if careful == 1 else at + tl.arange(0, BN) < end
+                    )
+                    visible = visible_keys(at, lo, hi, BN)
+                    if CHOSEN is not None:
+                        visible &= among_chosen(bits, at, SIZE)[:, None]
+                    k, v = load_keys(k_base, k_s, v_base, v_s, at, inside, DK, DKP, DV, DVP, BN)
+                    p = tl.exp2(product(q, k) * to_base_2 - lse[:, None])
+                    ds = p * (product(do, v) - delta[:, None])
+                    dq = dot(tl.where(visible, ds, 0.0).to(k.dtype), k, dq)
     dq = add_branches(dq * scale, DQ_CMP, DQ_WIN, row, real, DQ, DK, DKP)
     store_rows(DQ, row * DK, real, dq, DK, DKP)
 
@@ -234,7 +201,7 @@ def _backward_kv(
     first_key, h, b = tl.program_id(0) // parts * BN, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     last_key = tl.minimum(first_key + BN, num_keys) - 1
     key = first_key + tl.arange(0, BN)
-    k, v = _keys(
+    k, v = load_keys(
         K + b * k_b + h * k_h, k_s, V + b * v_b + h * v_h, v_s, first_key, key < num_keys, DK, DKP, DV, DVP, BN
     )
     if SEEN_FROM is None:
@@ -246,29 +213,36 @@ def _backward_kv(
     end = tl.minimum(end, first + per_split)
     some, most = end, end
     if SEEN_FROM is not None:
-        some, most = _stretches(first, end, tl.load(SEEN_FROM + last_key), tl.load(SEEN_TO + first_key), BT)
+        some, most = stretches(first, end, tl.load(SEEN_FROM + last_key), tl.load(SEEN_TO + first_key), BT)
+
+    if CHOSEN is not None:
+        clean_end = tl.where(all_loaded(LSE + b * S * HQ + h * G, first, end, HQ, G, GP, CHECKED), end, first)
 
     dk, dv = tl.zeros([BN, DKP], tl.float32), tl.zeros([BN, DVP], tl.float32)
-    for stretch in tl.static_range(STRETCHES):
+    for part in tl.static_range(STRETCHES if CHOSEN is None else 2):
+        stretch = part if CHOSEN is None else 0
         begin = first if stretch == 0 else (some if stretch == 1 else most)
         stop = tl.minimum(some, end) if stretch + 1 < STRETCHES else end
         stop = most if stretch == 1 else stop
+        if CHOSEN is not None:
+            begin, stop = (first, clean_end) if part == 0 else (clean_end, end)
         for at in range(begin, stop, BT):
             token, g, real = rows_of(at, S, G, ROWS, GP)
             row = (b * S + token) * HQ + h * G + g
             lse, delta = tl.load(LSE + row, mask=real, other=0.0), tl.load(DELTA + row, mask=real, other=0.0)
-            loaded = real if stretch == 1 else real & (lse == lse)  # an lse of NaN: `launch.backward_rows`
+            clean: tl.constexpr = stretch == 1 or (CHOSEN is not None and part == 0)
+            loaded = real if clean else real & (lse == lse)  # an lse of NaN: `launch.backward_rows`
             q = load_rows(Q + b * q_b, token * q_s + (h * G + g) * q_h, loaded, DK, DKP)
             do = load_rows(DO, row * DV, loaded, DV, DVP)
             # [keys, rows], as dv and dk take p and ds: no operand is transposed through shared memory
             p = tl.exp2(product(k, q) * to_base_2 - lse[None, :])
             ds = p * (product(v, do) - delta[None, :])
             if stretch != 1:
-                lo, hi = _interval(LO, HI, token, real, ahead)
+                lo, hi = interval_of(LO, HI, token, real, ahead)
                 visible = (key[:, None] >= lo[None, :]) & (key[:, None] < hi[None, :])
                 if CHOSEN is not None:
                     bits = tl.load(CHOSEN + (b * S + token) * HKV + h, mask=real, other=0)
-                    visible &= _among_chosen(bits, first_key, SIZE)[None, :]
+                    visible &= among_chosen(bits, first_key, SIZE)[None, :]
                 # after the exponential: that of a pair that is not seen may overflow, since lse does not bound it
                 p, ds = tl.where(visible, p, 0.0), tl.where(visible, ds, 0.0)
             dv = dot(p.to(do.dtype), do, dv)
