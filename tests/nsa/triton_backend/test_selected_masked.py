@@ -148,6 +148,9 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(
     assert not (true & ~found).any()
     assert not (found & ~sees).any()
     assert gradients[1][0, ~sees[:, 0]].isfinite().all(), "dq of a query that does not see it"
+    if operand == "q":
+        seen = (inputs[3][0, 21] == t // 16).any(-1) & (t[:, 0] <= 21)
+        assert all(x[0, ~seen].isfinite().all() for x in gradients[2:]), "dk and dv of a key that it does not see"
 
 
 @pytest.mark.parametrize("splits", [1, 7, 8, 9, 20])
