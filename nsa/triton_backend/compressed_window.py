@@ -230,8 +230,10 @@ def _backward_kv(
             token, g, real = rows_of(at, S, G, ROWS, GP)
             row = (b * S + token) * HQ + h * G + g
             lse, delta = tl.load(LSE + row, mask=real, other=0.0), tl.load(DELTA + row, mask=real, other=0.0)
-            clean: tl.constexpr = stretch == 1 or (CHOSEN is not None and part == 0)
-            loaded = real if clean else real & (lse == lse)  # an lse of NaN: `launch.backward_rows`
+            if stretch == 1 or (CHOSEN is not None and part == 0):  # noqa: SIM108 - Triton needs to know it as it compiles
+                loaded = real
+            else:
+                loaded = real & (lse == lse)  # an lse of NaN: `launch.backward_rows`
             q = load_rows(Q + b * q_b, token * q_s + (h * G + g) * q_h, loaded, DK, DKP)
             do = load_rows(DO, row * DV, loaded, DV, DVP)
             # [keys, rows], as dv and dk take p and ds: no operand is transposed through shared memory

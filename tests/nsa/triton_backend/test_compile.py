@@ -32,8 +32,8 @@ HEADS = [
 EACH_TIME = [(86, (64, 192, 128)), (90, (16, 128, 128)), (90, (6, 64, 64))]
 UNMEASURED_ON_HOPPER = [(64, 192, 128), (16, 256, 256), (64, 256, 256)]
 """Its table for wide rows was made for 16 heads of 192/128."""
-KERNELS = (17, 18, 19)
-"""Of a call: KV-stationary and merged, a program per query, and either or both with those of short sequences."""
+KERNELS = (16, 17, 18, 19)
+"""Of a call: a program per query, KV-stationary and merged, and either or both with those of short sequences."""
 FEW_BYTES = 64
 """Per thread: 16 of 255 registers, which fit where no loop needs them."""
 SPILLS = {
