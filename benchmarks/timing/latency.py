@@ -236,10 +236,10 @@ def _samples(sample: Callable[[], float], plan: SamplingPlan) -> tuple[tuple[flo
         late = spread_s >= plan.wall_limit_s
         if late or len(samples) % plan.min_samples == 0:
             missing = unmet(samples, spread_s if late else sum(samples) / 1e3, plan)
-            if missing is None:
-                return tuple(samples), "enough_samples" if plan.precision is None else "precise_enough", None
             if late:
                 return tuple(samples), "wall_limit", missing
+            if missing is None:
+                return tuple(samples), "enough_samples" if plan.precision is None else "precise_enough", None
 
 
 def unmet(samples: Sequence[float], covered_s: float, plan: SamplingPlan) -> str | None:

@@ -3,7 +3,7 @@
 For every launch Triton binds arguments to names, describes each, and looks the compiled kernel up by all of that as
 text. `Kernel` keeps what Triton launched under a shorter key, and launches it itself where the key comes again. The key
 holds whatever Triton specializes on: the types of all arguments, the device, dtypes of tensors and which of their
-addresses are multiples of 16, the values of numbers and constants, and the options; of numbers that a kernel is not
+addresses are multiples of 16, the values of integers and constants, and the options; of numbers that a kernel is not
 specialized on (`tile.LENGTHS`), which take 64 bits.
 
 Triton's check that no global constant has changed since a kernel was compiled is made for the first launch with a key
@@ -96,13 +96,13 @@ class Kernel(JITFunction):  # type: ignore[misc] # Triton has no types
             return None
         places: dict[str, list[int]] = {"tensors": [], "lengths": [], "values": []}
         for place, (parameter, kind) in enumerate(zip(self.params, types, strict=True)):
-            if parameter.is_constexpr or (kind in (int, float, bool) and not parameter.do_not_specialize):
+            if parameter.is_constexpr or (kind in (int, bool) and not parameter.do_not_specialize):
                 places["values"].append(place)
             elif kind is int:
                 places["lengths"].append(place)
             elif issubclass(kind, Tensor):
                 places["tensors"].append(place)
-            elif kind is not type(None):
+            elif kind not in (float, type(None)):  # of which Triton looks at the type alone
                 return None
         return _Arguments(**{name: _at(*found) for name, found in places.items()}, launched={})
 

@@ -190,11 +190,14 @@ def gradients(
     rows = do, lse, delta, block_indices, layout, scale
     if kernel is Variant.MASKED:
         return selected_masked.gradients(q, k, v, *rows, more_dq, wide, masks)
-    # each program reads what it overwrites of the other branches
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if more_dq is None else more_dq[0]
+    # in the place of the compressed branch's, of which each program reads what it overwrites
+    dq = None if more_dq is None else more_dq[0]
     if kernel is Variant.KV_MAJOR:
+        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if dq is None else dq
         return dq, *selected_kv_major.backward(q, k, v, *rows, dq, more_dq, wide)
     dk, dv = selected_kv_major.backward(q, k, v, *rows, None, None, wide)
+    if dq is None:  # not before: the partial sums of dk and dv are freed now
+        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     with on_device(q):
         if kernel is Variant.HOPPER:
             hopper.selected.backward_q(q, k, v, do, block_indices, layout, scale, lse, delta, dq, more_dq)

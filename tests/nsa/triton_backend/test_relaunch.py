@@ -85,6 +85,7 @@ SAME = {
     "a length of 1": {"count": 1},
     "another tensor": {"X": torch.ones(640, dtype=torch.bfloat16)[64:]},
     "a parameter": {"Y": torch.zeros(64).requires_grad_()},
+    "another float": {"scale": 7.5},
     "another grid": {"grid": (1, 2, 3)},
 }
 

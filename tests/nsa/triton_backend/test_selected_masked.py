@@ -10,6 +10,8 @@ from nsa.geometry import Layout
 
 pytest.importorskip("triton")
 
+import triton.language as tl
+
 from nsa.triton_backend import architecture, compressed_window, dispatch, partial_sums, selected, selected_masked
 from tests.nsa.triton_backend import masking
 from tests.nsa.triton_backend.test_selected_kv_major import agree, draw
@@ -19,9 +21,12 @@ MASKED = nsa.NSAConfig(l=4, d=2, l_sel=16, n_sel=3, w=13)
 
 @pytest.fixture(autouse=True)
 def every_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with several programs for the queries of a tile of keys."""
+    """Also with several programs for the queries of a tile of keys; in the interpreter what is not finite is looked for
+    16 keys, and rows, at a time, so that it takes several steps."""
     masking.serve(monkeypatch)
     monkeypatch.setattr(compressed_window, "MIN_TOKENS_PER_SPLIT", 16)
+    if dispatch.interpreted():
+        monkeypatch.setattr(compressed_window, "CHECKED", tl.constexpr(16))
 
 
 @pytest.fixture
@@ -139,17 +144,17 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(
 ) -> None:
     inputs = draw_masked(device, 64, 64, 2, 1, 16)
     with torch.no_grad():
-        inputs["qkv".index(operand)][0, 21, 0, 3] = value
+        inputs["qkv".index(operand)][0, 29, 0, 3] = value
     (found, *gradients), (true, *_) = (run_masked(backend, inputs) for backend in ("triton", "reference"))
     found, true = (~o.isfinite().all(-1) for o in (found, true))
     t = torch.arange(64, device=device)[:, None]
-    sees = (t == 21) if operand == "q" else (inputs[3] == 21 // 16).any(-1)[0] & (t >= 21)
+    sees = (t == 29) if operand == "q" else (inputs[3] == 29 // 16).any(-1)[0] & (t >= 29)
     assert true.any()
     assert not (true & ~found).any()
     assert not (found & ~sees).any()
     assert gradients[1][0, ~sees[:, 0]].isfinite().all(), "dq of a query that does not see it"
     if operand == "q":
-        seen = (inputs[3][0, 21] == t // 16).any(-1) & (t[:, 0] <= 21)
+        seen = (inputs[3][0, 29] == t // 16).any(-1) & (t[:, 0] <= 29)
         assert all(x[0, ~seen].isfinite().all() for x in gradients[2:]), "dk and dv of a key that it does not see"
 
 
