@@ -230,10 +230,8 @@ def _backward_kv(
             token, g, real = rows_of(at, S, G, ROWS, GP)
             row = (b * S + token) * HQ + h * G + g
             lse, delta = tl.load(LSE + row, mask=real, other=0.0), tl.load(DELTA + row, mask=real, other=0.0)
-            if stretch == 1 or (CHOSEN is not None and part == 0):  # noqa: SIM108 - Triton needs to know it as it compiles
-                loaded = real
-            else:
-                loaded = real & (lse == lse)  # an lse of NaN: `launch.backward_rows`
+            # an lse of NaN: `launch.backward_rows`
+            loaded = real if stretch == 1 or (CHOSEN is not None and part == 0) else real & (lse == lse)
             q = load_rows(Q + b * q_b, token * q_s + (h * G + g) * q_h, loaded, DK, DKP)
             do = load_rows(DO, row * DV, loaded, DV, DVP)
             # [keys, rows], as dv and dk take p and ds: no operand is transposed through shared memory

@@ -55,6 +55,16 @@ def test_one_device_and_two_make_a_record(pool: Pool, tmp_path: Path) -> None:
     assert back.share_of_ideal == pytest.approx(made.share_of_ideal, rel=1e-6)
 
 
+def test_calls_take_turns_and_are_not_timed_while_they_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that both are timed on GPUs that are equally warm."""
+    called: list[str] = []
+    monkeypatch.setattr(measure.dist, "barrier", lambda **_: called.append("barrier"))
+    calls = [lambda: called.append("alone"), lambda: called.append("together")]
+    alone_ms, together_ms = measure._samples(calls, 2, None)  # type: ignore[arg-type]
+    assert called == (measure.WARM_UP + 2) * ["barrier", "alone", "barrier", "together"]
+    assert len(alone_ms) == len(together_ms) == 2
+
+
 def test_bytes_are_those_that_arrive(pool: Pool) -> None:
     """Of half the tokens: keys and values twice, float32 sums of the other rank's queries for the own ones once; the
     compressed rows likewise; and the rows of the halos, there and back."""
