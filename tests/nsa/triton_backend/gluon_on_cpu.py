@@ -1,0 +1,391 @@
+"""Kernels of `hopper/` run in Python, since Triton's interpreter knows no Gluon: what they compute, not how fast.
+
+`emulated()` puts a stand-in in the place of each kernel. Programs run one after the other, tensors are PyTorch's, and
+layouts mean nothing. Shared memory, barriers, TMA and products that run beside other work follow the strictest reading
+of their contract:
+
+- a tile that TMA brings is NaN from the moment it is asked for until its barrier is waited for;
+- a product is computed when it is waited for ("late") or at once ("early"): a result that differs is a race;
+- what threads have stored in shared memory is out of a product's reach before `fence_async_shared`;
+- a wait that nothing will end, bytes that were not announced and an address outside its tensor raise `KernelError`.
+
+`test_compile.py` compiles the same kernels, layouts included; nothing here replaces a run on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import JITFunction
+
+from nsa.triton_backend import hopper
+
+KERNELS = {
+    hopper.compressed_window: ("_forward", "_backward_q"),
+    hopper.scores: ("_group_probabilities",),
+    hopper.selected: ("_forward", "_backward_q"),
+}
+ORDERS = ("late", "early")
+"""When a product that runs beside other work reads its operands: as late as it may, or at once."""
+
+
+class KernelError(Exception):
+    """A kernel did what a GPU would answer with a wrong result, a hang or an illegal address."""
+
+
+class _Layout:
+    """Any layout: where a value lies in registers or shared memory means nothing here."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    @classmethod
+    def get_default_for(cls, *_: Any) -> _Layout:
+        return cls()
+
+
+class _BarrierLayout(_Layout):
+    """Of barriers."""
+
+
+@dataclass(frozen=True)
+class _Pointer:
+    memory: Tensor
+    """All that lies behind the tensor's address, flat."""
+    at: Tensor | int = 0
+
+    @property
+    def dtype(self) -> Any:
+        return types.SimpleNamespace(element_ty=self.memory.dtype)
+
+    def __add__(self, offset: Any) -> _Pointer:
+        return _Pointer(self.memory, self.at + offset)
+
+    def inside(self, mask: Any) -> tuple[Tensor, Tensor]:
+        """(addresses, which of them are meant), broadcast; those not meant are 0."""
+        at, meant = torch.broadcast_tensors(torch.as_tensor(self.at), torch.as_tensor(True if mask is None else mask))
+        if bool((meant & ((at < 0) | (at >= len(self.memory)))).any()):
+            raise KernelError("an address outside the tensor")
+        return torch.where(meant, at, 0), meant
+
+
+@dataclass(eq=False)
+class _Shared:
+    """Shared memory, or a view of it."""
+
+    x: Tensor
+    program: _Program
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.x.shape)
+
+    def index(self, slot: Any) -> _Shared:
+        return _Shared(self.x[int(slot)], self.program)
+
+    def reshape(self, shape: Sequence[int]) -> _Shared:
+        return _Shared(self.x.view(list(shape)), self.program)
+
+    def permute(self, order: Sequence[int]) -> _Shared:
+        return _Shared(self.x.permute(*order), self.program)
+
+    def load(self, _: object) -> Tensor:
+        return self.x.clone()
+
+    def store(self, x: Tensor) -> None:
+        self.x.copy_(x)
+        self.program.unfenced.add(self.x.untyped_storage().data_ptr())
+
+    def operand(self) -> Tensor:
+        if self.x.untyped_storage().data_ptr() in self.program.unfenced:
+            raise KernelError("a product reads what threads stored, without fence_async_shared between")
+        return self.x
+
+
+@dataclass(eq=False)
+class _Barrier:
+    count: int = 0
+    arrived: int = 0
+    bytes_missing: int = 0
+    phases: int = 0
+    """Completed."""
+    on_their_way: list[Callable[[], int]] = field(default_factory=list)
+    """Copies that will tell it how many bytes they brought."""
+
+    def arrive(self, expected: int) -> None:
+        self.arrived, self.bytes_missing = self.arrived + 1, self.bytes_missing + expected
+
+    def wait(self, parity: int) -> None:
+        if self.phases & 1 != parity:
+            return
+        self.bytes_missing -= sum(copy() for copy in self.on_their_way)
+        self.on_their_way.clear()
+        if self.count == 0 or self.arrived != self.count or self.bytes_missing:
+            raise KernelError("a wait that nothing ends")
+        self.arrived, self.phases = 0, self.phases + 1
+        if self.phases & 1 == parity:
+            raise KernelError("a wait for a phase that is over")
+
+
+@dataclass
+class _Barriers:
+    of: list[_Barrier]
+
+    def index(self, slot: Any) -> _Barrier:
+        return self.of[int(slot)]
+
+
+@dataclass(frozen=True)
+class _Descriptor:
+    made: TensorDescriptor
+    program: _Program
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.made.base.dtype
+
+    layout = None
+
+    @property
+    def block_type(self) -> Any:
+        shape = list(self.made.block_shape)
+        return types.SimpleNamespace(shape=shape, nbytes=math.prod(shape) * self.dtype.itemsize)
+
+    def tile(self, start: Sequence[Any]) -> Tensor:
+        """The box that begins there; what lies outside the tensor is 0."""
+        source = self.made.base.as_strided(self.made.shape, self.made.strides)
+        box = torch.zeros(self.made.block_shape, dtype=self.dtype)
+        begins = [int(at) for at in start]
+        ends = [at + size for at, size in zip(begins, box.shape, strict=True)]
+        kept = [slice(max(a, 0), min(b, size)) for a, b, size in zip(begins, ends, source.shape, strict=True)]
+        if all(part.start < part.stop for part in kept):
+            target = [slice(part.start - at, part.stop - at) for part, at in zip(kept, begins, strict=True)]
+            box[tuple(target)] = source[tuple(kept)]
+        return box
+
+
+@dataclass(eq=False)
+class _Product:
+    """a · b + c, computed at once or when it is waited for."""
+
+    compute: Callable[[], Tensor]
+    value: Tensor | None = None
+
+    def finish(self) -> None:
+        if self.value is None:
+            self.value = self.compute()
+
+
+@dataclass(eq=False)
+class _Program:
+    """What one program of a grid sees, as the modules and functions that a kernel names."""
+
+    ids: tuple[int, ...]
+    grid: tuple[int, ...]
+    warps: int
+    late: bool
+    unfenced: set[int] = field(default_factory=set)
+    products: list[_Product] = field(default_factory=list)
+    """In flight, in order."""
+    barriers: list[_Barrier] = field(default_factory=list)
+
+    def end(self) -> None:
+        if self.products or any(barrier.on_their_way for barrier in self.barriers):
+            raise KernelError("a product or a copy is still on its way where the program ends")
+
+    def scope(self) -> dict[str, Any]:
+        """By the name that the kernels import."""
+        return {
+            "gl": types.SimpleNamespace(**_LANGUAGE, **self._language()),
+            "mbarrier": types.SimpleNamespace(
+                MBarrierLayout=_BarrierLayout, init=_init, expect=_expect, wait=_wait, arrive=_Barrier.arrive
+            ),
+            "tma": types.SimpleNamespace(async_copy_global_to_shared=self._copy),
+            "fence_async_shared": self.unfenced.clear,
+            "warpgroup_mma": self._multiply,
+            "warpgroup_mma_wait": self._wait_for_products,
+            "mma_v2": lambda a, b, c: a.float() @ b.float() + c,
+        }
+
+    def _language(self) -> dict[str, Callable[..., Any]]:
+        return {
+            "program_id": lambda axis: torch.tensor(self.ids[axis], dtype=torch.int32),
+            "num_programs": lambda axis: torch.tensor(self.grid[axis], dtype=torch.int32),
+            "num_warps": lambda: self.warps,
+            "allocate_shared_memory": self._allocate,
+        }
+
+    def _allocate(self, dtype: torch.dtype, shape: Sequence[int], layout: object, x: Tensor | None = None) -> Any:
+        if isinstance(layout, _BarrierLayout):
+            made = [_Barrier() for _ in range(shape[0])]
+            self.barriers += made
+            return _Barriers(made)
+        new = _Shared(torch.full(tuple(shape), math.nan, dtype=dtype), self)
+        if x is not None:
+            new.store(x)
+        return new
+
+    def _copy(self, source: _Descriptor, start: Sequence[Any], barrier: _Barrier, target: _Shared, wanted: Any) -> None:
+        if not bool(wanted):
+            return
+        box = source.tile(start)
+        target.x.fill_(math.nan)
+
+        def arrive() -> int:
+            target.x.copy_(box)
+            return box.nbytes
+
+        barrier.on_their_way.append(arrive)
+
+    def _multiply(self, a: Any, b: Any, c: Tensor, use_acc: bool = True, is_async: bool = False) -> Any:
+        def compute() -> Tensor:
+            left, right = (x.operand() if isinstance(x, _Shared) else x for x in (a, b))
+            product = left.float() @ right.float()
+            return product + c if use_acc else product
+
+        product = _Product(compute)
+        self.products.append(product)
+        if not self.late:
+            product.finish()
+        return product if is_async else self._wait_for_products(0, [product])
+
+    def _wait_for_products(self, in_flight: int, deps: Sequence[Any]) -> Any:
+        while len(self.products) > in_flight:
+            self.products.pop(0).finish()
+        found = []
+        for one in deps:
+            if isinstance(one, _Product) and one in self.products:
+                raise KernelError("a product is used that was not waited for")
+            found.append(one.value if isinstance(one, _Product) else one)
+        return found[0] if len(found) == 1 else tuple(found)
+
+
+def _init(barrier: _Barrier, count: int) -> None:
+    barrier.count = count
+
+
+def _expect(barrier: _Barrier, size: int, wanted: Any) -> None:
+    if bool(wanted):
+        barrier.arrive(size)
+
+
+def _wait(barrier: _Barrier, parity: Any, wanted: Any) -> None:
+    if bool(wanted):
+        barrier.wait(int(parity))
+
+
+def _load(pointer: _Pointer, mask: Any = None, other: Any = 0) -> Tensor:
+    at, meant = pointer.inside(mask)
+    return torch.where(meant, pointer.memory[at.long()], torch.as_tensor(other).to(pointer.memory.dtype))
+
+
+def _store(pointer: _Pointer, x: Any, mask: Any = None) -> None:
+    at, meant = pointer.inside(mask)
+    value = torch.as_tensor(x).to(pointer.memory.dtype).expand(at.shape)
+    pointer.memory[at[meant].long()] = value[meant]
+
+
+def _binary(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
+    return lambda a, b: function(torch.as_tensor(a), torch.as_tensor(b))
+
+
+def _assert(condition: Any, why: str) -> None:
+    if not condition:
+        raise KernelError(why)
+
+
+_LANGUAGE: dict[str, Any] = {
+    **dict.fromkeys(
+        ("NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout", "SliceLayout", "NVMMASharedLayout"), _Layout
+    ),
+    **{name: getattr(torch, name) for name in ("int32", "int64", "float32", "exp2", "log2", "abs", "where")},
+    "static_assert": _assert,
+    "static_range": range,
+    "cdiv": lambda a, b: (a + b - 1) // b,
+    "minimum": _binary(torch.minimum),
+    "maximum": _binary(torch.maximum),
+    "load": _load,
+    "store": _store,
+    "arange": lambda begin, end, _=None: torch.arange(begin, end, dtype=torch.int32),
+    "full": lambda shape, value, dtype, _=None: torch.full(tuple(shape), value, dtype=dtype),
+    "zeros": lambda shape, dtype, _=None: torch.zeros(tuple(shape), dtype=dtype),
+    "zeros_like": torch.zeros_like,
+    "convert_layout": lambda x, _: x,
+    "expand_dims": torch.unsqueeze,
+    "max": lambda x, axis: x.amax(axis),
+    "min": lambda x, axis: x.amin(axis),
+    "sum": lambda x, axis: x.sum(axis, dtype=x.dtype),
+    "fma": lambda a, b, c: torch.as_tensor(a.double() * b.double() + c.double()).float(),
+}
+
+
+def _bound(function: JITFunction, scope: dict[str, Any]) -> Callable[..., Any]:
+    """The function and all that it calls, with these meanings of the names of Gluon's."""
+    made: dict[JITFunction, Callable[..., Any]] = {}
+
+    def bind(one: JITFunction) -> Callable[..., Any]:
+        if one not in made:
+            raw, names = one.fn, dict(one.fn.__globals__)
+            made[one] = types.FunctionType(raw.__code__, names, raw.__name__, raw.__defaults__)
+            for name in raw.__code__.co_names:
+                value = names.get(name)
+                if isinstance(value, JITFunction):
+                    names[name] = bind(value)
+                elif hasattr(value, "value"):  # a constant of the module
+                    names[name] = value.value
+            names.update(scope)
+        return made[one]
+
+    return bind(function)
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """In the place of a kernel: `kernel[grid](*arguments, num_warps=...)`."""
+
+    function: JITFunction
+    order: str
+    launches: list[str]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *arguments: Any, num_warps: int, **_: Any) -> None:
+        self.launches.append(self.function.__name__)
+        for ids in itertools.product(*map(range, grid)):
+            program = _Program(ids, grid, num_warps, self.order == "late")
+            run = _bound(self.function, program.scope())
+            run(*(_argument(x, program) for x in arguments))
+            program.end()
+
+
+def _argument(x: Any, program: _Program) -> Any:
+    if isinstance(x, TensorDescriptor):
+        return _Descriptor(x, program)
+    if isinstance(x, Tensor):
+        behind = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+        return _Pointer(x.as_strided((behind,), (1,)))
+    return x
+
+
+@contextmanager
+def emulated(order: str = "late") -> Iterator[list[str]]:
+    """Kernels of `hopper/` run here; yields the names of those that were launched."""
+    launches: list[str] = []
+    with ExitStack() as patches:
+        for module, names in KERNELS.items():
+            for name in names:
+                stand_in = _Kernel(getattr(module, name), order, launches)
+                patches.enter_context(mock.patch.object(module, name, stand_in))
+        yield launches

@@ -1,0 +1,295 @@
+"""What the kernels of `hopper/` compute, on a CPU: against float64, whenever their products read what they multiply."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import nsa
+from nsa.geometry import Layout
+from nsa.triton_backend import architecture, hopper, tuning
+from nsa.triton_backend.launch import LOG2E
+from tests.laws import oracle
+from tests.laws.budget import BACKWARD, FORWARD, gradient_unit, output_unit, score_unit, within_budget
+from tests.laws.cases import Case, Inputs
+from tests.laws.parts import Parts
+from tests.nsa.triton_backend.gluon_on_cpu import ORDERS, emulated
+
+CPU = torch.device("cpu")
+PLAIN = Case(
+    config=nsa.NSAConfig(l=8, d=4, l_sel=64, n_sel=3, w=70),
+    num_kv_heads=1,
+    group=16,
+    dk=128,
+    dv=128,
+    queries=150,
+    keys=150,
+    dtype=torch.bfloat16,
+    seed=411,
+)
+CASES = {
+    "plain": PLAIN,
+    "packed": replace(PLAIN, documents=(40, 0, 1, 109)),
+    "chunk": replace(PLAIN, queries=61, dtype=torch.float16),
+    "batch of 2": replace(PLAIN, batch=2, queries=70, keys=70),
+    "group of 6": replace(PLAIN, group=6, num_kv_heads=2),
+    "group of 1": replace(PLAIN, group=1),
+    "one query": replace(PLAIN, queries=1, keys=9),
+}
+GROUP_OF_64 = replace(PLAIN, group=64, queries=70, keys=70)
+of_cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+of_all_groups = pytest.mark.parametrize("case", [*CASES.values(), GROUP_OF_64], ids=[*CASES, "group of 64"])
+of_intervals = pytest.mark.parametrize("branch", ["compressed", "window"])
+
+
+@pytest.fixture(autouse=True)
+def _tables_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architecture, "of_gpu", lambda _: 90)
+
+
+@pytest.fixture(params=ORDERS)
+def order(request: pytest.FixtureRequest) -> Iterator[str]:
+    with emulated(request.param):
+        yield request.param
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a branch's forward pass wrote."""
+
+    o: Tensor
+    lse: Tensor
+    read: Tensor
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One branch of a case: its inputs, what each query sees, and its kernels."""
+
+    case: Case
+    name: str
+    x: Inputs
+
+    @cached_property
+    def layout(self) -> Layout:
+        return Layout(self.case.queries, self.case.keys, self.case.config, CPU, self.x.cu_seqlens)
+
+    @cached_property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What its kernels are given."""
+        q, k, v = self.x.qkv()
+        if self.name == "compressed":
+            k, v = (self._in_slots(oracle.compress(self.case, x)) for x in (k, v))
+        return q, k, v
+
+    def _in_slots(self, x: Tensor) -> Tensor:
+        """The compressed x in the slots of packed documents, the last of which may be unused."""
+        return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, self.layout.num_slots - x.shape[1]))
+
+    @cached_property
+    def blocks(self) -> Tensor:
+        """int32 [B, S, Hkv, n], chosen by the reference's scores."""
+        return Parts("torch", CPU).select(self.case, self.x).contiguous()
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """bool [B, Hkv, S, T]: what each query sees."""
+        if self.name == "selected":
+            return oracle.selected_mask(self.case, self.blocks)
+        if self.name == "window":
+            mask = oracle.window_mask(self.case, CPU)
+        else:
+            mask = oracle.compressed_mask(self.case, CPU)
+            mask = torch.nn.functional.pad(mask, (0, self.layout.num_slots - mask.shape[1]))
+        return mask.expand(self.case.batch, self.case.num_kv_heads, -1, -1)
+
+    @property
+    def scale(self) -> float:
+        return self.case.dk**-0.5
+
+    @property
+    def interval(self) -> tuple[Tensor, Tensor]:
+        return self.layout.compressed_interval if self.name == "compressed" else self.layout.window_interval
+
+    @property
+    def finite(self) -> Tensor:
+        _, k, v = self.qkv
+        return k.isfinite().all(-1) & v.isfinite().all(-1)
+
+    def forward(self, whole: tuple[Tensor, Tensor, Tensor, Tensor] | None = None) -> Results:
+        q, k, v = self.qkv
+        heads = (*q.shape[:2], q.shape[2])
+        found = Results(
+            q.new_full((*q.shape[:3], v.shape[3]), torch.nan),
+            torch.full(heads, torch.nan),
+            torch.full((*q.shape[:2], v.shape[2]), -1, dtype=torch.int32),
+        )
+        written = found.o, found.lse, found.read
+        if self.name == "selected":
+            hopper.selected.forward(q, k, v, self.blocks, self.layout, self.scale, *written, whole)
+        else:
+            hopper.compressed_window.forward(q, k, v, self.finite, *self.interval, *written, self.scale)
+        return found
+
+    def dq(self, found: Results, do: Tensor, more: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """dq; as `launch.backward_rows` has it, rows that see nothing have an lse of NaN."""
+        q, k, v = self.qkv
+        delta = (do.float() * found.o.float()).sum(-1)
+        lse = torch.where(found.lse == -torch.inf, torch.nan, found.lse * LOG2E)
+        dq = torch.full_like(q, torch.nan)
+        if self.name == "selected":
+            hopper.selected.backward_q(q, k, v, do, self.blocks, self.layout, self.scale, lse, delta, dq, more)
+        else:
+            hopper.compressed_window.backward_q(q, k, v, self.finite, do, *self.interval, lse, delta, dq, self.scale)
+        return dq
+
+    def expected(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(o, lse) in a dtype, by the oracle."""
+        o, lse, _ = oracle.attend(*(x.to(dtype) for x in self.qkv), self.mask)
+        return o, lse
+
+
+def branch_of(case: Case, name: str) -> Branch:
+    return Branch(case, name, case.inputs(CPU))
+
+
+def require_forward_within_budget(branch: Branch, found: Results) -> None:
+    truth, lse = branch.expected(torch.float64)
+    within_budget("o", found.o, oracle.sdpa(*branch.qkv, branch.mask), truth, FORWARD, unit=output_unit(branch.x))
+    single = branch.expected(torch.float32)[1]
+    within_budget("lse", found.lse, single, lse, FORWARD, unit=score_unit(branch.x))
+    assert torch.equal(found.read.long(), branch.mask.sum(-1).transpose(1, 2))
+
+
+def require_dq_within_budget(branch: Branch, found: Results) -> None:
+    do = branch.case.noise(found.o)
+    own = _gradient(branch, do, oracle.sdpa, do.dtype)
+    truth = _gradient(branch, do, oracle.dense, torch.float64)
+    within_budget("dq", branch.dq(found, do), own, truth, BACKWARD, unit=gradient_unit(branch.x, do))
+
+
+def _gradient(branch: Branch, do: Tensor, attention: oracle.Attention, dtype: torch.dtype) -> Tensor:
+    q, k, v = (x.to(dtype) for x in branch.qkv)
+    q.requires_grad_()
+    return torch.autograd.grad(attention(q, k, v, branch.mask), q, do.to(dtype))[0]
+
+
+@pytest.mark.usefixtures("order")
+class TestBranches:
+    @of_intervals
+    @of_all_groups
+    def test_intervals(self, case: Case, branch: str) -> None:
+        of_case = branch_of(case, branch)
+        found = of_case.forward()
+        require_forward_within_budget(of_case, found)
+        require_dq_within_budget(of_case, found)
+
+    @of_cases
+    def test_selected(self, case: Case) -> None:
+        of_case = branch_of(case, "selected")
+        found = of_case.forward()
+        require_forward_within_budget(of_case, found)
+        require_dq_within_budget(of_case, found)
+
+
+@pytest.mark.usefixtures("order")
+class TestScores:
+    @pytest.mark.parametrize("splits", [1, 3])
+    @of_all_groups
+    def test_probabilities_summed_over_the_group(self, case: Case, splits: int) -> None:
+        branch = branch_of(case, "compressed")
+        q, k, _ = branch.qkv
+        _, lse, p = oracle.attend(q.double(), k.double(), k.double(), branch.mask)
+        first, count = case.queries // 3, case.queries - case.queries // 2
+        found = torch.full((case.batch, count, case.num_kv_heads, k.shape[1]), torch.nan)
+        shape = tuning.shape("hopper.scores", q, k)
+        hopper.scores.group_probabilities(
+            q, k, lse.float().contiguous(), branch.interval, found, first, count, splits, shape, branch.scale * LOG2E
+        )
+        single = oracle.attend(*(x.float() for x in (q, k, k)), branch.mask)[2]
+        seen = branch.mask[:, :, first : first + count].transpose(1, 2)
+        summed = (
+            x.unflatten(1, (case.num_kv_heads, case.group)).sum(2)[:, :, first : first + count].transpose(1, 2)[seen]
+            for x in (single, p)
+        )
+        # its exponent holds the score, not the difference from the greatest one
+        unit = case.group * score_unit(branch.x)
+        within_budget("p", found[seen], *summed, FORWARD, unit=unit)
+
+
+@pytest.mark.usefixtures("order")
+class TestWholeCalls:
+    def test_the_gated_sum_is_that_of_the_three_outputs(self) -> None:
+        branch = branch_of(PLAIN, "selected")
+        gates = branch.x.gates
+        others = [PLAIN.noise(branch.qkv[0] * i) + i for i in range(2)]
+        total = torch.full_like(others[0], torch.nan)
+        found = branch.forward((*others, gates, total))
+        outputs = torch.stack((others[0], found.o, others[1]), -1).double()
+        wanted = (outputs * gates[:, :, :, None].double()).sum(-1)
+        torch.testing.assert_close(total, wanted.to(total.dtype), rtol=torch.finfo(total.dtype).eps, atol=1e-5)
+
+    def test_dq_of_the_other_branches_is_added(self) -> None:
+        branch = branch_of(PLAIN, "selected")
+        found = branch.forward()
+        do = PLAIN.noise(found.o)
+        more = tuple(PLAIN.noise(do) * i for i in (1, 2))
+        alone, together = branch.dq(found, do), branch.dq(found, do, (more[0], more[1]))
+        wanted = (alone.float() + more[0].float() + more[1].float()).to(do.dtype)
+        assert torch.equal(together, wanted)
+
+
+@pytest.mark.usefixtures("order")
+class TestWhatIsNotFinite:
+    @pytest.mark.parametrize("name", ["compressed", "window", "selected"])
+    def test_keys_that_a_query_does_not_see_change_no_bit(self, name: str) -> None:
+        branch = branch_of(PLAIN, name)
+        cut = 100
+        before = branch.forward()
+        do = PLAIN.noise(before.o)
+        do[:, cut:] = 0.0
+        dq = branch.dq(before, do)
+        q, k, v = branch.x.qkv()
+        k, v = k.clone(), v.clone()
+        k[:, cut], v[:, cut + 1 :] = torch.nan, torch.inf
+        broken = Branch(PLAIN, name, branch.x._replace(k=k, v=v))
+        if name == "selected":
+            broken.__dict__["blocks"] = branch.blocks
+        after = broken.forward()
+        assert torch.equal(before.o[:, :cut], after.o[:, :cut])
+        assert torch.equal(before.lse[:, :cut], after.lse[:, :cut])
+        after = replace_rows(after, before, cut)
+        assert torch.equal(dq[:, :cut], broken.dq(after, do)[:, :cut])
+        assert q.isfinite().all()
+
+    @pytest.mark.parametrize("name", ["compressed", "window", "selected"])
+    def test_a_query_or_a_key_that_is_seen_makes_its_rows_nan(self, name: str) -> None:
+        branch = branch_of(PLAIN, name)
+        q, k, _ = branch.x.qkv()
+        q, k = q.clone(), k.clone()
+        q[0, 60, 3, 5] = torch.inf
+        k[0, 140, 0, 7] = torch.nan
+        broken = Branch(PLAIN, name, branch.x._replace(q=q, k=k))
+        if name == "selected":
+            broken.__dict__["blocks"] = branch.blocks
+        found = broken.forward()
+        changed = {"compressed": 140 // 4 * 4 + 8, "window": 140, "selected": 140}[name]
+        assert found.o[0, 60, 3].isnan().all()
+        assert found.lse[0, 60, 3].isnan()
+        assert found.o[0, 60, 4].isfinite().all()
+        assert found.o[0, changed:].isnan().all()
+        assert found.o[0, 61:140].isfinite().all()
+
+
+def replace_rows(found: Results, by: Results, cut: int) -> Results:
+    """As it was found before the row `cut`, and from there on as it was `by` then."""
+    o, lse = found.o.clone(), found.lse.clone()
+    o[:, cut:], lse[:, cut:] = by.o[:, cut:], by.lse[:, cut:]
+    return Results(o, lse, found.read)
