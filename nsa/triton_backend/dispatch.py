@@ -28,7 +28,6 @@ KV_MAJOR_MIN_QUERIES = 2048  # below, the sort costs more than it saves
 MASKED_MIN_QUERIES = 1024  # below, too few tiles keep the GPU busy
 MASKED_MAX_BLOCKS = 64  # the bits of a mask
 KV_MAJOR_MAX_BLOCK_BYTES = 48 * 2**10  # of keys and values, which stay in shared memory
-HOPPER_CHANNELS = 128
 TMA_ALIGNMENT = 16  # bytes, of addresses and steps (CUDA driver API, cuTensorMapEncodeTiled)
 
 
@@ -195,22 +194,25 @@ def variant(computation: str, q: Tensor, k: Tensor, v: Tensor, blocks: Selection
     return next(rule.variant for rule in TABLE[computation] if rule.serves(call))
 
 
-def hopper_serves(computation: str, group: int, *read: Tensor) -> bool:
-    """Whether a kernel of `hopper/` can be launched for groups of so many heads and tensors [B, T, H, D] that TMA is to
-    read.
+def hopper_serves(computation: str, group: int, k: Tensor, v: Tensor) -> bool:
+    """Whether a kernel of `hopper/` can be launched for groups of so many heads and these keys and values [B, T, H, D].
 
     That takes a version of Triton that was tried, a launch in the architecture's table ("hopper.scores", ..., measured
-    with 16 heads per group), and 16-bit heads of 128 that TMA can read where they lie.
+    with 16 heads per group), and 16-bit heads of 128, or 192 of keys, that TMA can read where they lie.
     """
-    if not hopper.AVAILABLE or not all(map(_readable_by_tma, read)) or interpreted():
+    dk, dv = k.shape[3], v.shape[3]
+    if not hopper.AVAILABLE or dk not in hopper.CHANNELS_OF_KEYS or interpreted():
         return False
-    table, name = tuning.table(architecture.of(read[0].device)), f"hopper.{computation}"
-    return name in table.narrow and next_power_of_2(group) <= table.of(name, "narrow", group).rows
+    if dv != (dk if computation == "scores" else hopper.CHANNELS) or not _readable_by_tma(k) or not _readable_by_tma(v):
+        return False
+    name, (width, _) = f"hopper.{computation}", tuning.width(dk, dv, k.dtype)
+    table = tuning.table(architecture.of(k.device))
+    return name in getattr(table, width) and next_power_of_2(group) <= table.of(name, width, group).rows
 
 
 def _readable_by_tma(x: Tensor) -> bool:
-    """Whether it has a type and the channels that these kernels take, and TMA can read it where it lies."""
-    if x.shape[3] != HOPPER_CHANNELS or x.dtype not in (torch.bfloat16, torch.float16):
+    """Whether TMA can read it where it lies."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
         return False
     *strides, of_channel = x.stride()
     steps = [stride * x.itemsize for stride, size in zip(strides, x.shape[:3], strict=True) if size > 1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -77,13 +77,16 @@ def using(kernel: str, tuned: LaunchConfig, table: Table, workload: Workload) ->
     launches = {table.name(kernel, workload.width, workload.group): tuned}
     other = candidates.changed(table, workload.width, launches, table.how)
     if not kernel.startswith(HOPPER):
-        everywhere = {name: launch for name, launch in other.narrow.items() if not name.startswith(HOPPER)}
-        other = dataclasses.replace(other, narrow=everywhere)
+        other = dataclasses.replace(other, narrow=_without_hopper(other.narrow), wide=_without_hopper(other.wide))
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(tuning, "table", return_value=other))
         if (by_block := BY_BLOCK.get(kernel.removeprefix(HOPPER))) is not None:
             patches.enter_context(mock.patch.object(dispatch, "sooner_by_block", return_value=by_block))
         yield
+
+
+def _without_hopper(launches: Mapping[str, LaunchConfig]) -> dict[str, LaunchConfig]:
+    return {name: launch for name, launch in launches.items() if not name.startswith(HOPPER)}
 
 
 def fits(kernel: str, tuned: LaunchConfig, table: Table, workload: Workload) -> bool:

@@ -10,6 +10,9 @@ import triton
 
 TRIED = ("3.6.", "3.7.")
 """Versions of Triton."""
+CHANNELS = 128
+"""Of a value, and of a key as far as one tile holds them: TMA and tensor cores take powers of two."""
+CHANNELS_OF_KEYS = (128, 192)
 AVAILABLE = triton.__version__.startswith(TRIED)
 if AVAILABLE:
     from nsa.triton_backend.hopper import compressed_window, scores, selected  # noqa: F401 - for the callers

@@ -15,6 +15,7 @@ from nsa.triton_backend import tuning
 from nsa.triton_backend.hopper.tile import (
     any_nonfinite,
     descriptor,
+    descriptors_of_keys,
     fetch,
     finish,
     finite_keys,
@@ -39,8 +40,8 @@ from nsa.triton_backend.tuning import cdiv
 
 @kernel
 def _forward(
-    Q, K, V, FINITE, LO, HI, O, LSE, READ, q_b, q_s, q_h, S, T, HQ, HKV, G, to_base_2,
-    D: gl.constexpr, BT: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr,
+    Q, K, K_REST, V, FINITE, LO, HI, O, LSE, READ, q_b, q_s, q_h, S, T, HQ, HKV, G, to_base_2,
+    D: gl.constexpr, REST: gl.constexpr, BT: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
@@ -62,11 +63,19 @@ def _forward(
     v_slots, v_full = ring(V, V_STAGES)
     start(K, b, first, h, k_slots, k_full, K_STAGES, tiles, BN)
     start(V, b, first, h, v_slots, v_full, V_STAGES, tiles, BN)
+    if REST > 0:
+        rest_slots, rest_full = ring(K_REST, K_STAGES)
+        start(K_REST, b, first, h, rest_slots, rest_full, K_STAGES, tiles, BN)
 
     token, g, real = rows_of(first_token, S, G, BT, GP, gl.SliceLayout(1, flat))
-    q = load_rows(Q, b.to(gl.int64) * q_b + token * q_s + (h * G + g) * q_h, real, D, flat)
+    at_q = b.to(gl.int64) * q_b + token * q_s + (h * G + g) * q_h
+    q = load_rows(Q, at_q, real, D, flat)
     nonfinite_q = gl.convert_layout(nonfinite(q), gl.SliceLayout(1, of_s))
     q_tile = shared(q)
+    if REST > 0:
+        q_rest = load_rows(Q, at_q + D, real, REST, flat)
+        nonfinite_q |= gl.convert_layout(nonfinite(q_rest), gl.SliceLayout(1, of_s))
+        q_rest_tile = shared(q_rest)
     fence_async_shared()
 
     row_token, row_g, row_real = rows_of(first_token, S, G, BT, GP, gl.SliceLayout(1, of_s))
@@ -78,6 +87,8 @@ def _forward(
     acc, nothing = gl.zeros([BT * GP, D], gl.float32, of_o), gl.zeros([BT * GP, BN], gl.float32, of_s)
     p = gl.convert_layout(nothing.to(Q.dtype.element_ty), of_p)
     wait(k_full, 0, K_STAGES)
+    if REST > 0:
+        wait(rest_full, 0, K_STAGES)
     # Tile after tile: scores of this one, sums of the one before. The first one has a mask, needed or not.
     for stretch in gl.static_range(4):
         begin = 0 if stretch == 0 else (1 if stretch == 1 else gl.maximum(some if stretch == 2 else most, 1))
@@ -86,6 +97,9 @@ def _forward(
             at = first + number * BN
             k = tile(k_slots, number, K_STAGES).permute((1, 0))
             scores = warpgroup_mma(q_tile, k, nothing, use_acc=False, is_async=True)
+            if REST > 0:
+                k_rest = tile(rest_slots, number, K_STAGES).permute((1, 0))
+                scores = warpgroup_mma(q_rest_tile, k_rest, scores, is_async=True)
             if stretch > 0:
                 wait(v_full, number - 1, V_STAGES)
                 sums = warpgroup_mma(p, tile(v_slots, number - 1, V_STAGES), acc, is_async=True)
@@ -94,6 +108,8 @@ def _forward(
                 s = warpgroup_mma_wait(0, deps=[scores])
             next_k = number + K_STAGES
             fetch(K, b, first + next_k * BN, h, k_slots, k_full, next_k, K_STAGES, next_k < tiles)
+            if REST > 0:
+                fetch(K_REST, b, first + next_k * BN, h, rest_slots, rest_full, next_k, K_STAGES, next_k < tiles)
             if stretch != 2:
                 finite = finite_keys(finite_base, HKV, at, T, BN, gl.SliceLayout(0, of_s))
                 s = gl.where(gl.expand_dims(finite, 0), s, float("nan"))
@@ -106,6 +122,8 @@ def _forward(
             # The next scores' keys are waited for here, not above: ptxas moves the exponentials behind the wait for
             # the sums, beside which they should run, unless there is a branch between them.
             wait(k_full, number + 1, K_STAGES, number + 1 < tiles)
+            if REST > 0:
+                wait(rest_full, number + 1, K_STAGES, number + 1 < tiles)
             if stretch > 0:
                 acc, p, next_p = warpgroup_mma_wait(0, deps=[sums, p, next_p])
                 next_v = number - 1 + V_STAGES
@@ -130,8 +148,8 @@ def _forward(
 
 @kernel
 def _backward_q(
-    Q, K, V, FINITE, DO, LO, HI, LSE, DELTA, DQ, q_b, q_s, q_h, S, T, HQ, HKV, G, scale, to_base_2,
-    D: gl.constexpr, BT: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr,
+    Q, K, K_REST, V, FINITE, DO, LO, HI, LSE, DELTA, DQ, q_b, q_s, q_h, S, T, HQ, HKV, G, scale, to_base_2,
+    D: gl.constexpr, REST: gl.constexpr, BT: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
@@ -151,11 +169,17 @@ def _backward_q(
     v_slots, v_full = ring(V, V_STAGES)
     start(K, b, first, h, k_slots, k_full, K_STAGES, tiles, BN)
     start(V, b, first, h, v_slots, v_full, V_STAGES, tiles, BN)
+    if REST > 0:
+        rest_slots, rest_full = ring(K_REST, K_STAGES)
+        start(K_REST, b, first, h, rest_slots, rest_full, K_STAGES, tiles, BN)
 
     token, g, real = rows_of(first_token, S, G, BT, GP, gl.SliceLayout(1, flat))
-    out = ((b.to(gl.int64) * S + token) * HQ + h * G + g) * D
-    q_tile = shared(load_rows(Q, b.to(gl.int64) * q_b + token * q_s + (h * G + g) * q_h, real, D, flat))
-    do_tile = shared(load_rows(DO, out, real, D, flat))
+    of_head = (b.to(gl.int64) * S + token) * HQ + h * G + g
+    at_q = b.to(gl.int64) * q_b + token * q_s + (h * G + g) * q_h
+    q_tile = shared(load_rows(Q, at_q, real, D, flat))
+    do_tile = shared(load_rows(DO, of_head * D, real, D, flat))
+    if REST > 0:
+        q_rest_tile = shared(load_rows(Q, at_q + D, real, REST, flat))
     fence_async_shared()
 
     row_token, row_g, row_real = rows_of(first_token, S, G, BT, GP, gl.SliceLayout(1, of_s))
@@ -166,6 +190,9 @@ def _backward_q(
     finite_base = FINITE + (b.to(gl.int64) * T * HKV + h)
 
     dq, nothing = gl.zeros([BT * GP, D], gl.float32, of_q), gl.zeros([BT * GP, BN], gl.float32, of_s)
+    if REST > 0:
+        of_q_rest: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, REST, 16])
+        dq_rest = gl.zeros([BT * GP, REST], gl.float32, of_q_rest)
     for stretch in gl.static_range(3):
         begin = 0 if stretch == 0 else (some if stretch == 1 else most)
         stop = some if stretch == 0 else (most if stretch == 1 else tiles)
@@ -176,9 +203,15 @@ def _backward_q(
                 if any_nonfinite(finite):
                     zero_rows(k_slots, k_full, number, K_STAGES, finite, flat)
                     zero_rows(v_slots, v_full, number, V_STAGES, finite, flat)
+                    if REST > 0:
+                        zero_rows(rest_slots, rest_full, number, K_STAGES, finite, flat)
             wait(k_full, number, K_STAGES)
             k = tile(k_slots, number, K_STAGES)
             scores = warpgroup_mma(q_tile, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            if REST > 0:
+                wait(rest_full, number, K_STAGES)
+                k_rest = tile(rest_slots, number, K_STAGES)
+                scores = warpgroup_mma(q_rest_tile, k_rest.permute((1, 0)), scores, is_async=True)
             wait(v_full, number, V_STAGES)
             v = tile(v_slots, number, V_STAGES)
             changes = warpgroup_mma(do_tile, v.permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -191,10 +224,19 @@ def _backward_q(
             if stretch != 1:
                 ds = gl.where(visible_keys(at, lo, hi, BN, of_s), ds, 0.0)
             ds_16 = gl.convert_layout(ds.to(Q.dtype.element_ty), gl.DotOperandLayout(0, of_q, 2))
-            dq = warpgroup_mma_wait(0, deps=[warpgroup_mma(ds_16, k, dq, is_async=True)])
             next_k = number + K_STAGES
+            sums = warpgroup_mma(ds_16, k, dq, is_async=True)
+            if REST > 0:
+                ds_rest = gl.convert_layout(ds_16, gl.DotOperandLayout(0, of_q_rest, 2))
+                rest_sums = warpgroup_mma(ds_rest, k_rest, dq_rest, is_async=True)
+                dq, dq_rest = warpgroup_mma_wait(0, deps=[sums, rest_sums])
+                fetch(K_REST, b, first + next_k * BN, h, rest_slots, rest_full, next_k, K_STAGES, next_k < tiles)
+            else:
+                dq = warpgroup_mma_wait(0, deps=[sums])
             fetch(K, b, first + next_k * BN, h, k_slots, k_full, next_k, K_STAGES, next_k < tiles)
-    store_rows(DQ, out, real, dq * scale, D, flat)
+    store_rows(DQ, of_head * (D + REST), real, dq * scale, D, flat)
+    if REST > 0:
+        store_rows(DQ, of_head * (D + REST) + D, real, dq_rest * scale, REST, flat)
 
 
 def forward(
@@ -202,12 +244,12 @@ def forward(
     scale: float,
 ) -> None:  # fmt: skip
     """Write o, lse and read; `compressed_window.forward` says what they are."""
-    (batch, length, heads, d), num_kv_heads = q.shape, k.shape[2]
+    (batch, length, heads, dk), (num_kv_heads, d) = q.shape, v.shape[2:]
     shape = tuning.shape("hopper.compressed_window_forward", q, v)
     _forward[cdiv(length, shape.tokens), num_kv_heads, batch](
-        q, descriptor(k, shape.keys), descriptor(v, shape.keys), finite, lo, hi, o, lse, read, *strides(q),
+        q, *descriptors_of_keys(k, shape.keys), descriptor(v, shape.keys), finite, lo, hi, o, lse, read, *strides(q),
         length, k.shape[1], heads, num_kv_heads, heads // num_kv_heads, scale * LOG2E,
-        d, shape.tokens, shape.group, shape.keys, shape.num_stages, shape.value_stages, **shape.launch,
+        d, dk - d, shape.tokens, shape.group, shape.keys, shape.num_stages, shape.value_stages, **shape.launch,
     )  # fmt: skip
 
 
@@ -216,10 +258,10 @@ def backward_q(
     dq: Tensor, scale: float,
 ) -> None:  # fmt: skip
     """Write dq; lse (base 2) and delta are those of `launch.backward_rows`."""
-    (batch, length, heads, d), num_kv_heads = q.shape, k.shape[2]
+    (batch, length, heads, dk), (num_kv_heads, d) = q.shape, v.shape[2:]
     shape = tuning.shape("hopper.compressed_window_backward_q", q, v)
     _backward_q[cdiv(length, shape.tokens), num_kv_heads, batch](
-        q, descriptor(k, shape.keys), descriptor(v, shape.keys), finite, do, lo, hi, lse, delta, dq, *strides(q),
-        length, k.shape[1], heads, num_kv_heads, heads // num_kv_heads, scale, scale * LOG2E,
-        d, shape.tokens, shape.group, shape.keys, shape.num_stages, shape.value_stages, **shape.launch,
+        q, *descriptors_of_keys(k, shape.keys), descriptor(v, shape.keys), finite, do, lo, hi, lse, delta, dq,
+        *strides(q), length, k.shape[1], heads, num_kv_heads, heads // num_kv_heads, scale, scale * LOG2E,
+        d, dk - d, shape.tokens, shape.group, shape.keys, shape.num_stages, shape.value_stages, **shape.launch,
     )  # fmt: skip

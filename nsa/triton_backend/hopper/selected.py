@@ -16,6 +16,7 @@ from nsa.geometry import Layout
 from nsa.triton_backend import tuning
 from nsa.triton_backend.hopper.tile import (
     descriptor,
+    descriptors_of_keys,
     fetch,
     finish,
     gated,
@@ -59,9 +60,10 @@ def _start(source, b, h, chosen, start, slots, full, STAGES: gl.constexpr, tiles
 
 @kernel
 def _forward(
-    Q, K, V, BLOCKS, STARTS, O, LSE, READ, O_CMP, O_WIN, GATES, SUM, q_b, q_s, q_h, S, ahead, HQ, HKV, G, to_base_2,
-    N: gl.constexpr, NP: gl.constexpr, SIZE: gl.constexpr, D: gl.constexpr, GP: gl.constexpr,
-    BN: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    Q, K, K_REST, V, BLOCKS, STARTS, O, LSE, READ, O_CMP, O_WIN, GATES, SUM, q_b, q_s, q_h,
+    S, ahead, HQ, HKV, G, to_base_2, N: gl.constexpr, NP: gl.constexpr, SIZE: gl.constexpr,
+    D: gl.constexpr, REST: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
     STEPS: gl.constexpr = SIZE // BN
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
@@ -77,11 +79,19 @@ def _forward(
     v_slots, v_full = ring(V, V_STAGES)
     _start(K, b, h, chosen, start, k_slots, k_full, K_STAGES, tiles, N, SIZE, STEPS, BN)
     _start(V, b, h, chosen, start, v_slots, v_full, V_STAGES, tiles, N, SIZE, STEPS, BN)
+    if REST > 0:
+        rest_slots, rest_full = ring(K_REST, K_STAGES)
+        _start(K_REST, b, h, chosen, start, rest_slots, rest_full, K_STAGES, tiles, N, SIZE, STEPS, BN)
 
     g, row_g = gl.arange(0, GP, gl.SliceLayout(1, flat)), gl.arange(0, GP, gl.SliceLayout(1, mma))
     first_row = (b.to(gl.int64) * S + i) * HQ + h * G
-    q = load_rows(Q, b.to(gl.int64) * q_b + i.to(gl.int64) * q_s + (h * G + g) * q_h, g < G, D, flat)
+    at_q = b.to(gl.int64) * q_b + i.to(gl.int64) * q_s + (h * G + g) * q_h
+    q = load_rows(Q, at_q, g < G, D, flat)
     q_left = gl.convert_layout(q, left)
+    if REST > 0:
+        q_rest = load_rows(Q, at_q + D, g < G, REST, flat)
+        q_rest_left = gl.convert_layout(q_rest, left)
+        nonfinite_q = nonfinite(q) | nonfinite(q_rest)
 
     m = gl.full([GP], float("-inf"), gl.float32, gl.SliceLayout(1, mma))
     l, acc, read = gl.zeros_like(m), gl.zeros([GP, D], gl.float32, mma), whole * BN
@@ -94,6 +104,10 @@ def _forward(
             s = mma_v2(q_left, k, gl.zeros([GP, BN], gl.float32, mma))
             next_k = number + K_STAGES
             fetch(K, b, next_k_at, h, k_slots, k_full, next_k, K_STAGES, next_k < tiles)
+            if REST > 0:
+                wait(rest_full, number, K_STAGES)
+                s = mma_v2(q_rest_left, tile(rest_slots, number, K_STAGES).permute((1, 0)).load(right), s)
+                fetch(K_REST, b, next_k_at, h, rest_slots, rest_full, next_k, K_STAGES, next_k < tiles)
             if stretch == 1:
                 at = _first_key(chosen, number, start, N, SIZE, STEPS, BN)
                 visible = at + gl.arange(0, BN, gl.SliceLayout(0, mma)) <= token
@@ -109,7 +123,9 @@ def _forward(
             next_v = number + V_STAGES
             fetch(V, b, next_v_at, h, v_slots, v_full, next_v, V_STAGES, next_v < tiles)
 
-    nonfinite_rows = gl.convert_layout(nonfinite(q), gl.SliceLayout(1, mma)) & (read > 0)
+    if REST == 0:
+        nonfinite_q = nonfinite(q)
+    nonfinite_rows = gl.convert_layout(nonfinite_q, gl.SliceLayout(1, mma)) & (read > 0)
     factor, lse = finish(m, l, to_base_2, nonfinite_rows)
     gl.store(LSE + (first_row + row_g), lse, mask=row_g < G)
     gl.store(READ + ((b.to(gl.int64) * S + i) * HKV + h), read)
@@ -121,11 +137,22 @@ def _forward(
         store_rows(SUM, row * D, g < G, gated(GATES, row, g < G, o_cmp, o, o_win), D, flat)
 
 
+@jit
+def _store_dq(DQ, DQ_CMP, DQ_WIN, row, inside, dq, D: gl.constexpr, flat: gl.constexpr):
+    """Write D channels of dq, with those of the other branches where there are some: as `tile.add_branches`."""
+    dq = gl.convert_layout(dq.to(DQ.dtype.element_ty), flat)
+    if DQ_CMP is not None:
+        total = dq.to(gl.float32) + load_rows(DQ_CMP, row, inside, D, flat).to(gl.float32)
+        dq = total + load_rows(DQ_WIN, row, inside, D, flat).to(gl.float32)
+    store_rows(DQ, row, inside, dq, D, flat)
+
+
 @kernel
 def _backward_q(
-    Q, K, V, DO, BLOCKS, STARTS, LSE, DELTA, DQ, DQ_CMP, DQ_WIN, q_b, q_s, q_h, S, ahead, HQ, HKV, G, scale, to_base_2,
-    N: gl.constexpr, NP: gl.constexpr, SIZE: gl.constexpr, D: gl.constexpr, GP: gl.constexpr,
-    BN: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    Q, K, K_REST, V, DO, BLOCKS, STARTS, LSE, DELTA, DQ, DQ_CMP, DQ_WIN, q_b, q_s, q_h,
+    S, ahead, HQ, HKV, G, scale, to_base_2, N: gl.constexpr, NP: gl.constexpr, SIZE: gl.constexpr,
+    D: gl.constexpr, REST: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
     STEPS: gl.constexpr = SIZE // BN
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
@@ -141,16 +168,23 @@ def _backward_q(
     v_slots, v_full = ring(V, V_STAGES)
     _start(K, b, h, chosen, start, k_slots, k_full, K_STAGES, tiles, N, SIZE, STEPS, BN)
     _start(V, b, h, chosen, start, v_slots, v_full, V_STAGES, tiles, N, SIZE, STEPS, BN)
+    if REST > 0:
+        rest_slots, rest_full = ring(K_REST, K_STAGES)
+        _start(K_REST, b, h, chosen, start, rest_slots, rest_full, K_STAGES, tiles, N, SIZE, STEPS, BN)
 
     g, row_g = gl.arange(0, GP, gl.SliceLayout(1, flat)), gl.arange(0, GP, gl.SliceLayout(1, mma))
     first_row = (b.to(gl.int64) * S + i) * HQ + h * G
-    q = load_rows(Q, b.to(gl.int64) * q_b + i.to(gl.int64) * q_s + (h * G + g) * q_h, g < G, D, flat)
+    at_q = b.to(gl.int64) * q_b + i.to(gl.int64) * q_s + (h * G + g) * q_h
+    q = load_rows(Q, at_q, g < G, D, flat)
     do = load_rows(DO, (first_row + g) * D, g < G, D, flat)
     q, do = gl.convert_layout(q, left), gl.convert_layout(do, left)
     lse = gl.expand_dims(gl.load(LSE + (first_row + row_g), mask=row_g < G, other=0.0), 1)
     delta = gl.expand_dims(gl.load(DELTA + (first_row + row_g), mask=row_g < G, other=0.0), 1)
 
     dq = gl.zeros([GP, D], gl.float32, mma)
+    if REST > 0:
+        q_rest = gl.convert_layout(load_rows(Q, at_q + D, g < G, REST, flat), left)
+        dq_rest = gl.zeros([GP, REST], gl.float32, mma)
     for stretch in gl.static_range(2):
         for number in range(0 if stretch == 0 else whole, whole if stretch == 0 else tiles):
             next_k_at = _first_key(chosen, number + K_STAGES, start, N, SIZE, STEPS, BN)
@@ -160,6 +194,10 @@ def _backward_q(
             k_tile, v_tile = tile(k_slots, number, K_STAGES), tile(v_slots, number, V_STAGES)
             nothing = gl.zeros([GP, BN], gl.float32, mma)
             s = mma_v2(q, k_tile.permute((1, 0)).load(right), nothing)
+            if REST > 0:
+                wait(rest_full, number, K_STAGES)
+                rest_tile = tile(rest_slots, number, K_STAGES)
+                s = mma_v2(q_rest, rest_tile.permute((1, 0)).load(right), s)
             dp = mma_v2(do, v_tile.permute((1, 0)).load(right), nothing)
             p = gl.exp2(s * to_base_2 - lse)
             ds, k = p * (dp - delta), k_tile.load(right)
@@ -169,15 +207,21 @@ def _backward_q(
                 seen = at + gl.arange(0, BN, gl.SliceLayout(1, right)) <= token
                 ds = gl.where(gl.expand_dims(visible, 0), ds, 0.0)
                 k = gl.where(gl.expand_dims(seen, 1), k, 0.0).to(k.dtype)
-            dq = mma_v2(gl.convert_layout(ds.to(k.dtype), left), k, dq)
+            ds_left = gl.convert_layout(ds.to(k.dtype), left)
+            dq = mma_v2(ds_left, k, dq)
             next_v, next_k = number + V_STAGES, number + K_STAGES
+            if REST > 0:
+                k_rest = rest_tile.load(right)
+                if stretch == 1:
+                    k_rest = gl.where(gl.expand_dims(seen, 1), k_rest, 0.0).to(k.dtype)
+                dq_rest = mma_v2(ds_left, k_rest, dq_rest)
+                fetch(K_REST, b, next_k_at, h, rest_slots, rest_full, next_k, K_STAGES, next_k < tiles)
             fetch(V, b, next_v_at, h, v_slots, v_full, next_v, V_STAGES, next_v < tiles)
             fetch(K, b, next_k_at, h, k_slots, k_full, next_k, K_STAGES, next_k < tiles)
-    row, dq = first_row + g, gl.convert_layout((dq * scale).to(DQ.dtype.element_ty), flat)
-    if DQ_CMP is not None:  # as `tile.add_branches`
-        total = dq.to(gl.float32) + load_rows(DQ_CMP, row * D, g < G, D, flat).to(gl.float32)
-        dq = total + load_rows(DQ_WIN, row * D, g < G, D, flat).to(gl.float32)
-    store_rows(DQ, row * D, g < G, dq, D, flat)
+    row = (first_row + g) * (D + REST)
+    _store_dq(DQ, DQ_CMP, DQ_WIN, row, g < G, dq * scale, D, flat)
+    if REST > 0:
+        _store_dq(DQ, DQ_CMP, DQ_WIN, row + D, g < G, dq_rest * scale, REST, flat)
 
 
 def forward(
@@ -188,7 +232,7 @@ def forward(
     (batch, length, heads, _), num_kv_heads = q.shape, k.shape[2]
     constants, keys, options = _launch("forward", q, v, block_indices, layout)
     _forward[length, num_kv_heads, batch](
-        q, descriptor(k, keys), descriptor(v, keys), block_indices, layout.starts, o, lse, read,
+        q, *descriptors_of_keys(k, keys), descriptor(v, keys), block_indices, layout.starts, o, lse, read,
         *(whole or 4 * (None,)), *strides(q),
         length, layout.num_keys - length, heads, num_kv_heads, heads // num_kv_heads, scale * LOG2E,
         *constants, **options,
@@ -203,7 +247,7 @@ def backward_q(
     (batch, length, heads, _), num_kv_heads = q.shape, k.shape[2]
     constants, keys, options = _launch("backward_q", q, v, block_indices, layout)
     _backward_q[length, num_kv_heads, batch](
-        q, descriptor(k, keys), descriptor(v, keys), do, block_indices, layout.starts, lse, delta, dq,
+        q, *descriptors_of_keys(k, keys), descriptor(v, keys), do, block_indices, layout.starts, lse, delta, dq,
         *(more_dq or (None, None)), *strides(q),
         length, layout.num_keys - length, heads, num_kv_heads, heads // num_kv_heads, scale, scale * LOG2E,
         *constants, **options,
@@ -216,5 +260,6 @@ def _launch(
     """(constants, keys per tile, keywords) of a kernel's launch."""
     shape, n = tuning.shape(f"hopper.selected_{kernel}", q, v), block_indices.shape[-1]
     group = tuning.padded(q.shape[2] // v.shape[2])
-    constants = (n, next_power_of_2(n), layout.config.l_sel, q.shape[3], group, shape.keys)
+    d = v.shape[3]
+    constants = (n, next_power_of_2(n), layout.config.l_sel, d, q.shape[3] - d, group, shape.keys)
     return (*constants, shape.num_stages, shape.value_stages), shape.keys, shape.launch

@@ -15,6 +15,7 @@ from triton.experimental.gluon._runtime import jit
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from nsa.triton_backend.hopper import CHANNELS
 from nsa.triton_backend.tile import LENGTHS, LN2, with_settled_key
 
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -37,6 +38,12 @@ def descriptor(x: Tensor, tokens: int) -> TensorDescriptor:
     # where there is only one, its step means nothing and may be one that TMA does not take
     steps = [step if size > 1 else channels for size, step in zip(sizes[:3], x.stride()[:3], strict=True)]
     return TensorDescriptor(x, sizes, [*steps, 1], [1, tokens, 1, channels], _shared_layout(tokens, channels, x.dtype))
+
+
+def descriptors_of_keys(k: Tensor, tokens: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+    """Of the first CHANNELS of k and of the rest, which is None where there is none."""
+    rest = k[..., CHANNELS:]
+    return descriptor(k[..., :CHANNELS], tokens), descriptor(rest, tokens) if rest.shape[3] else None
 
 
 @jit

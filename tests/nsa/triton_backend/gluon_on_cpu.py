@@ -248,11 +248,12 @@ class _Program:
 
         barrier.on_their_way.append(arrive)
 
-    def _multiply(self, a: Any, b: Any, c: Tensor, use_acc: bool = True, is_async: bool = False) -> Any:
+    def _multiply(self, a: Any, b: Any, c: Any, use_acc: bool = True, is_async: bool = False) -> Any:
         def compute() -> Tensor:
             left, right = (x.operand() if isinstance(x, _Shared) else x for x in (a, b))
             product = left.float() @ right.float()
-            return product + c if use_acc else product
+            before = c.value if isinstance(c, _Product) else c  # products of one sum are done in their order
+            return product + before if use_acc else product
 
         product = _Product(compute)
         self.products.append(product)

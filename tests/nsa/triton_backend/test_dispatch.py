@@ -106,16 +106,27 @@ class TestWhatIsServed:
     def test_other_keys_are_not(self, x: torch.Tensor) -> None:
         assert not hopper_serves("compressed_window_forward", 16, self.keys, x)
 
+    def test_keys_of_192_are_where_the_table_has_launches_for_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        keys = torch.zeros(2, 30, 4, 192, dtype=torch.bfloat16)
+        assert not hopper_serves("compressed_window_forward", 16, keys, self.keys)
+        table = tuning.table(90)
+        launches = {name: table.narrow[name] for name in ("hopper.compressed_window_forward", "hopper.scores")}
+        monkeypatch.setattr(tuning, "table", lambda _: replace(table, wide={**table.wide, **launches}))
+        assert hopper_serves("compressed_window_forward", 16, keys, self.keys)
+        assert hopper_serves("scores", 16, keys, keys)
+        assert not hopper_serves("compressed_window_backward_q", 16, keys, self.keys)
+        assert not hopper_serves("compressed_window_forward", 16, keys, keys)
+
     def test_neither_are_groups_that_fill_no_tile_and_other_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert hopper_serves("compressed_window_forward", 64, self.keys)
-        assert not hopper_serves("compressed_window_forward", 65, self.keys)
-        assert not hopper_serves("selected_forward", 17, self.keys)
+        assert hopper_serves("compressed_window_forward", 64, self.keys, self.keys)
+        assert not hopper_serves("compressed_window_forward", 65, self.keys, self.keys)
+        assert not hopper_serves("selected_forward", 17, self.keys, self.keys)
         monkeypatch.setattr(architecture, "of_gpu", lambda _: 80)
-        assert not hopper_serves("compressed_window_forward", 16, self.keys)
+        assert not hopper_serves("compressed_window_forward", 16, self.keys, self.keys)
 
     def test_the_interpreter_runs_none_of_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dispatch, "interpreted", lambda: True)
-        assert not hopper_serves("compressed_window_forward", 16, self.keys)
+        assert not hopper_serves("compressed_window_forward", 16, self.keys, self.keys)
 
     @pytest.mark.parametrize(("l_sel", "served"), [(64, True), (128, True), (96, False), (32, False)])
     def test_blocks_are_whole_tiles(self, l_sel: int, served: bool) -> None:
@@ -135,6 +146,6 @@ class TestWhatIsServed:
             assert (found is Variant.HOPPER) == served
 
     def test_nothing_is_under_a_version_of_triton_that_was_not_tried(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert hopper_serves("scores", 16, self.keys)
+        assert hopper_serves("scores", 16, self.keys, self.keys)
         monkeypatch.setattr(hopper, "AVAILABLE", False)
-        assert not hopper_serves("compressed_window_forward", 16, self.keys)
+        assert not hopper_serves("compressed_window_forward", 16, self.keys, self.keys)

@@ -118,8 +118,8 @@ class TestAddresses:
         k, v = (torch.nn.functional.pad(y, (1, 0))[..., 1:] for y in (x.k, x.v))
         odd = x._replace(k=k, v=v)
         parts = Parts("triton", torch.device("cuda"))
-        assert hopper_serves("compressed_window_forward", 16, x.k)
-        assert not hopper_serves("compressed_window_forward", 16, odd.k)
+        assert hopper_serves("compressed_window_forward", 16, x.k, x.v)
+        assert not hopper_serves("compressed_window_forward", 16, odd.k, odd.v)
         for branch in BRANCHES_AND_ALL:
             one, other = parts.forward(PLAIN, x, branch), parts.forward(PLAIN, odd, branch)
             torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)

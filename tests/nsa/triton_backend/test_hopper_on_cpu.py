@@ -16,6 +16,7 @@ import nsa
 from nsa.geometry import Layout
 from nsa.triton_backend import architecture, hopper, tuning
 from nsa.triton_backend.launch import LOG2E
+from nsa.triton_backend.tuning import LaunchConfig
 from tests.laws import oracle
 from tests.laws.budget import BACKWARD, FORWARD, gradient_unit, output_unit, score_unit, within_budget
 from tests.laws.cases import Case, Inputs
@@ -34,24 +35,41 @@ PLAIN = Case(
     dtype=torch.bfloat16,
     seed=411,
 )
+LONG_CHUNK = replace(
+    PLAIN, config=nsa.NSAConfig(l=8, d=2, l_sel=64, n_sel=5, w=330), queries=37, keys=420, dtype=torch.float16
+)
+"""Each slot of a ring takes several tiles."""
 CASES = {
     "plain": PLAIN,
     "packed": replace(PLAIN, documents=(40, 0, 1, 109)),
-    "chunk": replace(PLAIN, queries=61, dtype=torch.float16),
+    "long chunk": LONG_CHUNK,
     "batch of 2": replace(PLAIN, batch=2, queries=70, keys=70),
     "group of 6": replace(PLAIN, group=6, num_kv_heads=2),
     "group of 1": replace(PLAIN, group=1),
+    "keys of 192": replace(PLAIN, dk=192),
+    "long chunk, keys of 192": replace(LONG_CHUNK, dk=192),
     "one query": replace(PLAIN, queries=1, keys=9),
 }
 GROUP_OF_64 = replace(PLAIN, group=64, queries=70, keys=70)
+WIDE = {
+    "hopper.compressed_window_forward": LaunchConfig(64, 64, 4, 1, 168),
+    "hopper.compressed_window_backward_q": LaunchConfig(64, 64, 4, 2, None, 1),
+    "hopper.scores": LaunchConfig(64, 64, 4, 2),
+    "hopper.selected_forward": LaunchConfig(16, 32, 1, 1),
+    "hopper.selected_backward_q": LaunchConfig(16, 16, 1, 2),
+}
+"""Launches for keys of 192 channels; the table of sm90 has none before they are measured."""
 of_cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 of_all_groups = pytest.mark.parametrize("case", [*CASES.values(), GROUP_OF_64], ids=[*CASES, "group of 64"])
+of_both_keys = pytest.mark.parametrize("dk", hopper.CHANNELS_OF_KEYS)
 of_intervals = pytest.mark.parametrize("branch", ["compressed", "window"])
 
 
 @pytest.fixture(autouse=True)
 def _tables_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(architecture, "of_gpu", lambda _: 90)
+    shipped = tuning.shipped_table(90)
+    monkeypatch.setitem(tuning.tuned, 90, replace(shipped, wide={**shipped.wide, **WIDE}))
 
 
 @pytest.fixture(params=ORDERS)
@@ -229,18 +247,19 @@ class TestWholeCalls:
     def test_the_gated_sum_is_that_of_the_three_outputs(self) -> None:
         branch = branch_of(PLAIN, "selected")
         gates = branch.x.gates
-        others = [PLAIN.noise(branch.qkv[0] * i) + i for i in range(2)]
+        others = [PLAIN.noise(branch.qkv[0]) + i for i in range(2)]
         total = torch.full_like(others[0], torch.nan)
         found = branch.forward((*others, gates, total))
         outputs = torch.stack((others[0], found.o, others[1]), -1).double()
         wanted = (outputs * gates[:, :, :, None].double()).sum(-1)
         torch.testing.assert_close(total, wanted.to(total.dtype), rtol=torch.finfo(total.dtype).eps, atol=1e-5)
 
-    def test_dq_of_the_other_branches_is_added(self) -> None:
-        branch = branch_of(PLAIN, "selected")
+    @of_both_keys
+    def test_dq_of_the_other_branches_is_added(self, dk: int) -> None:
+        branch = branch_of(replace(PLAIN, dk=dk), "selected")
         found = branch.forward()
         do = PLAIN.noise(found.o)
-        more = tuple(PLAIN.noise(do) * i for i in (1, 2))
+        more = tuple(PLAIN.noise(branch.x.q) * i for i in (1, 2))
         alone, together = branch.dq(found, do), branch.dq(found, do, (more[0], more[1]))
         wanted = (alone.float() + more[0].float() + more[1].float()).to(do.dtype)
         assert torch.equal(together, wanted)
@@ -248,9 +267,10 @@ class TestWholeCalls:
 
 @pytest.mark.usefixtures("order")
 class TestWhatIsNotFinite:
+    @of_both_keys
     @pytest.mark.parametrize("name", ["compressed", "window", "selected"])
-    def test_keys_that_a_query_does_not_see_change_no_bit(self, name: str) -> None:
-        branch = branch_of(PLAIN, name)
+    def test_keys_that_a_query_does_not_see_change_no_bit(self, name: str, dk: int) -> None:
+        branch = branch_of(replace(PLAIN, dk=dk), name)
         cut = 100
         before = branch.forward()
         do = PLAIN.noise(before.o)
@@ -259,7 +279,7 @@ class TestWhatIsNotFinite:
         q, k, v = branch.x.qkv()
         k, v = k.clone(), v.clone()
         k[:, cut], v[:, cut + 1 :] = torch.nan, torch.inf
-        broken = Branch(PLAIN, name, branch.x._replace(k=k, v=v))
+        broken = replace(branch, x=branch.x._replace(k=k, v=v))
         if name == "selected":
             broken.__dict__["blocks"] = branch.blocks
         after = broken.forward()
@@ -269,14 +289,16 @@ class TestWhatIsNotFinite:
         assert torch.equal(dq[:, :cut], broken.dq(after, do)[:, :cut])
         assert q.isfinite().all()
 
+    @of_both_keys
     @pytest.mark.parametrize("name", ["compressed", "window", "selected"])
-    def test_a_query_or_a_key_that_is_seen_makes_its_rows_nan(self, name: str) -> None:
-        branch = branch_of(PLAIN, name)
+    def test_a_query_or_a_key_that_is_seen_makes_its_rows_nan(self, name: str, dk: int) -> None:
+        branch = branch_of(replace(PLAIN, dk=dk), name)
         q, k, _ = branch.x.qkv()
         q, k = q.clone(), k.clone()
-        q[0, 60, 3, 5] = torch.inf
-        k[0, 140, 0, 7] = torch.nan
-        broken = Branch(PLAIN, name, branch.x._replace(q=q, k=k))
+        q[0, 60, 3, -5] = torch.inf  # its scores are all -inf, as if it saw nothing
+        k[..., -5] = -k[..., -5].abs()
+        k[0, 140, 0, -7] = torch.nan
+        broken = replace(branch, x=branch.x._replace(q=q, k=k))
         if name == "selected":
             broken.__dict__["blocks"] = branch.blocks
         found = broken.forward()
