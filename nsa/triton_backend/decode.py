@@ -24,7 +24,7 @@ from nsa.triton_backend.tuning import ENOUGH_VALUES, MIN_DOT, NARROW, cdiv, next
 
 ENOUGH_PROGRAMS_PER_SM = 2  # more of them write more partial outputs, which a launch must merge
 RESIDENT_PER_SM = 3  # programs of the first launch that fit on an SM together
-COLUMNS_PER_WARP = 128  # of the choice: one row per program, so that no other row hides the latency of its 31 counts
+COLUMNS_PER_WARP = 128  # of the choice: one row per program, so that no other row hides the latency of its counts
 MAX_SPLITS = 64  # of one row's compressed blocks: what the last launch holds in registers
 MAX_ROWS = 32  # tokens × heads of a group per program, as far as a group is not larger
 KEYS = 64  # per step of a loop, where a row of keys and values is at most NARROW bytes

@@ -1,7 +1,9 @@
 """The n best selection blocks of each query and group (Eq. 9, 11 and 12), forced ones first, ties to the lower index.
 
-A row of scores stays in registers. Scores are not negative, so that as integers their bits stand in the same order:
-31 counts find the n-th best score bit by bit, and what is above it, or equal and early enough, is taken.
+A row of scores stays in the registers of one warp. Scores are not negative, so that as integers their bits stand in
+the same order. Sought is an integer that exactly n of them reach: from the best score down in growing steps, then by
+halves, with seven to nine counts on the average. There is none where other blocks have the n-th best score too; the
+lower indices of those are taken.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from nsa.geometry import Layout
 from nsa.triton_backend.tile import kernel
 from nsa.triton_backend.tuning import cdiv, next_power_of_2
 
-ELEMENTS = 4096  # scores per program, at most
-FEW_ELEMENTS = 512  # scores per program where there are few rows
-ENOUGH_PROGRAMS = 256
-ELEMENTS_PER_WARP = 1024
+ELEMENTS = 128  # scores per program, unless a row has more
+ELEMENTS_PER_WARP = 2048
 BITS_OF_INF = tl.constexpr(0x7F800000)  # above any score; a forced block gets it
+FIRST_STEP = tl.constexpr(1 << 19)  # below the best score, as integers: 1/16 of it
+LAST_STEP = tl.constexpr(1 << 29)
 
 
 @triton.jit
@@ -32,13 +34,23 @@ def best(score, block, current, INIT: tl.constexpr, LOCAL: tl.constexpr, N: tl.c
     ranking = tl.where(forced, BITS_OF_INF, score.to(tl.int32, bitcast=True))
     ranking = tl.where(block[None, :] <= current[:, None], ranking, -1)
 
-    nth = tl.zeros([score.shape[0]], tl.int32)
-    for bit in range(31):
-        higher = nth | (1 << (30 - bit))
-        nth = tl.where(tl.sum((ranking >= higher[:, None]).to(tl.int32), axis=1) >= N, higher, nth)
-    better, equal = ranking > nth[:, None], ranking == nth[:, None]
-    left = N - tl.sum(better.to(tl.int32), axis=1)
-    return better | (equal & (tl.cumsum(equal.to(tl.int32), axis=1) <= left[:, None]))
+    # n or more blocks, `reached` of them, rank as high as low; none that is not forced ranks as high as the first high
+    greatest = tl.max(tl.where(forced, -1, ranking), axis=1)
+    low, high, reached = tl.zeros([score.shape[0]], tl.int32), greatest + 1, current + 1
+    step = FIRST_STEP
+    while tl.max(((reached > N) & (high - low > 1)).to(tl.int32), axis=0) > 0:
+        below = tl.maximum(greatest - step, 0)
+        middle = tl.where((low == 0) & (step < LAST_STEP), below, low + (high - low) // 2)
+        step = tl.where(step < LAST_STEP, step * 4, step)
+        count = tl.sum((ranking >= middle[:, None]).to(tl.int32), axis=1)
+        low, high = tl.where(count >= N, middle, low), tl.where(count >= N, high, middle)
+        reached = tl.where(count >= N, count, reached)
+    taken = ranking >= low[:, None]
+    if tl.max(reached, axis=0) > N:  # several blocks have the n-th best score
+        better, equal = ranking > low[:, None], ranking == low[:, None]
+        left = N - tl.sum(better.to(tl.int32), axis=1)
+        taken = better | (equal & (tl.cumsum(equal.to(tl.int32), axis=1) <= left[:, None]))
+    return taken
 
 
 @kernel
@@ -83,16 +95,10 @@ def choose(p: Tensor, layout: Layout, first: int, count: int, out: Tensor) -> No
     seen = layout.num_keys - length + first + count  # no position in these queries is as large
     places = next_power_of_2(n)
     blocks = max(next_power_of_2(geometry.num_selection_blocks(seen, config)), places)
-    rows = _rows_per_program(batch * p.shape[1] * num_kv_heads, blocks)  # the same for the last, shorter part
+    rows = max(ELEMENTS // blocks, 1)
     _topk[cdiv(count * num_kv_heads, rows), batch](
         p, *layout.compressed_interval, layout.positions, out, first, count, length, p.shape[3], num_kv_heads,
         config.l_sel // config.d, *_weights(config),
         config.init_blocks, config.local_blocks, config.l_sel, n, places, rows, blocks,
-        num_warps=min(max(rows * blocks // ELEMENTS_PER_WARP, 2), 16),
+        num_warps=min(max(rows * blocks // ELEMENTS_PER_WARP, 1), 16),
     )  # fmt: skip
-
-
-def _rows_per_program(rows: int, blocks: int) -> int:
-    """Of so many rows: as many as a program takes at once, or few, where that would leave much of a GPU idle."""
-    most, few = (max(elements // blocks, 1) for elements in (ELEMENTS, FEW_ELEMENTS))
-    return most if cdiv(rows, most) >= ENOUGH_PROGRAMS else few

@@ -29,7 +29,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # xdist's worker
     environment = {**own, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]), "OMP_NUM_THREADS": "1"}
     done = [*words, "--results", str(folder), *arguments]
-    return subprocess.run(done, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=120)
+    return subprocess.run(done, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=600)
 
 
 def test_samples_and_records_are_ours(tmp_path: Path) -> None:

@@ -56,6 +56,30 @@ def test_choice_is_that_of_a_sort(device: torch.device, n: int, kind: str) -> No
             assert found[0, t, h].tolist() == wanted(scores, t // 8, config), (t, h)
 
 
+@pytest.mark.parametrize("n", [3, 16])
+@pytest.mark.parametrize("kind", ["random", "peaked", "next floats", "all but a few the same", "descending"])
+def test_choice_among_many_blocks_is_that_of_a_sort(device: torch.device, n: int, kind: str) -> None:
+    blocks, queries = 1050, 5
+    config = nsa.NSAConfig(l=8, d=8, l_sel=8, n_sel=n, init_blocks=1, local_blocks=2, w=8)
+    p = torch.rand(1, queries, 1, blocks, generator=torch.Generator().manual_seed(n))
+    if kind == "peaked":
+        p = (40 * (p - 1)).exp()
+    elif kind == "next floats":  # each is the next float of the one before, in any order
+        p = (p.argsort(-1).int() + torch.tensor(0.125).view(torch.int32)).view(torch.float32)
+    elif kind == "all but a few the same":
+        p = torch.where(p > 0.99, p, 0.5)
+    elif kind == "descending":
+        p = p.sort(-1, descending=True).values
+    length = 8 * blocks
+    out = torch.empty(1, queries, 1, n, dtype=torch.int32, device=device)
+    topk.choose(p.to(device), Layout(queries, length, config, device), 0, queries, out)
+    for i in range(queries):
+        t = length - queries + i
+        visible = (t + 1) // 8
+        scores = torch.cat([p[0, i, 0, :visible], torch.zeros(blocks - visible)])
+        assert out[0, i, 0].tolist() == wanted(scores, t // 8, config), i
+
+
 @pytest.mark.parametrize("documents", [None, (30, 1, 0, 39)])
 def test_queries_choose_alike_piece_by_piece(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, documents: tuple[int, ...] | None
@@ -74,10 +98,3 @@ def test_queries_choose_alike_piece_by_piece(
         return nsa.select_blocks(q, k_cmp, config, num_keys=70, cu_seqlens=cu_seqlens, backend=backend)
 
     assert torch.equal(chosen("triton"), chosen("reference"))
-
-
-@pytest.mark.parametrize(
-    ("rows", "blocks", "of_program"), [(4096, 32, 16), (2**15, 32, 128), (16384, 1024, 4), (16, 2048, 1), (8, 8192, 1)]
-)
-def test_few_rows_are_shared_by_many_programs(rows: int, blocks: int, of_program: int) -> None:
-    assert topk._rows_per_program(rows, blocks) == of_program
