@@ -58,9 +58,10 @@ class Table:
     how: str
     """How it was found."""
     narrow: Mapping[str, LaunchConfig]
-    """Of every kernel, for up to NARROW bytes per row; those of `hopper/` stand here alone."""
+    """Of every kernel, for up to NARROW bytes per row."""
     wide: Mapping[str, LaunchConfig]
-    """For up to twice as many, where that is not half of `narrow`."""
+    """For up to twice as many, where that is not half of `narrow`; a kernel of `hopper/` that has none here serves no
+    such row."""
     slim: Mapping[str, LaunchConfig] = field(default_factory=dict)
     """For up to half as many, where that is not `narrow`."""
     masked: Mapping[str, Mapping[str, MaskedLaunch]] = field(default_factory=dict)

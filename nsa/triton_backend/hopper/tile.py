@@ -42,8 +42,9 @@ def descriptor(x: Tensor, tokens: int) -> TensorDescriptor:
 
 def descriptors_of_keys(k: Tensor, tokens: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
     """Of the first CHANNELS of k and of the rest, which is None where there is none."""
-    rest = k[..., CHANNELS:]
-    return descriptor(k[..., :CHANNELS], tokens), descriptor(rest, tokens) if rest.shape[3] else None
+    if k.shape[3] == CHANNELS:
+        return descriptor(k, tokens), None
+    return descriptor(k[..., :CHANNELS], tokens), descriptor(k[..., CHANNELS:], tokens)
 
 
 @jit
