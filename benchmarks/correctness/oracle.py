@@ -24,8 +24,8 @@ from nsa import NSAConfig, geometry
 # not cuDNN, which would build a plan for every length
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _COPIES = 8
-"""Of a row's query. On a CPU the product of a vector and a matrix is summed in more parts than that of two matrices,
-and errs by a third less: the error of one query alone would not measure that of a call with many."""
+"""Copies of each row's query. With one query a CPU computes the product of a vector and a matrix, whose error is a
+third smaller than that of the matrix product in a call with many queries."""
 
 
 @dataclass(frozen=True)

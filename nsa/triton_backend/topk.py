@@ -1,9 +1,8 @@
 """The n best selection blocks of each query and group (Eq. 9, 11 and 12), forced ones first, ties to the lower index.
 
-A row of scores stays in the registers of one warp. Scores are not negative, so that as integers their bits stand in
-the same order. Sought is an integer that exactly n of them reach: from the best score down in growing steps, then by
-halves, with seven to nine counts on the average. There is none where other blocks have the n-th best score too; the
-lower indices of those are taken.
+A row of scores stays in registers. Scores are not negative, so that as integers their bits stand in the same order.
+The kernel searches for a threshold that exactly n scores reach: first downwards from the best score in growing steps,
+then by bisection. If several blocks tie for the n-th place, no such threshold exists; the lower indices are taken.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from nsa.triton_backend.tuning import cdiv, next_power_of_2
 ELEMENTS = 128  # scores per program, unless a row has more
 ELEMENTS_PER_WARP = 2048
 BITS_OF_INF = tl.constexpr(0x7F800000)  # above any score; a forced block gets it
-FIRST_STEP = tl.constexpr(1 << 19)  # below the best score, as integers: 1/16 of it
+FIRST_STEP = tl.constexpr(1 << 19)  # below the best score, as integers: 1/32 to 1/16 of it
 LAST_STEP = tl.constexpr(1 << 29)
 
 
@@ -34,14 +33,15 @@ def best(score, block, current, INIT: tl.constexpr, LOCAL: tl.constexpr, N: tl.c
     ranking = tl.where(forced, BITS_OF_INF, score.to(tl.int32, bitcast=True))
     ranking = tl.where(block[None, :] <= current[:, None], ranking, -1)
 
-    # n or more blocks, `reached` of them, rank as high as low; none that is not forced ranks as high as the first high
+    # `reached` blocks, n or more unless fewer are visible, have a ranking >= low; fewer than n, or forced blocks alone,
+    # have one >= high
     greatest = tl.max(tl.where(forced, -1, ranking), axis=1)
     low, high, reached = tl.zeros([score.shape[0]], tl.int32), greatest + 1, current + 1
     step = FIRST_STEP
     while tl.max(((reached > N) & (high - low > 1)).to(tl.int32), axis=0) > 0:
-        below = tl.maximum(greatest - step, 0)
-        middle = tl.where((low == 0) & (step < LAST_STEP), below, low + (high - low) // 2)
-        step = tl.where(step < LAST_STEP, step * 4, step)
+        below = tl.where(step < LAST_STEP, tl.maximum(greatest - step, 1), 1)  # 1: are there n that are not 0?
+        middle = tl.where((low == 0) & (step <= LAST_STEP), below, low + (high - low) // 2)
+        step = tl.where(step < LAST_STEP, step * 4, LAST_STEP + 1)
         count = tl.sum((ranking >= middle[:, None]).to(tl.int32), axis=1)
         low, high = tl.where(count >= N, middle, low), tl.where(count >= N, high, middle)
         reached = tl.where(count >= N, count, reached)

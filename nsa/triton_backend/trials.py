@@ -94,6 +94,8 @@ def fits(kernel: str, tuned: LaunchConfig, table: Table, workload: Workload) -> 
 
     A kernel of `hopper/` does not where it would not be launched, or its compiler takes no such tile.
     """
+    if kernel.startswith(HOPPER) and kernel not in getattr(table, workload.width):
+        return False  # nobody has shown that it is the better kernel for such rows
     name = JIT_NAMES.get(kernel, re.sub("_(?=forward|backward)", "._", kernel, count=1))
     heads, length = Heads(workload.group, workload.dk, workload.dv, 1), dispatch.KV_MAJOR_MIN_QUERIES
     with using(kernel, tuned, table, workload), ahead_of_time.recorded(workload.architecture) as launches:

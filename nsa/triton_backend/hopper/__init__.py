@@ -11,7 +11,7 @@ import triton
 TRIED = ("3.6.", "3.7.")
 """Versions of Triton."""
 CHANNELS = 128
-"""Of a value, and of a key as far as one tile holds them: TMA and tensor cores take powers of two."""
+"""Channels of a value, and of the first tile of a key: tiles have widths that are powers of two."""
 CHANNELS_OF_KEYS = (128, 192)
 AVAILABLE = triton.__version__.startswith(TRIED)
 if AVAILABLE:

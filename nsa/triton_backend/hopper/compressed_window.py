@@ -3,6 +3,9 @@
 Forward: the sums of a tile run beside the scores of the next one, and beside their softmax. Backward: scores and their
 gradients are two products at a time from what TMA brings. A tile of 64 rows is one warpgroup; three of them fit on a
 multiprocessor, so that one computes while another waits.
+
+Here and in the other kernels K_REST is the descriptor of the REST channels of keys beyond the first D, 0 or 64: they
+have tiles and barriers of their own.
 """
 
 from __future__ import annotations

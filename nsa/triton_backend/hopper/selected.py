@@ -139,7 +139,7 @@ def _forward(
 
 @jit
 def _store_dq(DQ, DQ_CMP, DQ_WIN, row, inside, dq, D: gl.constexpr, flat: gl.constexpr):
-    """Write D channels of dq, with those of the other branches where there are some: as `tile.add_branches`."""
+    """Write D channels of dq; add dq of the other branches if given, as `tile.add_branches`."""
     dq = gl.convert_layout(dq.to(DQ.dtype.element_ty), flat)
     if DQ_CMP is not None:
         total = dq.to(gl.float32) + load_rows(DQ_CMP, row, inside, D, flat).to(gl.float32)

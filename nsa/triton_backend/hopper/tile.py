@@ -41,7 +41,7 @@ def descriptor(x: Tensor, tokens: int) -> TensorDescriptor:
 
 
 def descriptors_of_keys(k: Tensor, tokens: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
-    """Of the first CHANNELS of k and of the rest, which is None where there is none."""
+    """Descriptors of the first CHANNELS channels of k and of the remaining ones; None if there are none."""
     if k.shape[3] == CHANNELS:
         return descriptor(k, tokens), None
     return descriptor(k[..., :CHANNELS], tokens), descriptor(k[..., CHANNELS:], tokens)

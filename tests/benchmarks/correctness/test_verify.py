@@ -43,7 +43,7 @@ def test_lets_nsa_and_dense_attention_through(dtype: str) -> None:
 
 
 def test_a_budget_comes_from_the_error_that_pytorch_has_in_a_whole_call() -> None:
-    """Not from that of a row alone, whose products sum otherwise: the budget was then too small once in some 100."""
+    """Not from that of a row alone, whose products are summed in another order: budgets were then too small."""
     shares = []
     for seed in range(9):
         p = inputs.draw(key(length=200, inputs="recorded", head_dim_k=32, head_dim_v=32), "cpu", seed)

@@ -114,7 +114,8 @@ def test_what_does_not_fit_an_architecture_is_dropped() -> None:
 
 @pytest.mark.skipif(not hopper.AVAILABLE, reason="kernels of hopper/ need a version of Triton that was tried")
 def test_what_hopper_does_not_serve_or_take_is_dropped() -> None:
-    """Other heads; one stage, with which the scores would wait for ever; 32 rows, which are no warpgroup."""
+    """Other heads; one stage, with which the scores would wait for ever; 32 rows, which are no warpgroup; keys of 192
+    channels, for which the table has no launch, until it has one."""
     program = (
         "from nsa.triton_backend.trials import *\n"
         "table, launch = tuning.table(90), LaunchConfig(64, 64, 4, 2)\n"
@@ -123,10 +124,14 @@ def test_what_hopper_does_not_serve_or_take_is_dropped() -> None:
         "print(fits('hopper.scores', launch, table, Workload(90, 'slim', 6, 64, 64, 1, 0)))\n"
         "print(fits('hopper.scores', LaunchConfig(64, 64, 4, 1), table, narrow))\n"
         "print(fits('hopper.compressed_window_forward', LaunchConfig(32, 64, 4, 2), table, narrow))\n"
+        "wide = Workload(90, 'wide', 16, 192, 128, 1, 0)\n"
+        "print(fits('hopper.scores', launch, table, wide))\n"
+        "table = dataclasses.replace(table, wide={**table.wide, 'hopper.scores': launch})\n"
+        "print(fits('hopper.scores', launch, table, wide))\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["True", "False", "False", "False"], done.stderr
+    assert done.stdout.split() == ["True", "False", "False", "False", "False", "True"], done.stderr
 
 
 def test_a_kernel_that_no_candidate_serves_is_passed_over_unless_it_was_named(

@@ -1,15 +1,15 @@
 """Kernels of `hopper/` run in Python, since Triton's interpreter knows no Gluon: what they compute, not how fast.
 
-`emulated()` puts a stand-in in the place of each kernel. Programs run one after the other, tensors are PyTorch's, and
-layouts mean nothing. Shared memory, barriers, TMA and products that run beside other work follow the strictest reading
-of their contract:
+`emulated()` replaces each kernel by a Python emulation. Programs run one after the other, and tensors are PyTorch's.
+What is checked of asynchronous work:
 
 - a tile that TMA brings is NaN from the moment it is asked for until its barrier is waited for;
-- a product is computed when it is waited for ("late") or at once ("early"): a result that differs is a race;
-- what threads have stored in shared memory is out of a product's reach before `fence_async_shared`;
-- a wait that nothing will end, bytes that were not announced and an address outside its tensor raise `KernelError`.
+- an asynchronous product is computed when it is waited for ("late") or at once ("early"), and both must be right;
+- between a thread's store to shared memory and a product that reads it there must be `fence_async_shared`;
+- a wait that never ends, bytes that were not announced and an address outside its tensor raise `KernelError`.
 
-`test_compile.py` compiles the same kernels, layouts included; nothing here replaces a run on a GPU.
+Not checked: layouts (`test_compile.py` compiles the same kernels), barriers between warps, a thread's read of a tile
+that TMA overwrites next, integers of 32 bits that overflow. Nothing here replaces a run on a GPU.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _BarrierLayout(_Layout):
 @dataclass(frozen=True)
 class _Pointer:
     memory: Tensor
-    """All that lies behind the tensor's address, flat."""
+    """From the tensor's first element to its last, flat."""
     at: Tensor | int = 0
 
     @property
@@ -73,11 +73,11 @@ class _Pointer:
         return _Pointer(self.memory, self.at + offset)
 
     def inside(self, mask: Any) -> tuple[Tensor, Tensor]:
-        """(addresses, which of them are meant), broadcast; those not meant are 0."""
-        at, meant = torch.broadcast_tensors(torch.as_tensor(self.at), torch.as_tensor(True if mask is None else mask))
-        if bool((meant & ((at < 0) | (at >= len(self.memory)))).any()):
+        """(addresses, which of them are in_mask), broadcast; those not in_mask are 0."""
+        at, in_mask = torch.broadcast_tensors(torch.as_tensor(self.at), torch.as_tensor(True if mask is None else mask))
+        if bool((in_mask & ((at < 0) | (at >= len(self.memory)))).any()):
             raise KernelError("an address outside the tensor")
-        return torch.where(meant, at, 0), meant
+        return torch.where(in_mask, at, 0), in_mask
 
 
 @dataclass(eq=False)
@@ -120,7 +120,7 @@ class _Barrier:
     bytes_missing: int = 0
     phases: int = 0
     """Completed."""
-    on_their_way: list[Callable[[], int]] = field(default_factory=list)
+    pending_copies: list[Callable[[], int]] = field(default_factory=list)
     """Copies that will tell it how many bytes they brought."""
 
     def arrive(self, expected: int) -> None:
@@ -129,13 +129,11 @@ class _Barrier:
     def wait(self, parity: int) -> None:
         if self.phases & 1 != parity:
             return
-        self.bytes_missing -= sum(copy() for copy in self.on_their_way)
-        self.on_their_way.clear()
+        self.bytes_missing -= sum(copy() for copy in self.pending_copies)
+        self.pending_copies.clear()
         if self.count == 0 or self.arrived != self.count or self.bytes_missing:
-            raise KernelError("a wait that nothing ends")
+            raise KernelError("a wait that never ends")
         self.arrived, self.phases = 0, self.phases + 1
-        if self.phases & 1 == parity:
-            raise KernelError("a wait for a phase that is over")
 
 
 @dataclass
@@ -148,24 +146,24 @@ class _Barriers:
 
 @dataclass(frozen=True)
 class _Descriptor:
-    made: TensorDescriptor
+    host: TensorDescriptor
     program: _Program
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.made.base.dtype
+        return self.host.base.dtype
 
     layout = None
 
     @property
     def block_type(self) -> Any:
-        shape = list(self.made.block_shape)
+        shape = list(self.host.block_shape)
         return types.SimpleNamespace(shape=shape, nbytes=math.prod(shape) * self.dtype.itemsize)
 
     def tile(self, start: Sequence[Any]) -> Tensor:
         """The box that begins there; what lies outside the tensor is 0."""
-        source = self.made.base.as_strided(self.made.shape, self.made.strides)
-        box = torch.zeros(self.made.block_shape, dtype=self.dtype)
+        source = self.host.base.as_strided(self.host.shape, self.host.strides)
+        box = torch.zeros(self.host.block_shape, dtype=self.dtype)
         begins = [int(at) for at in start]
         ends = [at + size for at, size in zip(begins, box.shape, strict=True)]
         kept = [slice(max(a, 0), min(b, size)) for a, b, size in zip(begins, ends, source.shape, strict=True)]
@@ -201,7 +199,7 @@ class _Program:
     barriers: list[_Barrier] = field(default_factory=list)
 
     def end(self) -> None:
-        if self.products or any(barrier.on_their_way for barrier in self.barriers):
+        if self.products or any(barrier.pending_copies for barrier in self.barriers):
             raise KernelError("a product or a copy is still on its way where the program ends")
 
     def scope(self) -> dict[str, Any]:
@@ -246,7 +244,7 @@ class _Program:
             target.x.copy_(box)
             return box.nbytes
 
-        barrier.on_their_way.append(arrive)
+        barrier.pending_copies.append(arrive)
 
     def _multiply(self, a: Any, b: Any, c: Any, use_acc: bool = True, is_async: bool = False) -> Any:
         def compute() -> Tensor:
@@ -287,14 +285,19 @@ def _wait(barrier: _Barrier, parity: Any, wanted: Any) -> None:
 
 
 def _load(pointer: _Pointer, mask: Any = None, other: Any = 0) -> Tensor:
-    at, meant = pointer.inside(mask)
-    return torch.where(meant, pointer.memory[at.long()], torch.as_tensor(other).to(pointer.memory.dtype))
+    at, in_mask = pointer.inside(mask)
+    return torch.where(in_mask, pointer.memory[at.long()], torch.as_tensor(other).to(pointer.memory.dtype))
 
 
 def _store(pointer: _Pointer, x: Any, mask: Any = None) -> None:
-    at, meant = pointer.inside(mask)
+    at, in_mask = pointer.inside(mask)
     value = torch.as_tensor(x).to(pointer.memory.dtype).expand(at.shape)
-    pointer.memory[at[meant].long()] = value[meant]
+    pointer.memory[at[in_mask].long()] = value[in_mask]
+
+
+def _largest(x: Tensor, axis: int) -> Tensor:
+    """NaN only where there is nothing else."""
+    return torch.where(x.isnan().all(axis), x.amax(axis), torch.where(x.isnan(), -math.inf, x).amax(axis).to(x.dtype))
 
 
 def _binary(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
@@ -314,8 +317,8 @@ _LANGUAGE: dict[str, Any] = {
     "static_assert": _assert,
     "static_range": range,
     "cdiv": lambda a, b: (a + b - 1) // b,
-    "minimum": _binary(torch.minimum),
-    "maximum": _binary(torch.maximum),
+    "minimum": _binary(torch.fmin),  # as on a GPU, a NaN gives way to a number
+    "maximum": _binary(torch.fmax),
     "load": _load,
     "store": _store,
     "arange": lambda begin, end, _=None: torch.arange(begin, end, dtype=torch.int32),
@@ -324,7 +327,7 @@ _LANGUAGE: dict[str, Any] = {
     "zeros_like": torch.zeros_like,
     "convert_layout": lambda x, _: x,
     "expand_dims": torch.unsqueeze,
-    "max": lambda x, axis: x.amax(axis),
+    "max": _largest,
     "min": lambda x, axis: x.amin(axis),
     "sum": lambda x, axis: x.sum(axis, dtype=x.dtype),
     "fma": lambda a, b, c: torch.as_tensor(a.double() * b.double() + c.double()).float(),
@@ -375,8 +378,8 @@ def _argument(x: Any, program: _Program) -> Any:
     if isinstance(x, TensorDescriptor):
         return _Descriptor(x, program)
     if isinstance(x, Tensor):
-        behind = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
-        return _Pointer(x.as_strided((behind,), (1,)))
+        size = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+        return _Pointer(x.as_strided((size,), (1,)))
     return x
 
 

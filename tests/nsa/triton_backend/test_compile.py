@@ -87,6 +87,14 @@ def test_kernels_that_have_another_on_hopper_fit_there_too() -> None:
     assert not too_much(needs, 90, spills=SPILLS)
 
 
+@pytest.mark.skipif(not hopper.AVAILABLE, reason="kernels of hopper/ need a version of Triton that was tried")
+def test_keys_of_192_channels_compile_for_hopper() -> None:
+    """With the launches that are to be measured first."""
+    needs = answer("compile_kernels", 90, 16, 192, 128, "wide")
+    assert len({name.split()[0] for name in needs}) == 5
+    assert not too_much(needs, 90, spills={"hopper.compressed_window._forward": 88})
+
+
 @pytest.mark.parametrize("architecture", [100, 120])
 def test_the_tables_of_blackwell_fit_without_spills(architecture: int) -> None:
     """Of the forward pass; both passes and all heads with the nightly profile."""

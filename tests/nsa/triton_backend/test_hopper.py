@@ -20,7 +20,7 @@ from tests.laws.cases import Case
 from tests.laws.parts import BRANCHES_AND_ALL, Parts
 from tests.laws.test_precision import values_and_gradients_within_budget
 from tests.laws.test_sizes import LONG
-from tests.nsa.triton_backend.test_hopper_on_cpu import WIDE
+from tests.nsa.triton_backend.compile_kernels import WIDE
 
 on_hopper = [
     pytest.mark.gpu,
@@ -43,6 +43,8 @@ CASES = {
     "group of 64": replace(PLAIN, num_kv_heads=1, group=64, queries=200, keys=200, seed=117),
     "blocks of 128": replace(PLAIN, config=nsa.NSAConfig(l=8, d=4, l_sel=128, n_sel=4, w=150)),
     "keys of 192": replace(PLAIN, dk=192),
+    "keys of 192, batch of 2": replace(PLAIN, dk=192, batch=2, group=6, queries=333, keys=333, seed=210),
+    "keys of 192, packed": replace(PLAIN, dk=192, documents=(130, 0, 1, 309, 260)),
     "one token": replace(PLAIN, queries=1, keys=1, seed=0),
 }
 LAWS: list[Callable[..., None]] = [
