@@ -82,6 +82,8 @@ class Prefix:
     gates: Tensor  # [1, 1, Hq, 3]
     k_compressed: Tensor | None  # [1, visible blocks, Hkv, Dk]
     v_compressed: Tensor | None
+    copies: int
+    """Of the query, for PyTorch's own error: several where the call has several queries."""
 
 
 def prefix(problem: Problem, row: QueryRow, config: NSAConfig) -> Prefix:
@@ -92,7 +94,8 @@ def prefix(problem: Problem, row: QueryRow, config: NSAConfig) -> Prefix:
     compressed_pair = (problem.k_compressed, problem.v_compressed)
     k_cmp, v_cmp = (None if x is None else x[batch, :blocks] for x in compressed_pair)
     k, v = problem.k[batch, :length], problem.v[batch, :length]
-    return Prefix(problem.q[batch, own], k, v, problem.gates[batch, own], k_cmp, v_cmp)
+    copies = min(problem.q.shape[1], _COPIES)
+    return Prefix(problem.q[batch, own], k, v, problem.gates[batch, own], k_cmp, v_cmp, copies)
 
 
 NSARow = Callable[[Prefix, Tensor, NSAConfig], Tensor]
@@ -124,22 +127,22 @@ def pytorch_nsa_row(x: Prefix, blocks: Tensor, config: NSAConfig) -> Tensor:
     block_of_key = torch.arange(x.k.shape[1], device=x.q.device) // config.l_sel
     selected = (blocks[..., None] == block_of_key).any(-2).transpose(1, 2)  # [1, Hkv, 1, t + 1]
     outputs = (
-        _sdpa(x.q, x.k_compressed, x.v_compressed),
-        _sdpa(x.q, x.k, x.v, selected.repeat_interleave(x.q.shape[2] // x.k.shape[2], 1)),
-        _sdpa(x.q, x.k[:, -config.w :], x.v[:, -config.w :]),
+        _sdpa(x, x.k_compressed, x.v_compressed),
+        _sdpa(x, x.k, x.v, selected.repeat_interleave(x.q.shape[2] // x.k.shape[2], 1)),
+        _sdpa(x, x.k[:, -config.w :], x.v[:, -config.w :]),
     )
     return (x.gates[..., None] * torch.stack(outputs, 3)).sum(3)
 
 
 def pytorch_dense_row(x: Prefix) -> Tensor:
     """What `dense_row` says, by PyTorch's attention in the dtype of the inputs."""
-    return _sdpa(x.q, x.k, x.v)
+    return _sdpa(x, x.k, x.v)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+def _sdpa(row: Prefix, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     if k.shape[1] == 0:
-        return q.new_zeros(*q.shape[:3], v.shape[3])
-    q, k, v = (x.transpose(1, 2) for x in (q.repeat(1, _COPIES, 1, 1), k, v))
+        return row.q.new_zeros(*row.q.shape[:3], v.shape[3])
+    q, k, v = (x.transpose(1, 2) for x in (row.q.repeat(1, row.copies, 1, 1), k, v))
     with sdpa_kernel(KERNELS):
         o = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     return o[:, :, :1].transpose(1, 2)
