@@ -91,7 +91,7 @@ def _forward(
     if REST > 0:
         q_rest = load_rows(Q, at_q + D, g < G, REST, flat)
         q_rest_left = gl.convert_layout(q_rest, left)
-        nonfinite_q = nonfinite(q) | nonfinite(q_rest)
+        nonfinite_q = nonfinite(q) | nonfinite(q_rest)  # here, so that they need no registers in the loop
 
     m = gl.full([GP], float("-inf"), gl.float32, gl.SliceLayout(1, mma))
     l, acc, read = gl.zeros_like(m), gl.zeros([GP, D], gl.float32, mma), whole * BN

@@ -53,6 +53,14 @@ def test_a_budget_comes_from_the_error_that_pytorch_has_in_a_whole_call() -> Non
     assert max(shares) < 1.3 / tolerance.BACKWARD_FACTOR  # it is PyTorch itself that is held to its own error
 
 
+def test_a_budget_of_decode_comes_from_the_error_of_one_query() -> None:
+    """With several, PyTorch's flash attention errs a quarter as much at this length: one query was out of budget."""
+    p = inputs.draw(key("decode", "sdpa-flash", 16384, heads=8, batch=4, head_dim_k=64, head_dim_v=64), "cpu")
+    (found,) = verify.check_dense(p, lambda p: sdpa.attend(p, "sdpa-flash"), "sdpa-flash", rows=4).checks
+    assert found.error is not None
+    assert found.error < 1.3 / tolerance.FORWARD_FACTOR * found.budget
+
+
 def decode_step(p: Problem) -> tuple[Tensor, Aux]:
     return nsa_attention(
         p.q, p.k, p.v, p.gates, CONFIG, k_compressed=p.k_compressed, v_compressed=p.v_compressed, return_aux=True

@@ -30,6 +30,19 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from nsa.triton_backend import hopper
+from tests.nsa.triton_backend.gluon_memory import (
+    Barrier,
+    Barriers,
+    Descriptor,
+    KernelError,
+    Pointer,
+    Shared,
+    expect,
+    init,
+    load,
+    store,
+    wait,
+)
 
 KERNELS = {
     hopper.compressed_window: ("_forward", "_backward_q"),
@@ -38,10 +51,6 @@ KERNELS = {
 }
 ORDERS = ("late", "early")
 """When a product that runs beside other work reads its operands: as late as it may, or at once."""
-
-
-class KernelError(Exception):
-    """A kernel did what a GPU would answer with a wrong result, a hang or an illegal address."""
 
 
 class _Layout:
@@ -57,120 +66,6 @@ class _Layout:
 
 class _BarrierLayout(_Layout):
     """Of barriers."""
-
-
-@dataclass(frozen=True)
-class _Pointer:
-    memory: Tensor
-    """From the tensor's first element to its last, flat."""
-    at: Tensor | int = 0
-
-    @property
-    def dtype(self) -> Any:
-        return types.SimpleNamespace(element_ty=self.memory.dtype)
-
-    def __add__(self, offset: Any) -> _Pointer:
-        return _Pointer(self.memory, self.at + offset)
-
-    def inside(self, mask: Any) -> tuple[Tensor, Tensor]:
-        """(addresses, which of them are in_mask), broadcast; those not in_mask are 0."""
-        at, in_mask = torch.broadcast_tensors(torch.as_tensor(self.at), torch.as_tensor(True if mask is None else mask))
-        if bool((in_mask & ((at < 0) | (at >= len(self.memory)))).any()):
-            raise KernelError("an address outside the tensor")
-        return torch.where(in_mask, at, 0), in_mask
-
-
-@dataclass(eq=False)
-class _Shared:
-    """Shared memory, or a view of it."""
-
-    x: Tensor
-    program: _Program
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.x.shape)
-
-    def index(self, slot: Any) -> _Shared:
-        return _Shared(self.x[int(slot)], self.program)
-
-    def reshape(self, shape: Sequence[int]) -> _Shared:
-        return _Shared(self.x.view(list(shape)), self.program)
-
-    def permute(self, order: Sequence[int]) -> _Shared:
-        return _Shared(self.x.permute(*order), self.program)
-
-    def load(self, _: object) -> Tensor:
-        return self.x.clone()
-
-    def store(self, x: Tensor) -> None:
-        self.x.copy_(x)
-        self.program.unfenced.add(self.x.untyped_storage().data_ptr())
-
-    def operand(self) -> Tensor:
-        if self.x.untyped_storage().data_ptr() in self.program.unfenced:
-            raise KernelError("a product reads what threads stored, without fence_async_shared between")
-        return self.x
-
-
-@dataclass(eq=False)
-class _Barrier:
-    count: int = 0
-    arrived: int = 0
-    bytes_missing: int = 0
-    phases: int = 0
-    """Completed."""
-    pending_copies: list[Callable[[], int]] = field(default_factory=list)
-    """Copies that will tell it how many bytes they brought."""
-
-    def arrive(self, expected: int) -> None:
-        self.arrived, self.bytes_missing = self.arrived + 1, self.bytes_missing + expected
-
-    def wait(self, parity: int) -> None:
-        if self.phases & 1 != parity:
-            return
-        self.bytes_missing -= sum(copy() for copy in self.pending_copies)
-        self.pending_copies.clear()
-        if self.count == 0 or self.arrived != self.count or self.bytes_missing:
-            raise KernelError("a wait that never ends")
-        self.arrived, self.phases = 0, self.phases + 1
-
-
-@dataclass
-class _Barriers:
-    of: list[_Barrier]
-
-    def index(self, slot: Any) -> _Barrier:
-        return self.of[int(slot)]
-
-
-@dataclass(frozen=True)
-class _Descriptor:
-    host: TensorDescriptor
-    program: _Program
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.host.base.dtype
-
-    layout = None
-
-    @property
-    def block_type(self) -> Any:
-        shape = list(self.host.block_shape)
-        return types.SimpleNamespace(shape=shape, nbytes=math.prod(shape) * self.dtype.itemsize)
-
-    def tile(self, start: Sequence[Any]) -> Tensor:
-        """The box that begins there; what lies outside the tensor is 0."""
-        source = self.host.base.as_strided(self.host.shape, self.host.strides)
-        box = torch.zeros(self.host.block_shape, dtype=self.dtype)
-        begins = [int(at) for at in start]
-        ends = [at + size for at, size in zip(begins, box.shape, strict=True)]
-        kept = [slice(max(a, 0), min(b, size)) for a, b, size in zip(begins, ends, source.shape, strict=True)]
-        if all(part.start < part.stop for part in kept):
-            target = [slice(part.start - at, part.stop - at) for part, at in zip(kept, begins, strict=True)]
-            box[tuple(target)] = source[tuple(kept)]
-        return box
 
 
 @dataclass(eq=False)
@@ -196,7 +91,7 @@ class _Program:
     unfenced: set[int] = field(default_factory=set)
     products: list[_Product] = field(default_factory=list)
     """In flight, in order."""
-    barriers: list[_Barrier] = field(default_factory=list)
+    barriers: list[Barrier] = field(default_factory=list)
 
     def end(self) -> None:
         if self.products or any(barrier.pending_copies for barrier in self.barriers):
@@ -207,7 +102,7 @@ class _Program:
         return {
             "gl": types.SimpleNamespace(**_LANGUAGE, **self._language()),
             "mbarrier": types.SimpleNamespace(
-                MBarrierLayout=_BarrierLayout, init=_init, expect=_expect, wait=_wait, arrive=_Barrier.arrive
+                MBarrierLayout=_BarrierLayout, init=init, expect=expect, wait=wait, arrive=Barrier.arrive
             ),
             "tma": types.SimpleNamespace(async_copy_global_to_shared=self._copy),
             "fence_async_shared": self.unfenced.clear,
@@ -226,15 +121,15 @@ class _Program:
 
     def _allocate(self, dtype: torch.dtype, shape: Sequence[int], layout: object, x: Tensor | None = None) -> Any:
         if isinstance(layout, _BarrierLayout):
-            made = [_Barrier() for _ in range(shape[0])]
+            made = [Barrier() for _ in range(shape[0])]
             self.barriers += made
-            return _Barriers(made)
-        new = _Shared(torch.full(tuple(shape), math.nan, dtype=dtype), self)
+            return Barriers(made)
+        new = Shared(torch.full(tuple(shape), math.nan, dtype=dtype), self.unfenced)
         if x is not None:
             new.store(x)
         return new
 
-    def _copy(self, source: _Descriptor, start: Sequence[Any], barrier: _Barrier, target: _Shared, wanted: Any) -> None:
+    def _copy(self, source: Descriptor, start: Sequence[Any], barrier: Barrier, target: Shared, wanted: Any) -> None:
         if not bool(wanted):
             return
         box = source.tile(start)
@@ -248,7 +143,7 @@ class _Program:
 
     def _multiply(self, a: Any, b: Any, c: Any, use_acc: bool = True, is_async: bool = False) -> Any:
         def compute() -> Tensor:
-            left, right = (x.operand() if isinstance(x, _Shared) else x for x in (a, b))
+            left, right = (x.operand() if isinstance(x, Shared) else x for x in (a, b))
             product = left.float() @ right.float()
             before = c.value if isinstance(c, _Product) else c  # products of one sum are done in their order
             return product + before if use_acc else product
@@ -268,31 +163,6 @@ class _Program:
                 raise KernelError("a product is used that was not waited for")
             found.append(one.value if isinstance(one, _Product) else one)
         return found[0] if len(found) == 1 else tuple(found)
-
-
-def _init(barrier: _Barrier, count: int) -> None:
-    barrier.count = count
-
-
-def _expect(barrier: _Barrier, size: int, wanted: Any) -> None:
-    if bool(wanted):
-        barrier.arrive(size)
-
-
-def _wait(barrier: _Barrier, parity: Any, wanted: Any) -> None:
-    if bool(wanted):
-        barrier.wait(int(parity))
-
-
-def _load(pointer: _Pointer, mask: Any = None, other: Any = 0) -> Tensor:
-    at, in_mask = pointer.inside(mask)
-    return torch.where(in_mask, pointer.memory[at.long()], torch.as_tensor(other).to(pointer.memory.dtype))
-
-
-def _store(pointer: _Pointer, x: Any, mask: Any = None) -> None:
-    at, in_mask = pointer.inside(mask)
-    value = torch.as_tensor(x).to(pointer.memory.dtype).expand(at.shape)
-    pointer.memory[at[in_mask].long()] = value[in_mask]
 
 
 def _largest(x: Tensor, axis: int) -> Tensor:
@@ -319,8 +189,8 @@ _LANGUAGE: dict[str, Any] = {
     "cdiv": lambda a, b: (a + b - 1) // b,
     "minimum": _binary(torch.fmin),  # as on a GPU, a NaN gives way to a number
     "maximum": _binary(torch.fmax),
-    "load": _load,
-    "store": _store,
+    "load": load,
+    "store": store,
     "arange": lambda begin, end, _=None: torch.arange(begin, end, dtype=torch.int32),
     "full": lambda shape, value, dtype, _=None: torch.full(tuple(shape), value, dtype=dtype),
     "zeros": lambda shape, dtype, _=None: torch.zeros(tuple(shape), dtype=dtype),
@@ -376,10 +246,10 @@ class _Kernel:
 
 def _argument(x: Any, program: _Program) -> Any:
     if isinstance(x, TensorDescriptor):
-        return _Descriptor(x, program)
+        return Descriptor(x)
     if isinstance(x, Tensor):
         size = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
-        return _Pointer(x.as_strided((size,), (1,)))
+        return Pointer(x.as_strided((size,), (1,)))
     return x
 
 

@@ -21,6 +21,7 @@ from tests.laws.budget import BACKWARD, FORWARD, gradient_unit, output_unit, sco
 from tests.laws.cases import Case, Inputs
 from tests.laws.parts import Parts
 from tests.nsa.triton_backend.compile_kernels import WIDE
+from tests.nsa.triton_backend.gluon_memory import Barrier, KernelError, Pointer, Shared, load
 from tests.nsa.triton_backend.gluon_on_cpu import ORDERS, emulated
 
 CPU = torch.device("cpu")
@@ -303,6 +304,33 @@ class TestWhatIsNotFinite:
         assert found.o[0, 60, 4].isfinite().all()
         assert found.o[0, changed:].isnan().all()
         assert found.o[0, 61:140].isfinite().all()
+
+
+class TestWhatTheEmulationRefuses:
+    def test_a_wait_that_never_ends(self) -> None:
+        barrier = Barrier(count=1)
+        with pytest.raises(KernelError, match="never ends"):
+            barrier.wait(0)
+        barrier.arrive(16)  # bytes that nothing brings
+        with pytest.raises(KernelError, match="never ends"):
+            barrier.wait(0)
+
+    def test_an_address_outside_its_tensor_unless_it_is_masked(self) -> None:
+        x = torch.arange(8.0)
+        pointer = Pointer(x[:4]) + torch.tensor([3, 4])
+        assert load(pointer, torch.tensor([True, False]), 9.0).tolist() == [3.0, 9.0]
+        for unmasked in (pointer, Pointer(x[:4]) + torch.tensor([-1])):
+            with pytest.raises(KernelError, match="outside"):
+                load(unmasked)
+
+    def test_a_product_of_what_is_stored_behind_no_fence(self) -> None:
+        unfenced: set[int] = set()
+        shared = Shared(torch.zeros(4, 4), unfenced)
+        shared.store(torch.ones(4, 4))
+        with pytest.raises(KernelError, match="fence"):
+            shared.permute((1, 0)).operand()
+        unfenced.clear()
+        assert shared.operand().sum() == 16
 
 
 def replace_rows(found: Results, by: Results, cut: int) -> Results:

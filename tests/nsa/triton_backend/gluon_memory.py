@@ -1,0 +1,158 @@
+"""The memory that kernels of `hopper/` see in `gluon_on_cpu.py`: tensors, shared memory, barriers and TMA's tiles."""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+
+class KernelError(Exception):
+    """A kernel did what a GPU would answer with a wrong result, a hang or an illegal address."""
+
+
+@dataclass(frozen=True)
+class Pointer:
+    memory: Tensor
+    """From the tensor's first element to its last, flat."""
+    at: Tensor | int = 0
+
+    @property
+    def dtype(self) -> Any:
+        return types.SimpleNamespace(element_ty=self.memory.dtype)
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.memory, self.at + offset)
+
+    def inside(self, mask: Any) -> tuple[Tensor, Tensor]:
+        """(addresses, mask), broadcast; addresses that the mask leaves out are 0."""
+        at, in_mask = torch.broadcast_tensors(torch.as_tensor(self.at), torch.as_tensor(True if mask is None else mask))
+        if bool((in_mask & ((at < 0) | (at >= len(self.memory)))).any()):
+            raise KernelError("an address outside the tensor")
+        return torch.where(in_mask, at, 0), in_mask
+
+
+@dataclass(eq=False)
+class Shared:
+    """Shared memory, or a view of it."""
+
+    x: Tensor
+    unfenced: set[int]
+    """Addresses of what threads have stored since the last fence."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.x.shape)
+
+    def index(self, slot: Any) -> Shared:
+        return Shared(self.x[int(slot)], self.unfenced)
+
+    def reshape(self, shape: Sequence[int]) -> Shared:
+        return Shared(self.x.view(list(shape)), self.unfenced)
+
+    def permute(self, order: Sequence[int]) -> Shared:
+        return Shared(self.x.permute(*order), self.unfenced)
+
+    def load(self, _: object) -> Tensor:
+        return self.x.clone()
+
+    def store(self, x: Tensor) -> None:
+        self.x.copy_(x)
+        self.unfenced.add(self.x.untyped_storage().data_ptr())
+
+    def operand(self) -> Tensor:
+        if self.x.untyped_storage().data_ptr() in self.unfenced:
+            raise KernelError("a product reads what threads stored, without fence_async_shared between")
+        return self.x
+
+
+@dataclass(eq=False)
+class Barrier:
+    """Ends a phase once `count` threads have arrived and all announced bytes are there."""
+
+    count: int = 0
+    arrived: int = 0
+    bytes_missing: int = 0
+    phases: int = 0
+    """Completed."""
+    pending_copies: list[Callable[[], int]] = field(default_factory=list)
+    """Copies that will tell it how many bytes they brought."""
+
+    def arrive(self, expected: int) -> None:
+        self.arrived, self.bytes_missing = self.arrived + 1, self.bytes_missing + expected
+
+    def wait(self, parity: int) -> None:
+        if self.phases & 1 != parity:
+            return
+        self.bytes_missing -= sum(copy() for copy in self.pending_copies)
+        self.pending_copies.clear()
+        if self.count == 0 or self.arrived != self.count or self.bytes_missing:
+            raise KernelError("a wait that never ends")
+        self.arrived, self.phases = 0, self.phases + 1
+
+
+@dataclass
+class Barriers:
+    of: list[Barrier]
+
+    def index(self, slot: Any) -> Barrier:
+        return self.of[int(slot)]
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    host: TensorDescriptor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.host.base.dtype
+
+    layout = None
+
+    @property
+    def block_type(self) -> Any:
+        shape = list(self.host.block_shape)
+        return types.SimpleNamespace(shape=shape, nbytes=math.prod(shape) * self.dtype.itemsize)
+
+    def tile(self, start: Sequence[Any]) -> Tensor:
+        """The box that begins there; what lies outside the tensor is 0."""
+        source = self.host.base.as_strided(self.host.shape, self.host.strides)
+        box = torch.zeros(self.host.block_shape, dtype=self.dtype)
+        begins = [int(at) for at in start]
+        ends = [at + size for at, size in zip(begins, box.shape, strict=True)]
+        kept = [slice(max(a, 0), min(b, size)) for a, b, size in zip(begins, ends, source.shape, strict=True)]
+        if all(part.start < part.stop for part in kept):
+            target = [slice(part.start - at, part.stop - at) for part, at in zip(kept, begins, strict=True)]
+            box[tuple(target)] = source[tuple(kept)]
+        return box
+
+
+def init(barrier: Barrier, count: int) -> None:
+    barrier.count = count
+
+
+def expect(barrier: Barrier, size: int, wanted: Any) -> None:
+    if bool(wanted):
+        barrier.arrive(size)
+
+
+def wait(barrier: Barrier, parity: Any, wanted: Any) -> None:
+    if bool(wanted):
+        barrier.wait(int(parity))
+
+
+def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
+    at, in_mask = pointer.inside(mask)
+    return torch.where(in_mask, pointer.memory[at.long()], torch.as_tensor(other).to(pointer.memory.dtype))
+
+
+def store(pointer: Pointer, x: Any, mask: Any = None) -> None:
+    at, in_mask = pointer.inside(mask)
+    value = torch.as_tensor(x).to(pointer.memory.dtype).expand(at.shape)
+    pointer.memory[at[in_mask].long()] = value[in_mask]
