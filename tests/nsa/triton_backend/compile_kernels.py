@@ -3,9 +3,8 @@
 Run as a process of its own, without Triton's interpreter, with the compute capability, G, Dk and Dv:
 `python -m tests.nsa.triton_backend.compile_kernels 86 16 128 128`. A kernel's name is followed by which of its
 versions it is; "forward" behind the sizes leaves the backward pass out, "portable" the kernels of `hopper/`. "by-block"
-compiles the selected branch's loop over blocks alone, as where L2 holds no head, and "wide" the kernels of `hopper/`
-alone, with the launches of `WIDE` for keys of 192 channels. The selected branch of short sequences and that of long
-ones are both compiled.
+compiles the selected branch's loop over blocks alone, as where L2 holds no head. The selected branch of short sequences
+and that of long ones are both compiled.
 """
 
 from __future__ import annotations
@@ -16,27 +15,15 @@ import sys
 from collections import Counter
 from unittest import mock
 
-from nsa.triton_backend import dispatch, hopper, tuning
+from nsa.triton_backend import dispatch, hopper
 from nsa.triton_backend.ahead_of_time import Heads, call, recorded
-from nsa.triton_backend.tuning import LaunchConfig
 
-WIDE = {
-    "hopper.compressed_window_forward": LaunchConfig(64, 64, 4, 1, 168),
-    "hopper.compressed_window_backward_q": LaunchConfig(64, 64, 4, 2, None, 1),
-    "hopper.scores": LaunchConfig(64, 64, 4, 2),
-    "hopper.selected_forward": LaunchConfig(16, 32, 1, 1),
-    "hopper.selected_backward_q": LaunchConfig(16, 16, 1, 2),
-}
-"""Launches for keys of 192 channels; the table of sm90 has none before they are measured."""
 LENGTH = 2048  # from there on small groups take the KV-stationary forward
 
 
 def main() -> None:
     architecture, group, dk, dv = map(int, sys.argv[1:5])
     hopper.AVAILABLE &= "portable" not in sys.argv
-    if "wide" in sys.argv:
-        shipped = tuning.shipped_table(90)
-        tuning.tuned[90] = dataclasses.replace(shipped, wide={**shipped.wide, **WIDE})
     by_block = {"return_value": True} if "by-block" in sys.argv else {"wraps": dispatch.sooner_by_block}
     with recorded(architecture) as launches, mock.patch.object(dispatch, "sooner_by_block", **by_block):
         for least in (LENGTH, LENGTH + 1):  # of `selected_masked.py`
@@ -45,8 +32,6 @@ def main() -> None:
     needs, versions = {}, Counter[str]()
     for launch in launches:
         if "by-block" in sys.argv and not launch.name.startswith(("selected_kv_major.", "partial_sums.")):
-            continue
-        if "wide" in sys.argv and not launch.name.startswith("hopper."):
             continue
         versions[launch.name] += 1
         needs[f"{launch.name} {versions[launch.name]}"] = dataclasses.asdict(launch.needs())

@@ -13,14 +13,13 @@ from harness import forced
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import compressed_window, hopper, scores, selected, tuning
+from nsa.triton_backend import compressed_window, hopper, scores, selected
 from nsa.triton_backend.dispatch import hopper_serves
 from tests.laws import test_causality, test_memory, test_selection
 from tests.laws.cases import Case
 from tests.laws.parts import BRANCHES_AND_ALL, Parts
 from tests.laws.test_precision import values_and_gradients_within_budget
 from tests.laws.test_sizes import LONG
-from tests.nsa.triton_backend.compile_kernels import WIDE
 
 on_hopper = [
     pytest.mark.gpu,
@@ -80,11 +79,8 @@ KERNELS = [
 def only_hopper(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     """Fail where a kernel is launched that `hopper/` stands in for.
 
-    Of one token there is no compressed block; the selected branch takes groups of up to 16 heads. Keys of 192 channels
-    come there with launches that are not in the table yet.
+    Of one token there is no compressed block; the selected branch takes groups of up to 16 heads.
     """
-    shipped = tuning.shipped_table(90)
-    monkeypatch.setitem(tuning.tuned, 90, replace(shipped, wide={**shipped.wide, **WIDE}))
     for module, name in KERNELS:
         if case.group <= 16 if module is selected else case.keys > 1:
             monkeypatch.setattr(module, name, _Unused())

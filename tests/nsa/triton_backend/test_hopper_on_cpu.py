@@ -20,7 +20,6 @@ from tests.laws import oracle
 from tests.laws.budget import BACKWARD, FORWARD, gradient_unit, output_unit, score_unit, within_budget
 from tests.laws.cases import Case, Inputs
 from tests.laws.parts import Parts
-from tests.nsa.triton_backend.compile_kernels import WIDE
 from tests.nsa.triton_backend.gluon_memory import Barrier, KernelError, Pointer, Shared, load
 from tests.nsa.triton_backend.gluon_on_cpu import ORDERS, emulated
 
@@ -65,8 +64,6 @@ of_intervals = pytest.mark.parametrize("branch", ["compressed", "window"])
 @pytest.fixture(autouse=True)
 def _tables_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(architecture, "of_gpu", lambda _: 90)
-    shipped = tuning.shipped_table(90)
-    monkeypatch.setitem(tuning.tuned, 90, replace(shipped, wide={**shipped.wide, **WIDE}))
 
 
 @pytest.fixture(params=ORDERS)
