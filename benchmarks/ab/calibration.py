@@ -37,6 +37,8 @@ FALSE_ALARMS = 0.01
 """Of one case: the smallest change that is called keeps the share of false alarms at or below this."""
 POWER = 0.9
 """A slowdown that is found this often may be ruled out by SAME."""
+_POWER_TO_SPARE = 0.01
+"""So much less of the smallest slowdown may be found for a blunter threshold, which calls identical code less often."""
 _MARGIN = 0.8
 """Of the smallest slowdown that is found: SAME rules it out, so that its margin lies below."""
 SMALLEST_CHANGES = (0.0025, 0.005, 0.01, 0.015, 0.02, 0.025)
@@ -285,20 +287,21 @@ def calibrate(
 
 
 def fit(measured: Sequence[CaseTimings], rules: Rules) -> Rules:
-    """The noise of these cases, the sharpest smallest change that it allows, and the margin of SAME for what is found.
+    """The noise of these cases, the margin of SAME for what is found, and the smallest change that is called: of those
+    with few false alarms the bluntest that finds as much as the sharpest does.
 
     The bluntest of each where none is good enough.
     """
     rules = dataclasses.replace(rules, noise=moderated.fit([one.identical for one in measured]))
-    for smallest_change in SMALLEST_CHANGES:
-        tried = dataclasses.replace(rules, smallest_change=smallest_change)
-        if _over(measured, 0.0, tried).alarms <= FALSE_ALARMS:
-            break
+    tried = [dataclasses.replace(rules, smallest_change=change) for change in SMALLEST_CHANGES]
+    while len(tried) > 1 and _over(measured, 0.0, tried[0]).alarms > FALSE_ALARMS:
+        del tried[0]
     for slowdown in SLOWDOWNS:
-        tried = dataclasses.replace(tried, equal_within=_MARGIN * slowdown)
-        if _over(measured, slowdown, tried).power >= POWER:
+        power = _over(measured, slowdown, tried[0]).power
+        if power >= POWER:
             break
-    return tried
+    as_good = [one for one in tried if _over(measured, slowdown, one).power >= power - _POWER_TO_SPARE]
+    return dataclasses.replace(as_good[-1], equal_within=_MARGIN * slowdown)
 
 
 def _over(measured: Sequence[CaseTimings], level: float, rules: Rules) -> CalibrationRate:
@@ -310,9 +313,10 @@ def _over(measured: Sequence[CaseTimings], level: float, rules: Rules) -> Calibr
 
 
 def verdicts(measured: CaseTimings, level: float, rules: Rules) -> list[CompareVerdict]:
-    """Of one test after the other. One that the pairs do not suffice for counts if it came to its first analysis."""
+    """Of one test after the other. None begins where fewer pairs are left than the second analysis takes, within which
+    the goals want an answer; one for whose last analysis they do not suffice counts with what it has."""
     pairs, found = [pair[level] for pair in measured.pairs], []
-    while len(pairs) >= rules.interim_analyses[0]:
+    while len(pairs) >= rules.interim_analyses[:2][-1]:
         for analysis in rules.interim_analyses:
             verdict, _ = sequential.analyse(pairs[:analysis], rules)
             if verdict is not CompareVerdict.UNDECIDED or len(pairs) < analysis:

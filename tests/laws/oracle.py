@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from nsa.config import BRANCHES
 from tests.laws.cases import Case, Inputs
 
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""o of q, k, v and a mask, as `attend` takes them."""
 _AT_ONCE = 2**26
 """Scores that may be in memory together: 0.5 GiB in float64."""
 
@@ -103,27 +105,37 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tenso
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """`attend`, the output alone; where the scores are many, one group at a time, and again in the backward."""
-    if q.shape[1] * k.shape[1] * q.shape[2] <= _AT_ONCE:
-        return attend(q, k, v, mask)[0]
-    group = q.shape[2] // k.shape[2]
-    outputs = []
-    for h, (keys, values) in enumerate(zip(k.split(1, 2), v.split(1, 2), strict=True)):
-        own_mask = mask[:, h : h + 1] if mask.dim() == 4 else mask
-        one = (q[:, :, h * group : (h + 1) * group], keys, values, own_mask)
-        outputs.append(checkpoint(lambda *args: attend(*args)[0], *one, use_reentrant=False))
-    return torch.cat(outputs, 2)
+    """`attend`, the output alone."""
+    return _in_pieces(lambda *piece: attend(*piece)[0], q, k, v, mask)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """The same by PyTorch's own attention, in the dtype of the inputs: what the error budgets are measured on."""
-    k, v, mask = _per_query_head(q, k, v, mask)
     if k.shape[1] == 0 or q.shape[1] == 0:
         return q.new_zeros(*q.shape[:3], v.shape[-1])
+    return _in_pieces(_sdpa, q, k, v, mask)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    k, v, mask = _per_query_head(q, k, v, mask)
     empty = ~mask.any(-1, keepdim=True)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=(mask | empty).expand(*q.shape[:3], -1))
     return o.masked_fill(empty, 0).transpose(1, 2)
+
+
+def _in_pieces(attention: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention, where the scores are many some query heads of one group at a time, and again in the backward pass."""
+    of_a_head, group = q.shape[0] * q.shape[1] * k.shape[1], q.shape[2] // k.shape[2]
+    if of_a_head * q.shape[2] <= _AT_ONCE:
+        return attention(q, k, v, mask)
+    heads, outputs = max(min(_AT_ONCE // of_a_head, group), 1), []
+    for h, own in enumerate(q.split(group, 2)):
+        keys, values = k[:, :, h : h + 1], v[:, :, h : h + 1]
+        own_mask = mask[:, h : h + 1] if mask.dim() == 4 else mask
+        for piece in own.split(heads, 2):
+            outputs.append(checkpoint(attention, piece, keys, values, own_mask, use_reentrant=False))
+    return torch.cat(outputs, 2)
 
 
 def _per_query_head(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,9 +143,6 @@ def _per_query_head(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tens
     group = q.shape[2] // k.shape[2]
     mask = mask.repeat_interleave(group, 1) if mask.dim() == 4 else mask[None, None]
     return k.repeat_interleave(group, 2), v.repeat_interleave(group, 2), mask
-
-
-Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def forward(case: Case, floats: Sequence[Tensor], branch: str, block_indices: Tensor, attention: Attention) -> Tensor:

@@ -67,3 +67,25 @@ def test_lse_within_budget(parts: Parts, case: Case) -> None:
             oracle.attend(x.q.to(wide), k.to(wide), k.to(wide), mask)[1] for wide in (torch.float32, torch.float64)
         )
         within_budget(f"lse of {name}", lse[name], single, truth, FORWARD, unit=score_unit(x))
+
+
+def test_the_oracle_in_pieces_is_the_oracle_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of real sizes it takes few query heads at a time, since all scores would not fit on a GPU beside others."""
+    case, cpu = replace(STEADY, num_kv_heads=2, group=3, dtype=torch.float64), torch.device("cpu")
+    x = case.inputs(cpu)
+    blocks = Parts("torch", cpu).select(case, x)
+    upstream = case.noise(x.q[..., : case.dv])
+
+    def results() -> list[torch.Tensor]:
+        return [
+            result
+            for branch in BRANCHES_AND_ALL
+            for attention in (oracle.dense, oracle.sdpa)
+            for result in oracle.gradients(case, x, branch, blocks, upstream, attention)
+        ]
+
+    whole = results()
+    for heads in (1, 2):
+        monkeypatch.setattr(oracle, "_AT_ONCE", heads * case.queries * case.keys)
+        for piece, wanted in zip(results(), whole, strict=True):
+            torch.testing.assert_close(piece, wanted)
