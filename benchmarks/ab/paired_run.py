@@ -1,18 +1,25 @@
-"""Measuring the cases of a comparison: pair by pair, until `sequential` has decided each, with a line of progress."""
+"""Measuring the cases of a comparison: some at a time, pair by pair, until `sequential` has decided each of them.
+
+Cases come some at a time so that those of a comparison that is interrupted, or whose time is over, have their verdicts
+as far as it came. They are enough to tell whether the machine is noisier than it was (`moderated.inflation`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import shlex
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from benchmarks.ab import checkout, sequential, trial
 from benchmarks.ab.calibration import Calibration
 from benchmarks.ab.checkout import Sources
 from benchmarks.ab.child import THREADS
 from benchmarks.ab.result import CompareVerdict, ComparisonResult, Rules
-from benchmarks.ab.sequential import PairFailure, PairTiming
+from benchmarks.ab.sequential import CaseResult, PairFailure, PairTiming
+from benchmarks.ab.stages import StageClock
 from benchmarks.ab.starter import PairStarter
 from benchmarks.ab.trial import PairedSamples
 from benchmarks.cases.key import Key
@@ -20,6 +27,11 @@ from benchmarks.timing import gpu_watch
 from benchmarks.timing.gpu_watch import GpuWatch
 from harness import fingerprint
 from harness.machines import Machine
+
+AT_A_TIME = 16
+"""Cases, at most."""
+_WORTH_SAYING_S = 1.0
+"""A stage of a pair that takes less is not named."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +73,8 @@ def measure(
     with PairStarter(base, head, machine.device) as starter:
         measure_pair = _PairMeasurement(starter, {key.name: key for key in keys}, rules.schedule, budget_s, watch)
         try:
-            sequential.extend(tested, measure_pair, rules, rules.schedule.interim_analyses)
+            for some in _in_turn(tested):
+                sequential.extend(some, measure_pair, rules, rules.schedule.interim_analyses)
         except (KeyboardInterrupt, _BudgetOverError) as error:
             interrupted = isinstance(error, KeyboardInterrupt)
             why = "interrupted" if interrupted else "the budget was over"
@@ -73,6 +86,13 @@ def measure(
         case_result.reason = "; ".join(one for one in said if one) or None
     paired = zip(tested, keys, strict=True)
     return [_result(case_result, key, identity, base, head, rules) for case_result, key in paired], interrupted
+
+
+def _in_turn(cases: Sequence[CaseResult]) -> list[Sequence[CaseResult]]:
+    """`AT_A_TIME` at most, and as many each time as can be."""
+    times = max(-(-len(cases) // AT_A_TIME), 1)
+    bounds = [len(cases) * i // times for i in range(times + 1)]
+    return [cases[begin:end] for begin, end in pairwise(bounds)]
 
 
 class _PairMeasurement:
@@ -89,23 +109,25 @@ class _PairMeasurement:
         self._starter, self._keys, self._rules, self._budget_s, self._watch = starter, keys, rules, budget_s, watch
         self.disturbed: dict[str, list[str]] = {}
         """Of each case, what could not be waited for before its pairs, and samples that were thrown away."""
-        self._done, self._seconds, self._cases = 0, 0.0, 0
+        self._seconds = 0.0
+        self._pairs = Counter[str]()
+        """Of each case; those that are measured together have as many."""
 
     def __call__(self, cases: Sequence[str]) -> Mapping[str, PairTiming | PairFailure]:
         if self._budget_s is not None and self._seconds > self._budget_s:
             raise _BudgetOverError
         self._make_ready(cases)
-        begin = time.perf_counter()
-        keys = [self._keys[case] for case in cases]
-        found = trial.run(self._starter, keys, self._rules, self._done % 2, check=self._done == 0)
-        self._done += 1
+        begin, clock = time.perf_counter(), StageClock()
+        keys, before = [self._keys[case] for case in cases], self._pairs[cases[0]]
+        found = trial.run(self._starter, keys, self._rules, before % 2, check=before == 0, clock=clock)
+        self._pairs.update(cases)
         for case, result in zip(cases, found, strict=True):
             if isinstance(result, PairedSamples) and result.discarded:
                 why = "the GPU still worked at the ends of their calls"
-                self._note(case, f"in pair {self._done} {result.discarded} samples were taken anew: {why}")
-        self._seconds += time.perf_counter() - begin
-        self._cases += len(cases)
-        print(self._progress(len(cases)), flush=True)
+                self._note(case, f"in pair {before + 1} {result.discarded} samples were taken anew: {why}")
+        seconds = time.perf_counter() - begin
+        self._seconds += seconds
+        print(self._progress(cases, seconds, clock), flush=True)
         timed = (result if isinstance(result, PairFailure) else result.timed() for result in found)
         return dict(zip(cases, timed, strict=True))
 
@@ -115,20 +137,25 @@ class _PairMeasurement:
             print(f"GPU: {text}", flush=True)
         for text in (noticed[name] for name in gpu_watch.UNTRUSTED if name in noticed):
             for case in cases:
-                self._note(case, f"before pair {self._done + 1} {text}")
+                self._note(case, f"before pair {self._pairs[case] + 1} {text}")
 
     def _note(self, case: str, text: str) -> None:
         self.disturbed.setdefault(case, []).append(text)
 
-    def _progress(self, cases: int) -> str:
-        """Time left to the next interim analysis; how many cases go on after it is not known before it."""
-        what, analyses = f"pair {self._done}, {cases} case{'s' if cases > 1 else ''}", self._rules.interim_analyses
-        next_analysis = next((pairs for pairs in analyses if pairs >= self._done), self._done)
-        if next_analysis == self._done:
-            return f"[{what}] {self._seconds:.0f} s"
-        left_s = (next_analysis - self._done) * cases * self._seconds / self._cases
-        progress = f"[{what}] {self._seconds:.0f} s, {left_s:.0f} s to the analysis after pair {next_analysis}"
-        return f"{progress}, {analyses[-1]} at most"
+    def _progress(self, cases: Sequence[str], seconds: float, clock: StageClock) -> str:
+        """Where the seconds of this pair went, and how long the next analysis of its cases takes at most: the oracle
+        is asked in the first pair alone."""
+        pairs = self._pairs[cases[0]]
+        spent = ", ".join(f"{name} {taken:.0f}" for name, taken in clock.seconds().items() if taken >= _WORTH_SAYING_S)
+        of_stages = f" ({spent})" if spent else ""
+        said = f"[pair {pairs} of {len(cases)} cases, {len(self._pairs)} of {len(self._keys)} begun]"
+        said = f"{said} {seconds:.0f} s{of_stages}, {self._seconds:.0f} s in all"
+        analyses = self._rules.interim_analyses
+        next_analysis = next((found for found in analyses if found >= pairs), pairs)
+        if next_analysis == pairs:
+            return said
+        left_s = (next_analysis - pairs) * seconds
+        return f"{said}, {left_s:.0f} s at most to the analysis after pair {next_analysis}, {analyses[-1]} at most"
 
 
 def _result(

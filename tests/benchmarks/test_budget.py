@@ -17,8 +17,10 @@ from benchmarks.__main__ import main
 from benchmarks.ab import calibration, paired_run, result
 from benchmarks.ab.checkout import Sources
 from benchmarks.ab.result import CompareVerdict, Rules, Side
+from benchmarks.ab.stages import StageClock
 from benchmarks.ab.trial import PairedSamples
 from benchmarks.budget import BudgetCase
+from benchmarks.cases.key import Key
 from benchmarks.commands import compare
 from benchmarks.commands import run as run_command
 from benchmarks.history.store import CaseVisit, Store
@@ -194,6 +196,32 @@ def test_a_comparison_ends_with_its_budget(monkeypatch: pytest.MonkeyPatch) -> N
     assert {one.verdict for one in found} == {CompareVerdict.UNDECIDED}
     assert {one.reason for one in found} == {"the budget was over after 2 pairs of processes"}
     assert {len(one.changes) for one in found} == {2}
+
+
+def test_what_is_decided_when_a_comparison_is_interrupted_stays_decided(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 20 cases ten are measured at a time: the oracle is asked in the first pair of each ten."""
+    asked: list[tuple[int, bool]] = []
+
+    def measured(_: object, keys: list[Key], *__: object, check: bool, clock: StageClock) -> list[PairedSamples]:
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        asked.append((len(keys), check))
+        clock.add({"samples": 2.4, "start": 0.2})
+        return [PairedSamples((10.0,) * 6, ((10.0,),) * 6) for _ in keys]
+
+    monkeypatch.setattr(paired_run.trial, "run", measured)
+    side = cast(Sources, SimpleNamespace(side=Side("main", "a" * 40, False, "b" * 16)))
+    rules = paired_run.CaseRules(Rules(), None)
+    keys = [key(length=64 * (i + 1)) for i in range(20)]
+    found, interrupted = paired_run.measure(machines.recognise(None), keys, side, side, rules)
+    assert interrupted
+    assert asked == [(10, True), (10, False), (10, False), (10, True)]
+    assert [one.verdict for one in found] == 10 * [CompareVerdict.SAME] + 10 * [CompareVerdict.UNDECIDED]
+    assert {one.reason for one in found[10:]} == {"interrupted after 1 pairs of processes"}
+    said = capsys.readouterr().out
+    assert "[pair 1 of 10 cases, 20 of 20 begun] 0 s (samples 2), 0 s in all, 0 s at most to the analysis after" in said
 
 
 def test_a_comparison_takes_what_was_compared_longest_ago(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from benchmarks.ab.calibration import Calibration, CalibrationRate, CaseCalibrat
 from benchmarks.ab.moderated import NoisePrior
 from benchmarks.ab.result import CompareVerdict, Rules
 from benchmarks.ab.sequential import PairFailure
+from benchmarks.ab.stages import StageClock
 from benchmarks.ab.starter import PairStarter
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome
@@ -132,7 +133,7 @@ def answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Play]
         done = 0
 
         def run_trial(
-            starter: PairStarter, keys: Sequence[Key], rules: Rules, first: int, *, check: bool
+            starter: PairStarter, keys: Sequence[Key], rules: Rules, first: int, *, check: bool, clock: StageClock
         ) -> list[trial.PairedSamples | PairFailure]:
             nonlocal done
             base, head = starter._sides
@@ -156,8 +157,8 @@ def test_identical_times_are_the_same_and_exit_with_0(
     said = capsys.readouterr().out
     found = json.loads(said.splitlines()[-1])
     assert list(found["verdicts"]) == ["SAME"]
-    assert "[pair 3, " in said
-    assert "s to the analysis after pair 3, 12 at most" in said
+    assert "[pair 3 of 10 cases, 10 of 10 begun] 0 s, 0 s in all" in said
+    assert "0 s at most to the analysis after pair 3, 12 at most" in said
 
 
 def test_samples_that_were_taken_anew_are_told_beside_the_verdict(
