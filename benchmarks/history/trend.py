@@ -163,9 +163,11 @@ def _first_alone(
 
 def _changes(logs: Sequence[float], smallest: float, uncertainty: Callable[[range, range], float]) -> list[Change]:
     """Of one part whose points are comparable; `uncertainty`: what bridges add between two stretches of it."""
-    starts = _without_small(logs, _level_starts(logs), math.log1p(smallest), uncertainty)
-    stretches = _stretches(starts, len(logs))
-    levels = [_median(logs, stretch) for stretch in stretches]
+    # a last point that is far from the two before it belongs to no level yet, or a level of two points would be half it
+    agreed = logs[:-1] if _last_is_far(logs, math.log1p(smallest)) else logs
+    starts = _without_small(agreed, _level_starts(agreed), math.log1p(smallest), uncertainty)
+    stretches = _stretches(starts, len(agreed))
+    levels = [_median(agreed, stretch) for stretch in stretches]
     found = [
         Change(start, math.expm1(new - old), True, uncertainty(*sides))
         for start, old, new, sides in zip(starts, levels, levels[1:], itertools.pairwise(stretches), strict=False)
@@ -175,6 +177,11 @@ def _changes(logs: Sequence[float], smallest: float, uncertainty: Callable[[rang
     if last is None or abs(math.log1p(last)) < (unsure := uncertainty(range(stretches[-1].start, end.start), end)):
         return found
     return [*found, Change(end.start, last, False, unsure)]
+
+
+def _last_is_far(logs: Sequence[float], smallest: float) -> bool:
+    """Whether the last of three points or more is the only one of these three at its place."""
+    return len(logs) >= 3 and abs(logs[-1] - statistics.median(logs[-3:])) >= smallest
 
 
 def _stretches(starts: Sequence[int], count: int) -> list[range]:

@@ -85,6 +85,17 @@ def test_the_last_point_alone_asks_for_another_run() -> None:
     assert confirmed.level_ms == pytest.approx(11.0, rel=0.01)
 
 
+def test_a_large_last_step_does_not_make_a_level_of_the_run_before_it() -> None:
+    """54.9 to 53.5 ms is noise; the run at 38.6 is the first of another level, which a second one must see."""
+    calm = noisy([54.9] * 8, seed=5, noise=0.003)
+    asked = of([*calm, 53.5, 38.6])
+    assert [(change.index, change.confirmed) for change in asked.changes] == [(9, False)]
+    assert asked.level_ms == pytest.approx(54.9, rel=0.01)
+    (change,) = of([*calm, 53.5, 38.6, 38.7]).changes
+    assert (change.index, change.confirmed) == (9, True)
+    assert change.change == pytest.approx(38.65 / 54.9 - 1, rel=0.01)
+
+
 def test_runs_that_cannot_be_compared_split_the_series() -> None:
     newer = dataclasses.replace(FINGERPRINT, torch="2.14.0")
     found = of([10.0] * 10 + [13.0] * 10, [FINGERPRINT] * 10 + [newer] * 10)
