@@ -34,11 +34,12 @@ from nsa.io import atomic_write
 LONG, SHORT = "1 ms and more", "below 1 ms"
 _LONG_MS = 1.0
 FALSE_ALARMS = 0.01
-"""Of one case: the smallest change that is called keeps the share of false alarms at or below this."""
+"""Of the cases of a class together: the smallest change that is called keeps the share of false alarms at or below
+this."""
 POWER = 0.9
 """A slowdown that is found this often may be ruled out by SAME."""
-_POWER_TO_SPARE = 0.01
-"""So much less of the smallest slowdown may be found for a blunter threshold, which calls identical code less often."""
+_POWER_LOSS = 0.01
+"""A larger threshold, which calls identical code less often, is taken if it finds at most this share less."""
 _MARGIN = 0.8
 """Of the smallest slowdown that is found: SAME rules it out, so that its margin lies below."""
 SMALLEST_CHANGES = (0.0025, 0.005, 0.01, 0.015, 0.02, 0.025)
@@ -287,21 +288,22 @@ def calibrate(
 
 
 def fit(measured: Sequence[CaseTimings], rules: Rules) -> Rules:
-    """The noise of these cases, the margin of SAME for what is found, and the smallest change that is called: of those
-    with few false alarms the bluntest that finds as much as the sharpest does.
+    """The noise of these cases; the margin of SAME for the smallest slowdown that is found; and of the thresholds
+    (`smallest_change`) with few false alarms the largest that finds as much of it as the smallest one does.
 
-    The bluntest of each where none is good enough.
+    The largest of each where none is good enough.
     """
     rules = dataclasses.replace(rules, noise=moderated.fit([one.identical for one in measured]))
-    tried = [dataclasses.replace(rules, smallest_change=change) for change in SMALLEST_CHANGES]
-    while len(tried) > 1 and _over(measured, 0.0, tried[0]).alarms > FALSE_ALARMS:
-        del tried[0]
     for slowdown in SLOWDOWNS:
-        power = _over(measured, slowdown, tried[0]).power
-        if power >= POWER:
+        margin = dataclasses.replace(rules, equal_within=_MARGIN * slowdown)
+        tried = [dataclasses.replace(margin, smallest_change=change) for change in SMALLEST_CHANGES]
+        quiet = [one for one in tried if _over(measured, 0.0, one).alarms <= FALSE_ALARMS] or tried[-1:]
+        found = [_over(measured, slowdown, one) for one in quiet]
+        if found[0].power >= POWER:
             break
-    as_good = [one for one in tried if _over(measured, slowdown, one).power >= power - _POWER_TO_SPARE]
-    return dataclasses.replace(as_good[-1], equal_within=_MARGIN * slowdown)
+    if not found[0].comparisons:  # it could not be injected into any of these cases
+        return quiet[0]
+    return [one for one, rate in zip(quiet, found, strict=True) if rate.power >= found[0].power - _POWER_LOSS][-1]
 
 
 def _over(measured: Sequence[CaseTimings], level: float, rules: Rules) -> CalibrationRate:
@@ -313,15 +315,21 @@ def _over(measured: Sequence[CaseTimings], level: float, rules: Rules) -> Calibr
 
 
 def verdicts(measured: CaseTimings, level: float, rules: Rules) -> list[CompareVerdict]:
-    """Of one test after the other. None begins where fewer pairs are left than the second analysis takes, within which
-    the goals want an answer; one for whose last analysis they do not suffice counts with what it has."""
+    """Of one test after the other.
+
+    None begins where fewer pairs are left than the second analysis takes: the goals ("3 % found in 99 %") are of so
+    many. One that is UNDECIDED because the pairs ended before its last analysis counts as a slowdown that was not
+    found; of identical code, which a later analysis could have called, it says nothing and is left out.
+    """
     pairs, found = [pair[level] for pair in measured.pairs], []
     while len(pairs) >= rules.interim_analyses[:2][-1]:
         for analysis in rules.interim_analyses:
             verdict, _ = sequential.analyse(pairs[:analysis], rules)
             if verdict is not CompareVerdict.UNDECIDED or len(pairs) < analysis:
                 break
-        found.append(verdict)
+        complete = verdict is not CompareVerdict.UNDECIDED or len(pairs) >= rules.interim_analyses[-1]
+        if complete or level > 0.0:
+            found.append(verdict)
         del pairs[:analysis]
     return found
 

@@ -1,7 +1,7 @@
-"""Measuring the cases of a comparison: some at a time, pair by pair, until `sequential` has decided each of them.
+"""Measuring the cases of a comparison, group by group and pair by pair, until `sequential` has decided each of them.
 
-Cases come some at a time so that those of a comparison that is interrupted, or whose time is over, have their verdicts
-as far as it came. They are enough to tell whether the machine is noisier than it was (`moderated.inflation`).
+Every group has its first analysis before any group goes on to the next one. So a comparison that is interrupted keeps
+the verdicts that it has, and one whose time is over has spent it on as many cases as possible.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 from benchmarks.ab import checkout, sequential, trial
 from benchmarks.ab.calibration import Calibration
@@ -28,8 +27,8 @@ from benchmarks.timing.gpu_watch import GpuWatch
 from harness import fingerprint
 from harness.machines import Machine
 
-AT_A_TIME = 16
-"""Cases, at most."""
+CASES_OF_A_GROUP = 16
+"""At most. They tell together whether the machine is noisier than it was (`moderated.inflation`)."""
 _WORTH_SAYING_S = 1.0
 """A stage of a pair that takes less is not named."""
 
@@ -73,13 +72,15 @@ def measure(
     with PairStarter(base, head, machine.device) as starter:
         measure_pair = _PairMeasurement(starter, {key.name: key for key in keys}, rules.schedule, budget_s, watch)
         try:
-            for some in _in_turn(tested):
-                sequential.extend(some, measure_pair, rules, rules.schedule.interim_analyses)
+            for analysis in rules.schedule.interim_analyses:
+                for group in _groups(tested):
+                    sequential.extend(group, measure_pair, rules, (analysis,))
         except (KeyboardInterrupt, _BudgetOverError) as error:
             interrupted = isinstance(error, KeyboardInterrupt)
             why = "interrupted" if interrupted else "the budget was over"
             for case_result in tested:
-                if case_result.verdict is CompareVerdict.UNDECIDED and case_result.stopped is None:
+                undecided = case_result.verdict is CompareVerdict.UNDECIDED and case_result.stopped is None
+                if undecided and len(case_result.pairs) < rules.schedule.interim_analyses[-1]:
                     case_result.reason = f"{why} after {len(case_result.pairs)} pairs of processes"
     for case_result in tested:
         said = [case_result.reason, *measure_pair.disturbed.get(case_result.case, [])]
@@ -88,11 +89,10 @@ def measure(
     return [_result(case_result, key, identity, base, head, rules) for case_result, key in paired], interrupted
 
 
-def _in_turn(cases: Sequence[CaseResult]) -> list[Sequence[CaseResult]]:
-    """`AT_A_TIME` at most, and as many each time as can be."""
-    times = max(-(-len(cases) // AT_A_TIME), 1)
-    bounds = [len(cases) * i // times for i in range(times + 1)]
-    return [cases[begin:end] for begin, end in pairwise(bounds)]
+def _groups(cases: Sequence[CaseResult]) -> list[Sequence[CaseResult]]:
+    """Of nearly equal size, each with cases from the whole list: of every mode, since cases are listed by mode."""
+    count = -(-len(cases) // CASES_OF_A_GROUP)
+    return [cases[number::count] for number in range(count)]
 
 
 class _PairMeasurement:
@@ -143,19 +143,20 @@ class _PairMeasurement:
         self.disturbed.setdefault(case, []).append(text)
 
     def _progress(self, cases: Sequence[str], seconds: float, clock: StageClock) -> str:
-        """Where the seconds of this pair went, and how long the next analysis of its cases takes at most: the oracle
-        is asked in the first pair alone."""
-        pairs = self._pairs[cases[0]]
+        """[10 cases, pair 1 of at most 12; 20 of 32 cases begun] 62 s (first_call 30, finish 20), 62 s in all ...
+
+        In brackets stand seconds by stage, on a CPU summed over its cores.
+        """
+        pairs, analyses = self._pairs[cases[0]], self._rules.interim_analyses
         spent = ", ".join(f"{name} {taken:.0f}" for name, taken in clock.seconds().items() if taken >= _WORTH_SAYING_S)
         of_stages = f" ({spent})" if spent else ""
-        said = f"[pair {pairs} of {len(cases)} cases, {len(self._pairs)} of {len(self._keys)} begun]"
-        said = f"{said} {seconds:.0f} s{of_stages}, {self._seconds:.0f} s in all"
-        analyses = self._rules.interim_analyses
+        many = f"{len(cases)} case{'s' if len(cases) > 1 else ''}"
+        begun = f"{len(self._pairs)} of {len(self._keys)} cases begun"
+        said = f"[{many}, pair {pairs} of at most {analyses[-1]}; {begun}] {seconds:.0f} s{of_stages}"
         next_analysis = next((found for found in analyses if found >= pairs), pairs)
-        if next_analysis == pairs:
-            return said
         left_s = (next_analysis - pairs) * seconds
-        return f"{said}, {left_s:.0f} s at most to the analysis after pair {next_analysis}, {analyses[-1]} at most"
+        left = f", about {left_s:.0f} s to the analysis after pair {next_analysis}" if next_analysis > pairs else ""
+        return f"{said}, {self._seconds:.0f} s in all{left}"
 
 
 def _result(

@@ -140,7 +140,8 @@ def _planned(
     """
     if arguments.budget is None:
         return None
-    last = {one.key.name: one.utc for one in result.read(arguments.out)[0] if one.fingerprint.machine == machine.id}
+    results = result.read(arguments.out)[0]
+    last = {one.key.name: one.utc for one in results if one.fingerprint.machine == machine.id and one.changes}
     pairs = rules.schedule.interim_analyses[0]
     visits = {
         name: [visit._replace(utc=last.get(name, ""), case_s=visit.case_s and pairs * visit.case_s) for visit in found]

@@ -201,27 +201,58 @@ def test_a_comparison_ends_with_its_budget(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_is_decided_when_a_comparison_is_interrupted_stays_decided(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of 20 cases ten are measured at a time: the oracle is asked in the first pair of each ten."""
-    asked: list[tuple[int, bool]] = []
+    """17 cases are two groups, each of which is analysed before either goes on; the oracle is asked in each first
+    pair."""
+    asked: list[tuple[int, int, bool]] = []
+    wild = random.Random(4)
 
-    def measured(_: object, keys: list[Key], *__: object, check: bool, clock: StageClock) -> list[PairedSamples]:
-        if len(asked) == 4:
+    def measured(
+        _: object, keys: list[Key], __: Rules, first: int, *, check: bool, clock: StageClock
+    ) -> list[PairedSamples]:
+        if len(asked) == 15:
             raise KeyboardInterrupt
-        asked.append((len(keys), check))
+        asked.append((len(keys), first, check))
         clock.add({"samples": 2.4, "start": 0.2})
-        return [PairedSamples((10.0,) * 6, ((10.0,),) * 6) for _ in keys]
+        calm = keys[0].num_queries == 64
+        ratios = [1.0 if calm and key is keys[0] else wild.uniform(0.5, 2.0) for key in keys]
+        return [PairedSamples((10.0,) * 6, ((10.0 * ratio,),) * 6) for ratio in ratios]
 
     monkeypatch.setattr(paired_run.trial, "run", measured)
     side = cast(Sources, SimpleNamespace(side=Side("main", "a" * 40, False, "b" * 16)))
     rules = paired_run.CaseRules(Rules(), None)
-    keys = [key(length=64 * (i + 1)) for i in range(20)]
+    keys = [key(length=64 * (i + 1)) for i in range(17)]
     found, interrupted = paired_run.measure(machines.recognise(None), keys, side, side, rules)
     assert interrupted
-    assert asked == [(10, True), (10, False), (10, False), (10, True)]
-    assert [one.verdict for one in found] == 10 * [CompareVerdict.SAME] + 10 * [CompareVerdict.UNDECIDED]
-    assert {one.reason for one in found[10:]} == {"interrupted after 1 pairs of processes"}
+    of_nine, of_eight = [(9, 0, True), (9, 1, False), (9, 0, False)], [(8, 0, True), (8, 1, False), (8, 0, False)]
+    second = [(8, 1, False), (8, 0, False), (8, 1, False)]
+    assert asked == [*of_nine, *of_eight, *second, *second, (8, 0, False), (8, 1, False), (8, 0, False)]
+    assert found[0].verdict is CompareVerdict.SAME
+    assert {one.verdict for one in found[1:]} == {CompareVerdict.UNDECIDED}
+    assert {one.reason for one in found[1::2]} == {"interrupted after 6 pairs of processes"}
+    assert {one.reason for one in found[2::2]} == {"interrupted after 9 pairs of processes"}
     said = capsys.readouterr().out
-    assert "[pair 1 of 10 cases, 20 of 20 begun] 0 s (samples 2), 0 s in all, 0 s at most to the analysis after" in said
+    assert "[9 cases, pair 1 of at most 12; 9 of 17 cases begun] 0 s (samples 2), 0 s in all, about 0 s to the" in said
+
+
+def test_what_the_last_analysis_said_of_a_case_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two groups is interrupted when the first one has come to its end."""
+    count, wild = 0, random.Random(4)
+
+    def measured(_: object, keys: list[Key], *__: object, **___: object) -> list[PairedSamples]:
+        nonlocal count
+        count += 1
+        if count > 6 + 6 + 6:  # of the first group's last analysis
+            raise KeyboardInterrupt
+        return [PairedSamples((10.0,) * 6, ((10.0 * wild.uniform(0.5, 2.0),),) * 6) for _ in keys]
+
+    monkeypatch.setattr(paired_run.trial, "run", measured)
+    side = cast(Sources, SimpleNamespace(side=Side("main", "a" * 40, False, "b" * 16)))
+    keys = [key(length=64 * (i + 1)) for i in range(17)]
+    rules = paired_run.CaseRules(Rules(), None)
+    found, interrupted = paired_run.measure(machines.recognise(None), keys, side, side, rules)
+    assert interrupted
+    assert all("12 pairs of processes leave it between" in str(one.reason) for one in found[0::2])
+    assert {one.reason for one in found[1::2]} == {"interrupted after 6 pairs of processes"}
 
 
 def test_a_comparison_takes_what_was_compared_longest_ago(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

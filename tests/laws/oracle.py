@@ -125,13 +125,16 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def _in_pieces(attention: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attention, where the scores are many some query heads of one group at a time, and again in the backward pass."""
+    """Attention, where the scores are many some query heads of one group at a time, and again in the backward pass.
+
+    A group's keys and values are float32 at least, so that their gradients are rounded once, not once per piece.
+    """
     of_a_head, group = q.shape[0] * q.shape[1] * k.shape[1], q.shape[2] // k.shape[2]
     if of_a_head * q.shape[2] <= _AT_ONCE:
         return attention(q, k, v, mask)
     heads, outputs = max(min(_AT_ONCE // of_a_head, group), 1), []
     for h, own in enumerate(q.split(group, 2)):
-        keys, values = k[:, :, h : h + 1], v[:, :, h : h + 1]
+        keys, values = (x[:, :, h : h + 1].to(torch.promote_types(x.dtype, torch.float32)) for x in (k, v))
         own_mask = mask[:, h : h + 1] if mask.dim() == 4 else mask
         for piece in own.split(heads, 2):
             outputs.append(checkpoint(attention, piece, keys, values, own_mask, use_reentrant=False))
@@ -139,10 +142,11 @@ def _in_pieces(attention: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tens
 
 
 def _per_query_head(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values and mask [B|1, Hq|1, S, T], repeated for the query heads of each group."""
+    """Keys and values in the type of q and mask [B|1, Hq|1, S, T], repeated for the query heads of each group."""
     group = q.shape[2] // k.shape[2]
     mask = mask.repeat_interleave(group, 1) if mask.dim() == 4 else mask[None, None]
-    return k.repeat_interleave(group, 2), v.repeat_interleave(group, 2), mask
+    k, v = (x.repeat_interleave(group, 2).to(q.dtype) for x in (k, v))
+    return k, v, mask
 
 
 def forward(case: Case, floats: Sequence[Tensor], branch: str, block_indices: Tensor, attention: Attention) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -71,21 +73,34 @@ def test_lse_within_budget(parts: Parts, case: Case) -> None:
 
 def test_the_oracle_in_pieces_is_the_oracle_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of real sizes it takes few query heads at a time, since all scores would not fit on a GPU beside others."""
-    case, cpu = replace(STEADY, num_kv_heads=2, group=3, dtype=torch.float64), torch.device("cpu")
+    case, cpu = replace(STEADY, batch=2, num_kv_heads=2, group=3, dtype=torch.float64), torch.device("cpu")
     x = case.inputs(cpu)
     blocks = Parts("torch", cpu).select(case, x)
     upstream = case.noise(x.q[..., : case.dv])
+    taken: list[int] = []
+    monkeypatch.setattr(oracle, "attend", _noting(oracle.attend, taken))
 
-    def results() -> list[torch.Tensor]:
-        return [
-            result
-            for branch in BRANCHES_AND_ALL
-            for attention in (oracle.dense, oracle.sdpa)
-            for result in oracle.gradients(case, x, branch, blocks, upstream, attention)
-        ]
+    def results(attention: oracle.Attention, dtype: torch.dtype) -> list[torch.Tensor]:
+        found = (oracle.gradients(case, x, one, blocks, upstream.to(dtype), attention) for one in BRANCHES_AND_ALL)
+        return [gradient for of_a_branch in found for gradient in of_a_branch]
 
-    whole = results()
+    both = (oracle.dense, oracle.sdpa)
+    truth, single = ([results(attention, dtype) for attention in both] for dtype in (torch.float64, torch.bfloat16))
     for heads in (1, 2):
-        monkeypatch.setattr(oracle, "_AT_ONCE", heads * case.queries * case.keys)
-        for piece, wanted in zip(results(), whole, strict=True):
-            torch.testing.assert_close(piece, wanted)
+        monkeypatch.setattr(oracle, "_AT_ONCE", heads * case.batch * case.queries * case.keys)
+        taken.clear()
+        for attention, whole, rounded in zip(both, truth, single, strict=True):
+            for piece, wanted in zip(results(attention, torch.float64), whole, strict=True):
+                torch.testing.assert_close(piece, wanted)
+            for piece, one, wanted in zip(results(attention, torch.bfloat16), rounded, whole, strict=True):
+                assert (piece - wanted).norm() <= 1.05 * (one - wanted).norm(), "gradients of keys are rounded once"
+        assert heads in taken
+        assert max(taken) <= case.group, "never all heads at a time"
+
+
+def _noting(attend: Callable[..., Any], taken: list[int]) -> Callable[..., Any]:
+    def noting(q: torch.Tensor, *more: torch.Tensor) -> Any:
+        taken.append(q.shape[2])
+        return attend(q, *more)
+
+    return noting

@@ -111,8 +111,9 @@ _FEWER = 1 if _GPU_GIB > _ORACLE_GIB else 2
 
 @pytest.fixture
 def turn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """As many of these tests at a time as the GPU holds oracles, whatever number of workers uses it."""
-    places = max(1, int(_GPU_GIB // (_ORACLE_GIB / _FEWER**2)))
+    """As many of these tests at a time as two thirds of the GPU hold oracles, whatever number of workers uses it: the
+    others run other tests, and keep what these took."""
+    places = max(1, int(2 / 3 * _GPU_GIB // (_ORACLE_GIB / _FEWER**2)))
     folder = tmp_path_factory.getbasetemp().parent  # the workers share it
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
     with contextlib.ExitStack() as stack:
@@ -120,8 +121,19 @@ def turn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         while not any(_taken(file) for file in files):
             time.sleep(0.1)
         yield
-        gc.collect()
-        torch.cuda.empty_cache()  # before the next one comes
+        _free()  # before the next one comes
+
+
+@pytest.fixture
+def freed() -> Iterator[None]:
+    """What a test took is left to the other workers."""
+    yield
+    _free()
+
+
+def _free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _taken(file: IO[str]) -> bool:
@@ -149,6 +161,7 @@ REAL = {
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("freed")
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", REAL.values(), ids=REAL.keys())

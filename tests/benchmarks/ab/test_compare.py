@@ -157,8 +157,8 @@ def test_identical_times_are_the_same_and_exit_with_0(
     said = capsys.readouterr().out
     found = json.loads(said.splitlines()[-1])
     assert list(found["verdicts"]) == ["SAME"]
-    assert "[pair 3 of 10 cases, 10 of 10 begun] 0 s, 0 s in all" in said
-    assert "0 s at most to the analysis after pair 3, 12 at most" in said
+    assert "[10 cases, pair 3 of at most 12; 10 of 10 cases begun] 0 s, 0 s in all" in said
+    assert ", about 0 s to the analysis after pair 3" in said
 
 
 def test_samples_that_were_taken_anew_are_told_beside_the_verdict(

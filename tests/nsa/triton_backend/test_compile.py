@@ -40,7 +40,6 @@ SPILLS = {
     "compressed_window._forward": 360,
     "compressed_window._backward_q": 200,
     "compressed_window._backward_kv": 360,
-    "hopper.compressed_window._forward": 88,
     "selected._forward": 360,
     "selected._backward_q": 200,
     "selected_kv_major._backward": 360,
@@ -48,6 +47,8 @@ SPILLS = {
 }
 """Per thread. On Hopper the tables were measured, and tiles that spill this much were faster than smaller ones; heads
 of 256 spill everywhere; of the choice it is one version, for 64 blocks."""
+
+KEYS_OF_192_SPILL = {"hopper.compressed_window._forward": 88}
 
 
 def too_much(
@@ -77,8 +78,10 @@ def test_every_kernel_compiles_and_fits(architecture: int, heads: tuple[int, int
     needs = answer("compile_kernels", architecture, *heads)
     assert len({name.split()[0] for name in needs}) in KERNELS
     served = hopper.AVAILABLE and architecture == 90 and heads[1:] in ((128, 128), (192, 128))
-    assert any(name.startswith("hopper.") for name in needs) == served
-    assert not too_much(needs, architecture, spills=SPILLS)
+    of_hopper = {name.split()[0] for name in needs if name.startswith("hopper.")}
+    assert bool(of_hopper) == served
+    assert len(of_hopper) == 5 or not served or heads[0] != 16
+    assert not too_much(needs, architecture, spills=SPILLS | (KEYS_OF_192_SPILL if heads[1] == 192 else {}))
 
 
 def test_kernels_that_have_another_on_hopper_fit_there_too() -> None:
