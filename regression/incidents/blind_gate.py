@@ -113,7 +113,7 @@ def _bench(broken: bool, folder: Path) -> GateResult:
 def _compare(broken: bool, folder: Path) -> GateResult:
     """Two commits on decode; the fault is a HEAD that takes a tenth longer, in figures that need no clock."""
 
-    def played(_starter: object, keys: Sequence[Key], rules: Rules, _first: int, *, check: bool) -> list[PairedSamples]:
+    def played(_starter: object, keys: Sequence[Key], rules: Rules, *_: object, **__: object) -> list[PairedSamples]:
         head_ms = 1.1 if broken else 1.0
         return [PairedSamples((1.0,) * rules.min_samples, ((head_ms,),) * rules.min_samples) for _ in keys]
 
