@@ -226,7 +226,11 @@ class _Summary:
 
 def _command(ranks: int) -> str:
     start = ["python"] if ranks == 1 else ["torchrun", f"--nproc_per_node={ranks}"]
-    return shlex.join([*start, "-m", "benchmarks.long_truth", *sys.argv[1:]])
+    arguments = sys.argv[1:]
+    if "--out" in arguments:  # a folder of this machine
+        place = arguments.index("--out")
+        del arguments[place : place + 2]
+    return shlex.join([*start, "-m", "benchmarks.long_truth", *arguments])
 
 
 def _table(name: str, found: LongTruth) -> str:

@@ -304,3 +304,9 @@ def test_shapes_by_name() -> None:
     for text in ("16x4", "16x3x64"):
         with pytest.raises(ValueError, match="--shapes"):
             program.case(asked, text, 64)
+
+
+def test_the_command_of_a_summary_names_no_folder_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["long_truth", "--tokens", "64", "--out", "/tmp/here", "--forward"])
+    assert program._command(1) == "python -m benchmarks.long_truth --tokens 64 --forward"
+    assert program._command(2).startswith("torchrun --nproc_per_node=2 -m benchmarks.long_truth --tokens 64")
