@@ -1,7 +1,8 @@
-"""One case of one version of nsa/: a hash over what its call runs on the device.
+"""Cases of one version of nsa/: for each a hash over what its call runs on the device.
 
-Usage: python -m benchmarks.ab.device_code_worker '{"key": {...}, "architecture": 90}', with the sources of one side
-first on the path; the last line of stdout is {"sha256": "..."}. It fails where that nsa/ cannot say what it launches.
+Usage: python -m benchmarks.ab.device_code_worker '{"keys": [{...}], "architecture": 90}', with the sources of one side
+first on the path. For each key a line of stdout is {"sha256": "...", "why": null}, or says why there is no hash. It
+fails where that nsa/ cannot say what it launches.
 
 The hash is over, in order: each launch (instructions of the compiled kernel, grid, numbers, and the shapes, types and
 strides of tensors), the calls of PyTorch's operators with their shapes, and the source that chooses the backend.
@@ -14,11 +15,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,7 +34,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from benchmarks.cases.key import Key
-from benchmarks.workloads.prepare import prepare
+from benchmarks.workloads import prepare as preparation
 from nsa import backends
 from nsa.triton_backend import ahead_of_time
 
@@ -44,11 +47,13 @@ def sha256(key: Key, architecture: int) -> str:
     """The hash of one case's call."""
     digest = hashlib.sha256(Path(str(backends.__file__)).read_bytes())
     launched: list[tuple[int, str]] = []
-    with _zeros(), ahead_of_time.recorded(architecture) as kernels, _launches(launched):
-        work = prepare(dataclasses.replace(key, backend_asked="triton"), "cpu")
+    with _any_memory(), _zeros(), ahead_of_time.recorded(architecture) as kernels, _launches(launched):
+        work = preparation.prepare(dataclasses.replace(key, backend_asked="triton"), "cpu")
         launched.clear()  # preparing is not timed; a kernel that it compiled keeps its number
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiled:
             work.call()
+    if not launched:
+        raise RuntimeError(f"no launch of {key.name} was recorded, which Triton {triton.__version__} must have made")
     code = {number: instructions(kernels[number]) for number in {number for number, _ in launched}}
     for number, arguments in launched:
         digest.update(f"{kernels[number].name} {code[number]} {arguments}\n".encode())
@@ -63,15 +68,17 @@ def instructions(kernel: ahead_of_time.Launch) -> str:
     target = GPUTarget("cuda", kernel.architecture, 32)
     compiled = triton.compile(kernel.source, target=target, options=kernel.options)
     shape = f"{compiled.metadata.shared} {compiled.metadata.num_warps} {kernel.architecture}"
-    text = _sass(compiled.asm["cubin"]) if _CUOBJDUMP.exists() else without_source(compiled.asm["ptx"])
+    text = _sass_sha256(compiled.asm["cubin"]) if _CUOBJDUMP.exists() else without_source(compiled.asm["ptx"])
     return hashlib.sha256(f"{shape}\n{text}".encode()).hexdigest()
 
 
-def _sass(cubin: bytes) -> str:
+@cache
+def _sass_sha256(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([str(_CUOBJDUMP), "-sass", file.name], capture_output=True, text=True, check=True).stdout
+        listed = subprocess.run([str(_CUOBJDUMP), "-sass", file.name], capture_output=True, check=True).stdout
+    return hashlib.sha256(listed).hexdigest()
 
 
 def without_source(ptx: str) -> str:
@@ -90,7 +97,10 @@ def _launches(launched: list[tuple[int, str]]) -> Iterator[None]:
         nonlocal kernels
         number, kernels = kernels, kernels + 1
         kernel = record(*arguments)
-        kernel.run.side_effect = lambda *words, **_: launched.append((number, _said(words)))
+        kernel.result.return_value = kernel  # Triton 3.6 takes the result of whatever has one
+        # functions, since a mock would keep the tensors of all its calls
+        kernel.run = lambda *words, **_: launched.append((number, _said(words)))
+        kernel.launch_metadata = lambda *_: None
         return kernel
 
     with mock.patch.object(JITFunction, "_do_compile", do_compile):
@@ -119,10 +129,24 @@ def _zeros() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _any_memory() -> Iterator[None]:
+    """No case is refused for the memory of its oracle, which is not asked here."""
+    with mock.patch.object(preparation, "require_room"):
+        yield
+
+
 def main(task: str) -> None:
-    """Print the hash."""
-    asked = json.loads(task)
-    print(json.dumps({"sha256": sha256(Key(**asked["key"]), asked["architecture"])}))
+    """Print the hashes. What libraries print goes to stderr, so that it cannot break the answers."""
+    answers, asked = os.fdopen(os.dup(sys.stdout.fileno()), "w"), json.loads(task)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    for key in asked["keys"]:
+        found, why = None, None
+        try:
+            found = sha256(Key(**key), asked["architecture"])
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        print(json.dumps({"sha256": found, "why": why}), file=answers, flush=True)
 
 
 if __name__ == "__main__":

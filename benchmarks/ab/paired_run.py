@@ -27,8 +27,11 @@ from benchmarks.timing.gpu_watch import GpuWatch
 from harness import fingerprint
 from harness.machines import Machine
 
-CASES_OF_A_GROUP = 16
-"""At most. They tell together whether the machine is noisier than it was (`moderated.inflation`)."""
+CASES_OF_A_GROUP = 32
+"""At most, as many as `calibrate` measures at a time. They tell together whether the machine is noisier than it was
+(`moderated.inflation`)."""
+SAME_CODE = "not measured: both versions launch the same instructions on the device"
+"""Why a case is SAME without a pair."""
 _WORTH_SAYING_S = 1.0
 """A stage of a pair that takes less is not named."""
 
@@ -59,10 +62,12 @@ def measure(
     head: Sources,
     rules: CaseRules,
     budget_s: float | None = None,
+    same_code: Sequence[Key] = (),
 ) -> tuple[list[ComparisonResult], bool]:
     """One result per key, with a line of progress per pair of processes; and whether it was interrupted.
 
-    After `budget_s` no further pair begins; what is open then is UNDECIDED.
+    After `budget_s` no further pair begins; what is open then is UNDECIDED. `same_code` are further cases, which are
+    SAME because both versions run the same on the device (`device_code`).
     """
     watch = gpu_watch.begin(machine)
     identity = fingerprint.take(machine.id, machine.device)
@@ -85,7 +90,8 @@ def measure(
     for case_result in tested:
         said = [case_result.reason, *measure_pair.disturbed.get(case_result.case, [])]
         case_result.reason = "; ".join(one for one in said if one) or None
-    paired = zip(tested, keys, strict=True)
+    tested += [CaseResult(key.name, verdict=CompareVerdict.SAME, reason=SAME_CODE) for key in same_code]
+    paired = zip(tested, (*keys, *same_code), strict=True)
     return [_result(case_result, key, identity, base, head, rules) for case_result, key in paired], interrupted
 
 

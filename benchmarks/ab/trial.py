@@ -95,11 +95,11 @@ class WorkerPair:
         """Prepare one case on both sides, then sample them alternately, side `first` (0 BASE, 1 HEAD) before the other.
 
         Both sides do the work of the slowdowns, so that it leaves the same caches to either's next call; HEAD's is
-        read. `check`: the oracle is asked before the samples, and again after them on other inputs. Raises SideError.
+        read. `check`: the oracle is asked before the samples, and again after them (`_finish`). Raises SideError.
         """
         request = {"prepare": dataclasses.asdict(key), "device": self._device, "check": check}
         together = self._device == "cpu" or not check or self._fits_twice(key)
-        prepared = self._ask_both(request, together=together)
+        prepared = self._ask_both(request, request, together=together)
         if isinstance(prepared, PairFailure):
             return prepared
         self._clock.add_sides([answer["stages_s"] for answer in prepared], together=together)
@@ -119,14 +119,24 @@ class WorkerPair:
         if not check:
             return samples
         with self._clock.stage(stages.FINISH):
-            # one after the other on a GPU: how long a call takes on other inputs is part of it
-            finished = self._ask_both({"finish": True}, together=self._device == "cpu")
+            finished = self._finish()
         if isinstance(finished, PairFailure):
             return finished
         base_mib, head_mib = (answer.get("peak_mem_mib") for answer in finished)
         if base_mib is None or head_mib is None:
             return samples
         return dataclasses.replace(samples, peaks_mib=(base_mib, head_mib))
+
+    def _finish(self) -> list[dict[str, Any]] | PairFailure:
+        """The oracle's second question, on other inputs.
+
+        On a GPU it is put to HEAD alone, since BASE was a HEAD once, and the sides answer one after the other, since
+        how long a call takes on other inputs is part of it. On a CPU both do, at the same time: what the oracle leaves
+        in the heap of a process must be alike.
+        """
+        on_cpu = self._device == "cpu"
+        requests = [{"finish": True, "other_inputs": asked} for asked in (on_cpu, True)]
+        return self._ask_both(requests[0], requests[1], together=on_cpu)
 
     def _fits_twice(self, key: Key) -> bool:
         """Whether the GPU has the oracle's memory for both sides at a time."""
@@ -138,22 +148,24 @@ class WorkerPair:
             self._children[side].ask(request)
             return self._children[side].answer(SAMPLE_DEADLINE_S)
 
-    def _ask_both(self, request: Mapping[str, Any], *, together: bool) -> list[dict[str, Any]] | PairFailure:
+    def _ask_both(
+        self, base: Mapping[str, Any], head: Mapping[str, Any], *, together: bool
+    ) -> list[dict[str, Any]] | PairFailure:
         """Both answers, asked for at the same time or one after the other."""
         asked, answers = 0, []
         for side in (0, 1):
             while asked <= (1 if together else side):
                 with blame(asked):
-                    self._children[asked].ask(request)
+                    self._children[asked].ask((base, head)[asked])
                 asked += 1
             with blame(side):
                 answers.append(self._children[side].answer(PREPARE_DEADLINE_S))
-        base, head = (CaseOutcome(answer["outcome"]) for answer in answers)
-        if base is head is CaseOutcome.PASSED:
+        outcomes = [CaseOutcome(answer["outcome"]) for answer in answers]
+        if set(outcomes) == {CaseOutcome.PASSED}:
             return answers
-        said = ("BASE", base, answers[0]["reason"]), ("HEAD", head, answers[1]["reason"])
-        why = "; ".join(f"{name} {outcome.value}: {text}" for name, outcome, text in said if text)
-        return PairFailure(base, head, why)
+        said = zip(("BASE", "HEAD"), outcomes, answers, strict=True)
+        why = "; ".join(f"{side} {outcome.value}: {told['reason']}" for side, outcome, told in said if told["reason"])
+        return PairFailure(outcomes[0], outcomes[1], why)
 
 
 def calls_per_sample(latency_ms: float, device: str) -> int:

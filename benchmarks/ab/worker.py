@@ -10,11 +10,11 @@ stdin, each is answered by one JSON line on stdout; end of file ends the process
     {"prepare": {...key...}, "device": "cpu", "check": true}    -> {"outcome": "PASSED", "reason": null, "stages_s": {}}
     {"slowdowns": [0.01, 0.03]}                  -> {"latency_ms": of a call}
     {"sample": 3}                                -> {"sample_ms": [latency, latency of each slowdown]}, of so many calls
-    {"finish": true}                             -> {"outcome": "PASSED", "reason": null, "peak_mem_mib": of a call}
+    {"finish": true, "other_inputs": true}       -> {"outcome": "PASSED", "reason": null, "peak_mem_mib": of a call}
 
-An exception of the case becomes its outcome; `stages_s` says what its preparation took (`stages`). `finish` asks the
-oracle again, on inputs that no call has seen. A peak of memory is told on a GPU; None on a CPU, where these processes
-keep what they free.
+An exception of the case becomes its outcome; `stages_s` says what its preparation took (`stages`). `finish` with
+`other_inputs` asks the oracle again, on inputs that no call has seen. A peak of memory is told on a GPU; None on a CPU,
+where these processes keep what they free.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class Worker:
             return {"latency_ms": self._case.inject(request["slowdowns"])}
         if "sample" in request:
             return {"sample_ms": self._case.sample(request["sample"]), "discarded": self._case.discarded}
-        answer = self._outcome(self._case.finish)
+        case = self._case
+        answer = self._outcome(lambda: case.finish(request["other_inputs"]))
         return {**answer, "peak_mem_mib": self._case.peak_mem_mib}
 
     def _prepare(self, clock: StageClock, prepare: Mapping[str, Any], device: str, check: bool) -> None:
@@ -143,13 +144,14 @@ class _Case:
         taken_ms = self._staged.take_samples_ms()[-calls:]  # those before tried how long the GPU must be kept waiting
         return [statistics.median(stage) for stage in zip(*taken_ms[counted], strict=True)]
 
-    def finish(self) -> None:
-        """Raises where the calls changed their inputs, or the benches, or are wrong on other inputs."""
+    def finish(self, other_inputs: bool) -> None:
+        """Raises where the calls changed their inputs, or the benches, or are wrong on inputs that none has seen."""
         anti_cheat.require_unchanged(self._work.inputs, self._inputs)
         if self._device == "cuda":
             peak = memory.of_work(self._work)
             self.peak_mem_mib = None if peak is None else peak.mib
-        self._rotating.recheck(self._seed)
+        if other_inputs:
+            self._rotating.recheck(self._seed)
         integrity.require_intact()
 
 

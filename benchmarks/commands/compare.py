@@ -1,8 +1,9 @@
 """`compare`: is HEAD slower than BASE? Both are measured now, here, with interleaved samples, by today's benches.
 
 Answers FASTER, SLOWER, SAME or UNDECIDED for each case, with the smallest change that could have been seen; FAILED
-where HEAD does not pass it. On a GPU it also says where memory grew or shrank. Exit code 1 for SLOWER, FAILED or memory
-that grew, 0 otherwise: UNDECIDED is no verdict.
+where HEAD does not pass it. On a GPU it also says where memory grew or shrank, and cases that launch the same
+instructions on both sides are SAME without being measured, unless `--cases` names them. Exit code 1 for SLOWER, FAILED
+or memory that grew, 0 otherwise: UNDECIDED is no verdict.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import budget, peak_memory
-from benchmarks.ab import calibration, checkout, paired_run, reach, result
+from benchmarks.ab import calibration, checkout, device_code, paired_run, reach, result
 from benchmarks.ab.checkout import Sources
 from benchmarks.ab.paired_run import CaseRules
 from benchmarks.ab.result import CompareVerdict, ComparisonResult, Rules
@@ -26,7 +27,7 @@ from benchmarks.cases.key import Key
 from benchmarks.commands import options
 from benchmarks.history.store import Store
 from benchmarks.peak_memory import MemoryVerdict
-from harness import fingerprint, jsonl, machines
+from harness import fingerprint, forced, jsonl, machines
 from harness.interrupt import INTERRUPTED
 from harness.machines import Machine
 
@@ -71,14 +72,18 @@ def main(arguments: argparse.Namespace) -> int:
     begin = time.perf_counter()
     refs = [arguments.base, arguments.head or checkout.WORKING_TREE]
     with checkout.sources(refs) as (base, head):
-        keys = keys if arguments.cases else _reached(keys, base, head)
-        if not keys:
+        same_code: list[Key] = []
+        if not arguments.cases:
+            keys = _reached(keys, base, head)
+            keys, same_code = _by_device_code(machine, keys, base, head)
+        if not keys and not same_code:
             print(json.dumps(_summary([], begin, None)))
             return 0
-        planned = _planned(arguments, machine, keys, rules)
+        left_s = None if arguments.budget is None else arguments.budget - (time.perf_counter() - begin)
+        planned = _planned(arguments, machine, keys, rules, left_s)
         keys = keys if planned is None else [key for case in planned.chosen for key in case.keys]
         print(f"{machine.title}: {len(keys)} cases, {_name(base)} against {_name(head)}", flush=True)
-        found, interrupted = paired_run.measure(machine, keys, base, head, rules, arguments.budget)
+        found, interrupted = paired_run.measure(machine, keys, base, head, rules, left_s, same_code)
     path = result.path(arguments.out, found[0].utc, base.side, head.side)
     for one in found:
         jsonl.append(path, one)
@@ -100,6 +105,7 @@ def _summary(
         "verdicts": dict(Counter(one.verdict.value for one in found)),
         "bad": [one.key.name for one in found if one.verdict in BAD],
         "undecided": [one.key.name for one in found if one.verdict is CompareVerdict.UNDECIDED],
+        "same_device_code": [one.key.name for one in found if one.reason == paired_run.SAME_CODE],
         "memory_grew": [one.key.name for one in found if one.memory is MemoryVerdict.GREW],
         "unmeasured": [case.case for case in planned.left_out] if planned else [],
         "seconds": round(time.perf_counter() - begin, 1),
@@ -131,14 +137,36 @@ def _reached(keys: Sequence[Key], base: Sources, head: Sources) -> list[Key]:
     return found
 
 
+def _by_device_code(machine: Machine, keys: Sequence[Key], base: Sources, head: Sources) -> tuple[list[Key], list[Key]]:
+    """(cases to be measured, cases of which both sides run the same on this GPU); says how many these are.
+
+    Kernels are compiled meanwhile, by as many processes as there are cores, and lie ready in Triton's cache.
+    """
+    gpu = machines.visible_gpu()
+    if machine.device == "cpu" or gpu is None or forced.read() is not None or not keys:
+        return list(keys), []
+    print(f"device code of {len(keys)} cases: compiled on the CPU, both sides", flush=True)
+    begin, (major, minor) = time.perf_counter(), gpu.compute_capability
+    sides = device_code.of_cases((base, head), keys, 10 * major + minor)
+    same = {key.name for key, of_base, of_head in zip(keys, *sides, strict=True) if of_base.same(of_head)}
+    unknown = Counter(code.why for codes in sides for code in codes if code.why)
+    print(
+        f"{len(same)} of {len(keys)} cases launch the same instructions on both sides: SAME, not measured"
+        f" ({time.perf_counter() - begin:.0f} s)",
+        *(f"  of {count} versions of cases that is not known: {why}" for why, count in unknown.most_common()),
+        sep="\n", flush=True,
+    )  # fmt: skip
+    return [key for key in keys if key.name not in same], [key for key in keys if key.name in same]
+
+
 def _planned(
-    arguments: argparse.Namespace, machine: Machine, keys: Sequence[Key], rules: CaseRules
+    arguments: argparse.Namespace, machine: Machine, keys: Sequence[Key], rules: CaseRules, left_s: float | None
 ) -> BudgetPlan | None:
-    """What --budget chooses of the cases, which is said; None without it.
+    """What --budget, of which `left_s` are left, chooses of the cases, which is said; None without it.
 
     A case costs what it cost in a run, for each pair of processes before the first analysis.
     """
-    if arguments.budget is None:
+    if left_s is None:
         return None
     results = result.read(arguments.out)[0]
     last = {one.key.name: one.utc for one in results if one.fingerprint.machine == machine.id and one.changes}
@@ -148,7 +176,7 @@ def _planned(
         for name, found in Store(arguments.out, machine.id).visits(machine.id).items()
     }
     now = datetime.now(timezone.utc).isoformat()
-    found = budget.choose(budget.cases(keys, visits, rules.calibrated), arguments.budget, now)
+    found = budget.choose(budget.cases(keys, visits, rules.calibrated), max(left_s, 0.0), now)
     print(budget.message(found), flush=True)
     return found
 
@@ -180,7 +208,7 @@ def _name(sources: Sources) -> str:
 
 
 def table(found: Sequence[ComparisonResult]) -> str:
-    """One line per case, what needs a person first."""
+    """One line per case that was measured, what needs a person first; then how many needed no measuring."""
     order = [
         CompareVerdict.FAILED,
         CompareVerdict.SLOWER,
@@ -188,7 +216,11 @@ def table(found: Sequence[ComparisonResult]) -> str:
         CompareVerdict.FASTER,
         CompareVerdict.SAME,
     ]
-    return "\n".join(map(_line, sorted(found, key=lambda one: order.index(one.verdict))))
+    measured = [one for one in found if one.reason != paired_run.SAME_CODE]
+    lines = list(map(_line, sorted(measured, key=lambda one: order.index(one.verdict))))
+    if len(measured) < len(found):
+        lines.append(f"{CompareVerdict.SAME.value:<10} {len(found) - len(measured)} more cases, {paired_run.SAME_CODE}")
+    return "\n".join(lines)
 
 
 def _line(one: ComparisonResult) -> str:

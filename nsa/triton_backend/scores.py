@@ -60,7 +60,8 @@ def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: T
     (batch, length, heads, dk), (slots, num_kv_heads) = q.shape, k_cmp.shape[1:3]
     lo, hi = layout.compressed_interval
     if lse is None:
-        lse = compressed_window.forward(q, k_cmp, k_cmp, lo, hi, finite_keys(k_cmp, k_cmp), scale)[1]
+        values = k_cmp[..., : hopper.CHANNELS]  # an lse needs none; more are not served by `hopper/`
+        lse = compressed_window.forward(q, k_cmp, values, lo, hi, finite_keys(k_cmp, values), scale)[1]
     lse = lse.float().contiguous()
     out = torch.empty(batch, length, num_kv_heads, layout.config.n_sel, dtype=torch.int32, device=q.device)
     if out.numel() == 0:

@@ -296,7 +296,7 @@ def test_compare_tells_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(ab_worker.integrity, "require_intact", lambda: None)  # which sees the fake
         monkeypatch.setattr(ab_worker.memory, "of_cuda", lambda call: PeakMemory(96.0, CUDA))
         asked._case = case
-        answer = asked.answer({"finish": True})
+        answer = asked.answer({"finish": True, "other_inputs": True})
         assert (answer["outcome"], answer["peak_mem_mib"]) == ("PASSED", peak_mib)
 
 

@@ -13,16 +13,20 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.ab import calibration, checkout, result, trial
+from benchmarks.ab import calibration, checkout, device_code, result, trial
 from benchmarks.ab.calibration import Calibration, CalibrationRate, CaseCalibration, ClassRules
+from benchmarks.ab.checkout import Sources
+from benchmarks.ab.device_code import DeviceCode
 from benchmarks.ab.moderated import NoisePrior
-from benchmarks.ab.result import CompareVerdict, Rules
+from benchmarks.ab.result import CompareVerdict, Rules, Side
 from benchmarks.ab.sequential import PairFailure
 from benchmarks.ab.stages import StageClock
 from benchmarks.ab.starter import PairStarter
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome
+from benchmarks.commands import compare as command
 from harness import fingerprint, machines, repository
+from harness.machines import Machine
 from tests.benchmarks.repository import Repository
 from tests.benchmarks.synthetic import FINGERPRINT
 from tests.fake_nvml import process
@@ -260,6 +264,68 @@ def test_pairs_beside_a_process_that_goes_on_say_so(
     process.install(monkeypatch, board.telling(processes=(OnGpu(),)), os.getppid())
     assert main(["compare", *arguments]) == 2
     assert f"{other}, for as long as was waited" in capsys.readouterr().err
+
+
+def test_cases_whose_kernels_are_the_same_are_not_measured(
+    answered: Callable[[Play], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    measured = set()
+
+    def play(key: Key, i: int) -> trial.PairedSamples:
+        measured.add(key.mode)
+        return samples(10.0, 10.0 + 0.01 * (-1) ** i)
+
+    def decode_is_the_same(machine: Machine, keys: list[Key], *_: Sources) -> tuple[list[Key], list[Key]]:
+        decode = [key for key in keys if key.mode == "decode"]
+        return [key for key in keys if key not in decode], decode
+
+    monkeypatch.setattr(command, "_by_device_code", decode_is_the_same)
+    answered(play)
+    arguments = ["compare", "HEAD~1", "HEAD", "--gpu", "cpu", "--out", str(tmp_path / "results")]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    found = json.loads(said.splitlines()[-1])
+    assert "prefill-forward" in measured
+    assert "decode" not in measured
+    same = found["same_device_code"]
+    assert same
+    assert f"{len(same)} more cases, not measured: both versions launch the same instructions" in said
+    stored = {one.key.name: one for one in result.read(tmp_path / "results")[0]}
+    assert {(stored[name].key.mode, stored[name].verdict) for name in same} == {("decode", CompareVerdict.SAME)}
+    assert len(stored) == sum(found["verdicts"].values())
+    measured.clear()
+    answered(play)
+    assert main([*arguments, "--cases", "decode"]) == 0
+    assert measured == {"decode"}, "what is named is measured"
+
+
+def test_which_cases_have_the_same_kernels_is_asked_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sides = [Sources(Side(ref, ref, False, ref), Path(ref), Path()) for ref in ("base", "head")]
+    keys = [dataclasses.replace(Key.from_name(CASE), mode=mode) for mode in ("decode", "prefill-forward", "train-step")]
+
+    def of_cases(asked: Sequence[Sources], keys: Sequence[Key], architecture: int) -> list[list[DeviceCode]]:
+        assert architecture == 86
+        own = {"decode": lambda side: DeviceCode("same"), "train-step": lambda side: DeviceCode(None, "unknown")}
+        other = lambda side: DeviceCode(side.side.ref)  # noqa: E731
+        return [[own.get(key.mode, other)(side) for key in keys] for side in asked]
+
+    monkeypatch.setattr(device_code, "of_cases", of_cases)
+    monkeypatch.setattr(machines, "visible_gpu", lambda: machines.Gpu("NVIDIA GeForce RTX 3090", (8, 6)))
+    here = machines.machine("cpu", None)
+    on_gpu = dataclasses.replace(here, device="cuda")
+    measured, same = command._by_device_code(on_gpu, keys, *sides)
+    assert [[key.mode for key in part] for part in (measured, same)] == [["prefill-forward", "train-step"], ["decode"]]
+    said = capsys.readouterr().out
+    assert "1 of 3 cases launch the same instructions on both sides: SAME, not measured (0 s)" in said
+    assert "of 2 versions of cases that is not known: unknown" in said
+    monkeypatch.setenv("NSA_FORCE_ARCH", "sm80")
+    assert command._by_device_code(on_gpu, keys, *sides) == (keys, []), "another GPU's kernels run"
+    assert command._by_device_code(here, keys, *sides) == (keys, [])
 
 
 def test_what_reproduces_a_result_is_in_it(answered: Callable[[Play], None], tmp_path: Path) -> None:

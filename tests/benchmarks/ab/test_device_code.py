@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.ab import device_code
 from benchmarks.ab.checkout import Sources
+from benchmarks.ab.device_code import DeviceCode
 from benchmarks.ab.result import Side
 from benchmarks.cases.key import Key
 from harness import repository
@@ -58,6 +62,42 @@ def test_what_cannot_be_compiled_is_not_known_and_says_why(tmp_path: Path) -> No
     assert device_code.of(sources(tmp_path / "step"), step, ARCHITECTURE).why == (
         "train-step is not decided by its kernels alone"
     )
+
+
+def test_cases_that_launch_alike_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both versions, each by its own children; what a child could not say has its reason."""
+    asked: list[tuple[str, list[str]]] = []
+
+    def recorded(side: Sources, keys: Sequence[Key], architecture: int) -> dict[str, DeviceCode]:
+        asked.append((side.side.ref, [key.case for key in keys]))
+        return {key.identity: DeviceCode(f"{side.side.ref} {key.case}") for key in keys}
+
+    monkeypatch.setattr(device_code, "_recorded", recorded)
+    monkeypatch.setattr(device_code, "_children", lambda sides: 2)
+    shapes = [dataclasses.replace(KEY, num_queries=tokens, num_keys=tokens) for tokens in (64, 128, 256)]
+    alike = [dataclasses.replace(shapes[0], inputs="recorded", cache="cold"), dataclasses.replace(KEY, launch="graph")]
+    step = dataclasses.replace(KEY, mode="train-step")
+    sides = [Sources(Side(ref, None, None, ""), tmp_path, tmp_path) for ref in ("base", "head")]
+    found = device_code.of_cases(sides, [*shapes, *alike, step], ARCHITECTURE)
+    names = [f"part-gated-sum/2x1x32/b1/s{tokens}/bfloat16" for tokens in (64, 128, 256)]
+    assert sorted(asked) == [(ref, part) for ref in ("base", "head") for part in (names[2:], names[:2])]
+    for ref, codes in zip(("base", "head"), found, strict=True):
+        assert [code.sha256 for code in codes[:3]] == [f"{ref} {name}" for name in names]
+        assert codes[3] == codes[4] == codes[0]
+        assert codes[5].why == "train-step is not decided by its kernels alone"
+    assert device_code.of_cases(sides, [step], ARCHITECTURE)[0][0].sha256 is None
+
+
+def test_where_triton_tells_of_no_launch_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under Triton 3.6, which launched the result of whatever had one: of all commits the same was said."""
+    from benchmarks.ab import device_code_worker
+
+    monkeypatch.setattr(device_code_worker, "_launches", lambda launched: contextlib.nullcontext())
+    monkeypatch.setattr(device_code_worker.ahead_of_time, "recorded", lambda architecture: contextlib.nullcontext([]))
+    call = SimpleNamespace(call=lambda: None)
+    monkeypatch.setattr(device_code_worker.preparation, "prepare", lambda key, device: call)
+    with pytest.raises(RuntimeError, match=r"no launch of part-gated-sum/.* was recorded"):
+        device_code_worker.sha256(KEY, ARCHITECTURE)
 
 
 def test_lines_that_name_the_source_are_left_out_of_ptx() -> None:

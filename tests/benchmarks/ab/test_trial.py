@@ -234,9 +234,11 @@ class Fake:
     def __init__(self, log: list[str], name: str, latency_ms: float, fails: Mapping[str, str] | None = None) -> None:
         self._log, self._name, self._latency_ms, self._fails = log, name, latency_ms, fails or {}
         self._asked, self.fits = "", False
+        self.other_inputs: object = None
 
     def ask(self, request: Mapping[str, object]) -> None:
         self._asked = next(iter(request))
+        self.other_inputs = request.get("other_inputs")
         calls = f":{request['sample']}" if self._asked == "sample" else ""
         self._log.append(f"{self._name}:{self._asked}{calls}")
 
@@ -306,6 +308,13 @@ def test_on_a_gpu_both_sides_ask_the_oracle_at_a_time_only_where_it_has_the_memo
     if check:
         between = log[log.index("base:finish") + 1 : log.index("head:finish")]
         assert between == (["base answers"] if device == "cuda" else [])
+
+
+@pytest.mark.parametrize(("device", "of_base"), [("cpu", True), ("cuda", False)])
+def test_on_a_gpu_head_alone_meets_the_oracle_on_other_inputs(device: str, of_base: bool) -> None:
+    pair = pair_of([], device)
+    pair.run(key(), Rules(), 0)
+    assert [child.other_inputs for child in pair._children] == [of_base, True]  # type: ignore[attr-defined]
 
 
 def test_both_sides_make_the_calls_of_the_faster_one() -> None:

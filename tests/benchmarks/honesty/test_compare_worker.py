@@ -27,7 +27,7 @@ def test_compare_asks_the_oracle_again_about_what_was_timed(monkeypatch: pytest.
         outcomes = [child.answer(asked)["outcome"]]
         child.answer({"slowdowns": []})
         assert child.answer({"sample": 2})["sample_ms"][0] > 0
-        return [*outcomes, child.answer({"finish": True})["outcome"]]
+        return [*outcomes, child.answer({"finish": True, "other_inputs": True})["outcome"]]
 
     assert played() == ["PASSED", "PASSED"]
     monkeypatch.setattr(attention, "nsa_attention", timed_wrong)
@@ -39,7 +39,7 @@ def test_compare_sees_benches_that_were_changed(monkeypatch: pytest.MonkeyPatch)
     child = Worker()
     child.answer({"prepare": dataclasses.asdict(key(length=96)), "device": "cpu", "check": True})
     child.answer({"slowdowns": []})
-    found = child.answer({"finish": True})
+    found = child.answer({"finish": True, "other_inputs": True})
     assert (found["outcome"], "replaced while the benches ran" in found["reason"]) == ("INCORRECT", True)
 
 
@@ -63,5 +63,5 @@ def test_compare_sees_inputs_that_were_changed(monkeypatch: pytest.MonkeyPatch) 
     child = Worker()
     child.answer({"prepare": dataclasses.asdict(key(length=96)), "device": "cpu", "check": True})
     child.answer({"slowdowns": []})
-    found = child.answer({"finish": True})
+    found = child.answer({"finish": True, "other_inputs": True})
     assert (found["outcome"], "changed its inputs: k" in found["reason"]) == ("INCORRECT", True)

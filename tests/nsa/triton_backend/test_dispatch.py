@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import architecture, dispatch, hopper, tuning
+from nsa.triton_backend import architecture, dispatch, hopper, scores, tuning
 from nsa.triton_backend.dispatch import TABLE, Call, SelectionBlocks, Variant, hopper_serves, variant
 from tests.nsa.triton_backend import masking
 
@@ -116,6 +117,24 @@ class TestWhatIsServed:
         monkeypatch.setattr(tuning, "table", lambda _: replace(table, wide=wide))
         assert hopper_serves("compressed_window_forward", 16, keys, self.keys)
         assert not hopper_serves("compressed_window_backward_q", 16, keys, self.keys)
+
+    def test_a_choice_without_lse_looks_for_it_with_values_that_are_served(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[bool] = []
+
+        def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> None:
+            asked.append(hopper_serves("compressed_window_forward", 16, k, v))
+            raise InterruptedError
+
+        monkeypatch.setattr(scores.compressed_window, "forward", forward)
+        monkeypatch.setattr(scores, "finite_keys", lambda *_: None)
+        for dk in (128, 192):
+            q, k_cmp = (torch.zeros(1, 40, heads, dk, dtype=torch.bfloat16) for heads in (32, 2))
+            layout = SimpleNamespace(compressed_interval=(None, None))
+            with pytest.raises(InterruptedError):
+                scores.select_blocks(q, k_cmp, layout, 1.0)  # type: ignore[arg-type]
+        assert asked == [True, True]
 
     def test_neither_are_groups_that_fill_no_tile_and_other_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert hopper_serves("compressed_window_forward", 64, self.keys, self.keys)
