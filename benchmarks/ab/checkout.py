@@ -18,6 +18,8 @@ from harness import environment, fingerprint, repository
 WORKING_TREE = "working tree"
 REPOSITORY = repository.ROOT
 """Where commits are looked up, and the working tree."""
+_ATLAS = Path("results", "atlas")
+"""What the cases `replayed` replay."""
 _CACHES = shutil.ignore_patterns("__pycache__")
 
 
@@ -44,6 +46,8 @@ def sources(refs: Sequence[str]) -> Iterator[list[Sources]]:
         benches = root / "benches"
         for package in ("benchmarks", "harness"):
             shutil.copytree(repository.ROOT / package, benches / package, ignore=_CACHES)
+        if (repository.ROOT / _ATLAS).is_dir():
+            shutil.copytree(repository.ROOT / _ATLAS, benches / _ATLAS)
         yield [_take(ref, root / f"side{i}", benches) for i, ref in enumerate(refs)]
 
 

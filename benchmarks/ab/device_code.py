@@ -57,9 +57,7 @@ def of_cases(sides: Sequence[Sources], keys: Sequence[Key], architecture: int) -
     Cases that launch alike are recorded once.
     """
     recorded = {one.identity: one for one in map(_launched_as, keys) if one.mode not in MODES_WITHOUT}
-    alike = sorted(recorded.values(), key=lambda key: (key.what, key.dtype, key.mode))  # share kernels to be compiled
-    size = max(1, -(-len(alike) // _children(len(sides))))
-    parts = [alike[begin : begin + size] for begin in range(0, len(alike), size)]
+    parts = _parts(list(recorded.values()), _children(len(sides)))
     found: list[dict[str, DeviceCode]] = [{} for _ in sides]
     with ThreadPoolExecutor(max(1, len(parts) * len(sides))) as pool:
         asked = [
@@ -70,6 +68,16 @@ def of_cases(sides: Sequence[Sources], keys: Sequence[Key], architecture: int) -
         for codes, child in asked:
             codes.update(child.result())
     return [[_of_key(codes, key) for key in keys] for codes in found]
+
+
+def _parts(keys: Sequence[Key], children: int) -> list[list[Key]]:
+    """For so many children, or fewer: cases of the same heads share kernels to be compiled, so that they are together;
+    decode steps, whose caches take most of the time, are dealt out."""
+    steps = [key for key in keys if key.mode == "decode"]
+    others = sorted((key for key in keys if key.mode != "decode"), key=lambda key: (key.what, key.dtype, key.mode))
+    size = -(-len(others) // children)
+    parts = [others[i * size : (i + 1) * size] + steps[i::children] for i in range(children)]
+    return [part for part in parts if part]
 
 
 def _launched_as(key: Key) -> Key:

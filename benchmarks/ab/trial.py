@@ -39,9 +39,10 @@ _SAMPLE_MS = {"cpu": 50.0, "cuda": 15.0}
 """A sample of short calls lasts about this long, beside its first call."""
 _MOST_CALLS = {"cpu": 20, "cuda": 8}
 """On a GPU two samples of one process differ by 0.1 to 0.4 %, and each call takes some ms of the host's time."""
-_ONE_CALL_MS = 20.0
-"""From here on a sample on a CPU is one call. Where the host's speed changes within a tenth of a second, neighbouring
-calls differ by 7 %, medians of calls further apart by 8 % in twice the time; caches weigh little in such a call."""
+_ONE_CALL_MS = {"cpu": 20.0, "cuda": 30.0}
+"""From here on a sample is one call: caches weigh little in it. On a CPU whose speed changes within a tenth of a second
+neighbouring calls differ by 7 %, medians of calls further apart by 8 % in twice the time. No case that was calibrated
+on a GPU takes so long."""
 _MOST_CORES = 2
 _SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
@@ -170,7 +171,7 @@ class WorkerPair:
 
 def calls_per_sample(latency_ms: float, device: str) -> int:
     """For either side alike, or one of them would count its first call and the other not."""
-    if device == "cpu" and latency_ms >= _ONE_CALL_MS:
+    if latency_ms >= _ONE_CALL_MS[device]:
         return 1
     return 1 + max(1, min(_MOST_CALLS[device], math.ceil(_SAMPLE_MS[device] / latency_ms)))
 

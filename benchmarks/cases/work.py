@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -12,6 +13,17 @@ from benchmarks.cases.outcome import Correctness
 
 Call = Callable[[], tuple[Tensor, ...]]
 """What is timed; it returns every output."""
+
+
+class Recheck(Protocol):
+    """The oracle's second question, on other inputs than those that were timed."""
+
+    def __call__(self, call: Call, seed: int, rows_share: float = 1.0) -> Correctness:
+        """Compare what `call`, a graph of the work's own or that itself, returns for inputs of this seed.
+
+        `rows_share`: of the rows that are compared with the second implementation where there is time, so many.
+        Raises unless all is green.
+        """
 
 
 @dataclass(frozen=True)
@@ -32,9 +44,8 @@ class Work:
     """Names the implementation's own refusals, which the first call meets."""
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     """What a call reads and must leave as it is, by name."""
-    recheck: Callable[[Call, int], Correctness] | None = None
-    """Overwrites the inputs with ones that no call has seen (an int is their seed), runs what was timed, which is
-    `call` or a graph of it, and compares what that returns; raises unless it is green."""
+    recheck: Recheck | None = None
+    """Overwrites the inputs with ones that no call has seen, runs what was timed, and compares what that returns."""
     redraw: Callable[[int], object] | None = None
     """Overwrites the inputs with those of a seed, `row_sampling.TIMED_SEED` being that of the timed ones."""
     copy: Callable[[], Work] | None = None

@@ -58,20 +58,29 @@ class RowErrors:
         return (off / torch.maximum(size, typical).clamp(min=tiny)).amax().item()
 
 
-def rows_to_compare(problem: Problem, config: NSAConfig | None, seed: int, *, backward: bool) -> Tensor:
-    """int64 [R], on the problem's device: the query rows of each sequence, all of them where that is affordable."""
+def rows_to_compare(
+    problem: Problem, config: NSAConfig | None, seed: int, *, backward: bool, share: float = 1.0
+) -> Tensor:
+    """int64 [R], on the problem's device: the query rows of each sequence, all of them where that is affordable.
+
+    `share`: of what is affordable, this much is spent.
+    """
     batch, queries, heads = problem.q.shape[:3]
     device = problem.q.device
-    per_tile = rows_per_tile(queries, problem.k.shape[1], batch * heads, config, device.type, backward=backward)
+    per_tile = rows_per_tile(
+        queries, problem.k.shape[1], batch * heads, config, device.type, backward=backward, share=share
+    )
     return torch.tensor(row_sampling.by_tiles(queries, per_tile, seed), device=device)
 
 
-def rows_per_tile(queries: int, keys: int, heads: int, config: NSAConfig | None, device: str, *, backward: bool) -> int:
+def rows_per_tile(
+    queries: int, keys: int, heads: int, config: NSAConfig | None, device: str, *, backward: bool, share: float = 1.0
+) -> int:
     """How many rows of each tile are compared; `heads` counts those of all sequences."""
     seen = keys - (queries - 1) / 2  # by a row, on average
     width = masked_attention.scores_per_row(keys, seen, config, backward=backward)
     pairs = heads * queries * width * (_BACKWARD_COST if backward else 1)
-    return row_sampling.rows_per_tile(pairs, _MOST_PAIRS[device])
+    return row_sampling.rows_per_tile(pairs, share * _MOST_PAIRS[device])
 
 
 def output_gradient(o: Tensor, rows: Tensor, seed: int) -> Tensor:

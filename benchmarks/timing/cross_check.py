@@ -112,11 +112,17 @@ class Observer:
 
 
 def recheck(
-    work: Work, call: Callable[[], tuple[Tensor, ...]], timing: Timing | None, device: str, seed: int
+    work: Work,
+    call: Callable[[], tuple[Tensor, ...]],
+    timing: Timing | None,
+    device: str,
+    seed: int,
+    rows_share: float = 1.0,
 ) -> Correctness:
     """The call's correctness on inputs that no call has seen. Raises IncorrectError naming how it looked fast.
 
-    `call` is the work's own, or a graph of it; `timing` is what was measured of it, None where nothing was.
+    `call` is the work's own, or a graph of it; `timing` is what was measured of it, None where nothing was;
+    `rows_share` is that of `Recheck`.
     """
     assert work.recheck is not None
     touch, cold = anti_cheat.Touch(work.inputs.values()), timing is not None and timing.cache == "cold"
@@ -151,7 +157,7 @@ def recheck(
     pairs = [pair() for _ in range(secrets.randbelow(_MOST_DECOYS + 1) if work.redraw else 0)]
     on_timed_ms = timed_ms()
     try:
-        correctness = work.recheck(checked.observe_other_inputs, seed)
+        correctness = work.recheck(checked.observe_other_inputs, seed, rows_share)
     except (IncorrectError, NonFiniteError):
         if len(sys._current_frames()) > 1:
             time.sleep(_SETTLED_S)

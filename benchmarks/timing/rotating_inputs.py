@@ -51,8 +51,9 @@ class RotatingInputs:
             self._timing = timing
         return timing
 
-    def recheck(self, seed: int) -> Correctness | None:
-        """The last of them on inputs that no call has seen, watched from outside; None where the work cannot.
+    def recheck(self, seed: int, rows_share: float = 1.0) -> Correctness | None:
+        """The last of them on inputs that no call has seen, watched from outside; None where the work cannot. For
+        `rows_share` see `Recheck`.
 
         Raises IncorrectError also where a setting of the process, the oracle or the comparison was changed meanwhile.
         """
@@ -60,7 +61,7 @@ class RotatingInputs:
         try:
             if work.recheck is not None:
                 found = cross_check.recheck(
-                    work, self._calls[-1], None if self._host else self._timing, self._device, seed
+                    work, self._calls[-1], None if self._host else self._timing, self._device, seed, rows_share
                 )
         finally:  # a changed setting names the cause of whatever else was found
             process_state.require_unchanged(self._settings)

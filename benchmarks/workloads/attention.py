@@ -189,7 +189,7 @@ def _work(key: Key, implementation: Implementation, problem: Problem, step: int 
     def redraw(seed: int) -> None:
         _overwrite(problem.tensors, _problem(key, problem.q.device.type, seed, step).tensors)
 
-    def recheck(call: Call, seed: int) -> Correctness:
+    def recheck(call: Call, seed: int, rows_share: float = 1.0) -> Correctness:
         picked = oracle.random_rows(problem, FRESH_ROWS, seed)
         before = call()
         if d_o is not None:
@@ -201,7 +201,7 @@ def _work(key: Key, implementation: Implementation, problem: Problem, step: int 
         queries, sequences = problem.q.shape[1], problem.q.shape[0]
         if len(picked) == queries * sequences:
             return verify.with_comparison(correctness, seed, len(picked))
-        rows = all_rows.rows_to_compare(problem, implementation.config, seed, backward=backward)
+        rows = all_rows.rows_to_compare(problem, implementation.config, seed, backward=backward, share=rows_share)
         if d_o is not None:
             d_o.copy_(all_rows.output_gradient(answer.o, rows, seed))
             del answer  # as large as the outputs that come now

@@ -155,14 +155,14 @@ def _work(key: Key, use: PartSettings, problem: Problem, reads: Tensors, timed: 
             old.copy_(new)
         return fresh, other
 
-    def recheck(call: Call, seed: int) -> Correctness:
+    def recheck(call: Call, seed: int, rows_share: float = 1.0) -> Correctness:
         anti_cheat.poison(call())
         fresh, other = redraw(seed)
         (out,) = anti_cheat.as_read_by_this_stream(call())
         answer, aux = _answer(other, fresh, out)
         picked, given = oracle.random_rows(fresh, FRESH_ROWS, seed), other.given is not None
         correctness = verify.compare_nsa(fresh, use.config, answer, aux, picked, given=given)
-        rows = all_rows.rows_to_compare(fresh, use.config, seed, backward=False)
+        rows = all_rows.rows_to_compare(fresh, use.config, seed, backward=False, share=rows_share)
         compared = all_rows.compare_nsa(fresh, use.config, answer, aux.block_indices, rows, given=given)
         return verify.with_comparison(correctness, seed, compared.rows, compared.checks)
 

@@ -20,7 +20,7 @@ from torch.nn.attention import sdpa_kernel
 from benchmarks.baselines import sdpa
 from benchmarks.cases.key import NSA, Key
 from benchmarks.cases.outcome import Correctness
-from benchmarks.cases.work import Call, Work
+from benchmarks.cases.work import Call, Recheck, Work
 from benchmarks.correctness import anti_cheat, row_sampling, tolerance
 from benchmarks.correctness.verify import IncorrectError, require_finite, require_passed
 from benchmarks.workloads import roofline
@@ -116,15 +116,13 @@ def draw(batch: Batch, timed: Tensor, vocab_size: int, seed: int) -> None:
     batch.targets.copy_(loss.next_tokens(batch.tokens))
 
 
-def recheck_step(
-    key: Key, model: DecoderLM, batch: Batch, redraw: Callable[[int], None]
-) -> Callable[[Call, int], Correctness]:
+def recheck_step(key: Key, model: DecoderLM, batch: Batch, redraw: Callable[[int], None]) -> Recheck:
     """The loss that the timed step returns for tokens it has never seen, beside that of the same weights evaluated
-    apart; and the step must have moved these weights."""
+    apart; and the step must have moved these weights. The loss is of all tokens, whatever share of rows is asked."""
 
     tokens = batch.tokens
 
-    def recheck(call: Call, seed: int) -> Correctness:
+    def recheck(call: Call, seed: int, rows_share: float = 1.0) -> Correctness:
         anti_cheat.poison(call())
         redraw(seed)
         with torch.no_grad(), precision(key.dtype, tokens.device.type), kernel(key.implementation):

@@ -201,7 +201,7 @@ def test_a_comparison_ends_with_its_budget(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_is_decided_when_a_comparison_is_interrupted_stays_decided(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """17 cases are two groups, each of which is analysed before either goes on; the oracle is asked in each first
+    """33 cases are two groups, each of which is analysed before either goes on; the oracle is asked in each first
     pair."""
     asked: list[tuple[int, int, bool]] = []
     wild = random.Random(4)
@@ -220,18 +220,18 @@ def test_what_is_decided_when_a_comparison_is_interrupted_stays_decided(
     monkeypatch.setattr(paired_run.trial, "run", measured)
     side = cast(Sources, SimpleNamespace(side=Side("main", "a" * 40, False, "b" * 16)))
     rules = paired_run.CaseRules(Rules(), None)
-    keys = [key(length=64 * (i + 1)) for i in range(17)]
+    keys = [key(length=64 * (i + 1)) for i in range(33)]
     found, interrupted = paired_run.measure(machines.recognise(None), keys, side, side, rules)
     assert interrupted
-    of_nine, of_eight = [(9, 0, True), (9, 1, False), (9, 0, False)], [(8, 0, True), (8, 1, False), (8, 0, False)]
-    second = [(8, 1, False), (8, 0, False), (8, 1, False)]
-    assert asked == [*of_nine, *of_eight, *second, *second, (8, 0, False), (8, 1, False), (8, 0, False)]
+    of_17, of_16 = [(17, 0, True), (17, 1, False), (17, 0, False)], [(16, 0, True), (16, 1, False), (16, 0, False)]
+    second = [(16, 1, False), (16, 0, False), (16, 1, False)]
+    assert asked == [*of_17, *of_16, *second, *second, (16, 0, False), (16, 1, False), (16, 0, False)]
     assert found[0].verdict is CompareVerdict.SAME
     assert {one.verdict for one in found[1:]} == {CompareVerdict.UNDECIDED}
     assert {one.reason for one in found[1::2]} == {"interrupted after 6 pairs of processes"}
     assert {one.reason for one in found[2::2]} == {"interrupted after 9 pairs of processes"}
     said = capsys.readouterr().out
-    assert "[9 cases, pair 1 of at most 12; 9 of 17 cases begun] 0 s (samples 2), 0 s in all, about 0 s to the" in said
+    assert "[17 cases, pair 1 of at most 12; 17 of 33 cases begun] 0 s (samples 2), 0 s in all, about 0 s to" in said
 
 
 def test_what_the_last_analysis_said_of_a_case_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ def test_what_the_last_analysis_said_of_a_case_stays(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(paired_run.trial, "run", measured)
     side = cast(Sources, SimpleNamespace(side=Side("main", "a" * 40, False, "b" * 16)))
-    keys = [key(length=64 * (i + 1)) for i in range(17)]
+    keys = [key(length=64 * (i + 1)) for i in range(33)]
     rules = paired_run.CaseRules(Rules(), None)
     found, interrupted = paired_run.measure(machines.recognise(None), keys, side, side, rules)
     assert interrupted
@@ -264,10 +264,8 @@ def test_a_comparison_takes_what_was_compared_longest_ago(tmp_path: Path, capsys
         jsonl.append(result.path(tmp_path, utc, compared.base, compared.head), compared)
     asked = argparse.Namespace(out=tmp_path, budget=60.0)
     rules = paired_run.CaseRules(Rules(), None)
-    plan = compare._planned(asked, machines.recognise(None), keys, rules)
+    plan = compare._planned(asked, machines.recognise(None), keys, rules, asked.budget)
     assert plan is not None
     assert [one.case for one in plan.chosen] == [keys[1].case, keys[2].case]  # 3 pairs of 10 s each
     assert f"UNMEASURED: {keys[0].case}" in capsys.readouterr().out
-    assert (
-        compare._planned(argparse.Namespace(out=tmp_path, budget=None), machines.recognise(None), keys, rules) is None
-    )
+    assert compare._planned(asked, machines.recognise(None), keys, rules, None) is None

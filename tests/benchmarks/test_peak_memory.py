@@ -290,7 +290,7 @@ def test_compare_tells_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -> Non
     asked = ab_worker.Worker()
     for device, peak_mib in (("cpu", None), ("cuda", 96.0)):
         case = object.__new__(ab_worker._Case)
-        done = SimpleNamespace(recheck=lambda seed: None)
+        done = SimpleNamespace(recheck=lambda seed, rows_share: None)
         vars(case).update(_inputs={}, _device=device, _rotating=done, _seed=1, peak_mem_mib=None)
         vars(case).update(_work=SimpleNamespace(inputs={}, call=None, replays=False))
         monkeypatch.setattr(ab_worker.integrity, "require_intact", lambda: None)  # which sees the fake

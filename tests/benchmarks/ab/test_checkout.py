@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.ab import checkout
 from benchmarks.commands import accept
+from harness import repository
 
 
 def test_says_that_git_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,3 +37,15 @@ def test_a_copy_without_git_is_a_working_tree_all_the_same(
     with checkout.sources([checkout.WORKING_TREE]) as (one,):
         assert (one.side.commit, one.side.dirty) == (commit, dirty)
         assert (one.folder / "nsa" / "__init__.py").is_file()
+
+
+def test_the_choices_that_cases_replay_come_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benches of a comparison look for them beside themselves."""
+    choices = Path("results", "atlas", "choices", "a.json")
+    for folder in ("benchmarks", "harness", "nsa", choices.parent):
+        (tmp_path / "root" / folder).mkdir(parents=True)
+    (tmp_path / "root" / choices).write_text("{}")
+    monkeypatch.setattr(repository, "ROOT", tmp_path / "root")
+    monkeypatch.setattr(checkout, "REPOSITORY", tmp_path / "root")
+    with checkout.sources([checkout.WORKING_TREE]) as (one,):
+        assert (one.benches / choices).read_text() == "{}"

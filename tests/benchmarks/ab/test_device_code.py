@@ -88,6 +88,14 @@ def test_cases_that_launch_alike_are_compiled_once(tmp_path: Path, monkeypatch: 
     assert device_code.of_cases(sides, [step], ARCHITECTURE)[0][0].sha256 is None
 
 
+def test_children_of_equal_heads_and_decode_steps_dealt_out() -> None:
+    heads = [dataclasses.replace(KEY, mode=mode, heads=heads) for heads in (2, 4) for mode in ("b", "a")]
+    steps = [dataclasses.replace(KEY, mode="decode", num_keys=keys, num_queries=1) for keys in (64, 128, 256)]
+    parts = device_code._parts([steps[0], *heads, *steps[1:]], 2)
+    assert parts == [[heads[1], heads[0], steps[0], steps[2]], [heads[3], heads[2], steps[1]]]
+    assert device_code._parts(heads[:1], 7) == [heads[:1]]
+
+
 def test_where_triton_tells_of_no_launch_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """As under Triton 3.6, which launched the result of whatever had one: of all commits the same was said."""
     from benchmarks.ab import device_code_worker

@@ -245,6 +245,8 @@ def test_long_texts_are_compared_by_tiles_in_little_memory(monkeypatch: pytest.M
     monkeypatch.setitem(all_rows._MOST_PAIRS, "cpu", 1e3)
     monkeypatch.setitem(masked_attention._CHUNK_BYTES, "cpu", 8 * 4 * 300 * 3)  # a few rows
     rows = all_rows.rows_to_compare(p, CONFIG, 1, backward=False)
+    monkeypatch.setitem(all_rows._MOST_PAIRS, "cpu", 5e3)
+    assert torch.equal(all_rows.rows_to_compare(p, CONFIG, 1, backward=False, share=0.2), rows)
     tiles = {int(row) // 64 for row in rows}
     assert (tiles, len(rows)) == ({0, 1, 2, 3, 4}, 5)
     assert all(check.passed for check in all_rows.compare_nsa(p, CONFIG, Answer(o), aux.block_indices, rows).checks)

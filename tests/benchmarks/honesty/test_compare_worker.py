@@ -21,17 +21,20 @@ def timed_wrong(*arguments: Any, return_aux: bool = False, **options: Any) -> An
 
 
 def test_compare_asks_the_oracle_again_about_what_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def played() -> list[str]:
+    def played() -> list[Any]:
         child = Worker()
         asked = {"prepare": dataclasses.asdict(key(length=96)), "device": "cpu", "check": True}
         outcomes = [child.answer(asked)["outcome"]]
         child.answer({"slowdowns": []})
         assert child.answer({"sample": 2})["sample_ms"][0] > 0
-        return [*outcomes, child.answer({"finish": True, "other_inputs": True})["outcome"]]
+        finished = child.answer({"finish": True, "other_inputs": True})
+        return [*outcomes, finished["outcome"], finished["reason"]]
 
-    assert played() == ["PASSED", "PASSED"]
+    assert played() == ["PASSED", "PASSED", None]
     monkeypatch.setattr(attention, "nsa_attention", timed_wrong)
-    assert played() == ["PASSED", "INCORRECT"]
+    *outcomes, reason = played()
+    assert outcomes == ["PASSED", "INCORRECT"]
+    assert "rows against float64" in reason
 
 
 def test_compare_sees_benches_that_were_changed(monkeypatch: pytest.MonkeyPatch) -> None:

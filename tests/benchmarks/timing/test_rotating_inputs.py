@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases.outcome import Correctness
-from benchmarks.cases.work import Work
+from benchmarks.cases.work import Call, Work
 from benchmarks.correctness import anti_cheat
 from benchmarks.timing import cuda_graphs, latency, rotating_inputs
 from benchmarks.timing.latency import SamplingPlan, Timing
@@ -30,8 +30,8 @@ class Log:
             self.calls.append(name)
             return (x * 2,)
 
-        def recheck(timed: Callable[[], tuple[Tensor, ...]], seed: int) -> Correctness:
-            timed()
+        def recheck(call: Call, seed: int, rows_share: float = 1.0) -> Correctness:
+            call()
             self.calls.append(f"rechecked {name} with {seed}")
             return GREEN
 
