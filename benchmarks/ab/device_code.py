@@ -11,11 +11,14 @@ import dataclasses
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import psutil
+import torch
 
 from benchmarks.ab.checkout import Sources
 from benchmarks.cases.key import Key
@@ -26,8 +29,8 @@ from harness.peak import MIB
 MODES_WITHOUT = ("train-step", "train-loop", "first-step", *suite.HOSTED, "memory")
 """What the host and the optimiser do between the kernels counts there too."""
 _WORKER = "benchmarks.ab.device_code_worker"
-_DEADLINE_S = 600.0
-"""Of one child: 25 kernels of a case take a second or two each where Triton's cache has none."""
+DEADLINE_S = 600.0
+"""For all cases: 25 kernels of a case take a second or two each where Triton's cache has none."""
 _CHILD_MIB = 9 * 1024
 """What a child may take: decode steps have their caches filled."""
 
@@ -46,33 +49,56 @@ class DeviceCode:
         return self.sha256 is not None and self.sha256 == other.sha256
 
 
-def of(sources: Sources, key: Key, architecture: int) -> DeviceCode:
-    """The device code of this version for a case, compiled for compute capability 80, 90, ..."""
-    return of_cases([sources], [key], architecture)[0][0]
+@dataclass(frozen=True)
+class Target:
+    """The GPU that kernels are compiled for, as far as the choice of kernels and grids depends on it."""
+
+    architecture: int
+    """Its compute capability: 80, 90, ..."""
+    memory_system: Mapping[str, float]
+    """The fields of `nsa.triton_backend.traffic.MemorySystem`."""
 
 
-def of_cases(sides: Sequence[Sources], keys: Sequence[Key], architecture: int) -> list[list[DeviceCode]]:
+def target() -> Target:
+    """The GPU that PyTorch would use."""
+    from nsa.triton_backend import traffic  # needs Triton, which a CPU need not have
+
+    major, minor = torch.cuda.get_device_capability()
+    found = traffic.memory_system(torch.device("cuda", torch.cuda.current_device()), 10 * major + minor)
+    return Target(10 * major + minor, dataclasses.asdict(found))
+
+
+def of(sources: Sources, key: Key, target: Target) -> DeviceCode:
+    """The device code of this version for a case."""
+    return of_cases([sources], [key], target)[0][0]
+
+
+def of_cases(
+    sides: Sequence[Sources], keys: Sequence[Key], target: Target, deadline_s: float = DEADLINE_S
+) -> list[list[DeviceCode]]:
     """Of each version the device code of every case, in order, by as many children as there are cores and memory for.
 
-    Cases that launch alike are recorded once.
+    Cases that launch alike are recorded once. What is not known after `deadline_s` stays so.
     """
+    end = time.monotonic() + deadline_s
     recorded = {one.identity: one for one in map(_launched_as, keys) if one.mode not in MODES_WITHOUT}
     parts = _parts(list(recorded.values()), _children(len(sides)))
     found: list[dict[str, DeviceCode]] = [{} for _ in sides]
-    with ThreadPoolExecutor(max(1, len(parts) * len(sides))) as pool:
+    # an exception ends the children first, then the threads that wait for them
+    with ThreadPoolExecutor(max(1, len(parts) * len(sides))) as pool, ExitStack() as children:
         asked = [
-            (codes, pool.submit(_recorded, side, part, architecture))
+            (codes, part, pool.submit(_answers, children.enter_context(_child(side, part, target)), len(part), end))
             for part in parts
             for side, codes in zip(sides, found, strict=True)
         ]
-        for codes, child in asked:
-            codes.update(child.result())
+        for codes, part, answers in asked:
+            codes.update(zip((key.identity for key in part), answers.result(), strict=True))
     return [[_of_key(codes, key) for key in keys] for codes in found]
 
 
 def _parts(keys: Sequence[Key], children: int) -> list[list[Key]]:
-    """For so many children, or fewer: cases of the same heads share kernels to be compiled, so that they are together;
-    decode steps, whose caches take most of the time, are dealt out."""
+    """The cases of each child. Cases with the same heads share kernels, so one child gets as many of them as it can;
+    decode steps, which take the longest because their caches are filled, are spread evenly."""
     steps = [key for key in keys if key.mode == "decode"]
     others = sorted((key for key in keys if key.mode != "decode"), key=lambda key: (key.what, key.dtype, key.mode))
     size = -(-len(others) // children)
@@ -98,22 +124,28 @@ def _children(sides: int) -> int:
     return max(1, min(len(os.sched_getaffinity(0)), fit) // sides)
 
 
-def _recorded(sources: Sources, keys: Sequence[Key], architecture: int) -> dict[str, DeviceCode]:
-    """By the identity of the key, what one child finds out."""
+def _child(sources: Sources, keys: Sequence[Key], target: Target) -> Child:
+    """Records these cases of one version."""
     environment = {
         "PYTHONPATH": os.pathsep.join([str(sources.folder), str(sources.benches)]),
         "CUDA_VISIBLE_DEVICES": "",
         "TRITON_INTERPRET": "0",
         "OMP_NUM_THREADS": "1",
     }
-    task = {"keys": [dataclasses.asdict(key) for key in keys], "architecture": architecture}
-    with Child(_WORKER, task, environment, cwd=sources.folder, stdout=subprocess.PIPE) as child:
-        try:
-            answers = [json.loads(line) for line in child.communicate(_DEADLINE_S).decode().splitlines()]
-            code, log = child.wait(), child.log_tail().strip().splitlines()
-            why = log[-1] if code == 1 and log else f"the child ended with code {code}"
-        except subprocess.TimeoutExpired:
-            answers, why = [], f"its kernels were not compiled within {_DEADLINE_S:.0f} s"
-    found = [DeviceCode(**answer) for answer in answers]
-    found += [DeviceCode(None, why)] * (len(keys) - len(found))
-    return {key.identity: code for key, code in zip(keys, found, strict=True)}
+    task = {"keys": [dataclasses.asdict(key) for key in keys], "target": dataclasses.asdict(target)}
+    return Child(_WORKER, task, environment, cwd=sources.folder, stdout=subprocess.PIPE)
+
+
+def _answers(child: Child, cases: int, end: float) -> list[DeviceCode]:
+    """What it says of so many cases until this moment of the monotonic clock; of the others, why it says nothing."""
+    try:
+        said, code = child.communicate(max(0.1, end - time.monotonic())), child.wait()
+        log = child.log_tail().strip().splitlines()
+        why = log[-1] if code == 1 and log else f"the child ended with code {code}"
+    except subprocess.TimeoutExpired as error:
+        said, why = error.output or b"", "its kernels were not compiled in time"
+    found = list[DeviceCode]()
+    for line in said.decode(errors="replace").splitlines():
+        with suppress(ValueError, TypeError):  # the end of a line that was cut off, or what a library printed
+            found.append(DeviceCode(**json.loads(line)))
+    return found + [DeviceCode(None, why)] * (cases - len(found))

@@ -1,11 +1,12 @@
 """Cases of one version of nsa/: for each a hash over what its call runs on the device.
 
-Usage: python -m benchmarks.ab.device_code_worker '{"keys": [{...}], "architecture": 90}', with the sources of one side
-first on the path. For each key a line of stdout is {"sha256": "...", "why": null}, or says why there is no hash. It
-fails where that nsa/ cannot say what it launches.
+Usage: python -m benchmarks.ab.device_code_worker '{"keys": [{...}], "target": {...}}', with the sources of one side
+first on the path; "target" is `device_code.Target`. For each key a line of stdout is {"sha256": "...", "why": null}, or
+says why there is no hash. It fails where that nsa/ cannot say what it launches.
 
 The hash is over, in order: each launch (instructions of the compiled kernel, grid, numbers, and the shapes, types and
-strides of tensors), the calls of PyTorch's operators with their shapes, and the source that chooses the backend.
+strides of tensors and of what TMA reads), the calls of PyTorch's operators with their shapes, types and strides, and
+the source that chooses the backend. A number that is multiplied with a tensor is not seen: it changes no time.
 Instructions are SASS, in which no line number of the source stands, so that an edited comment changes nothing; where
 Triton brings no cuobjdump they are the lines of PTX without what names the source.
 """
@@ -19,9 +20,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,18 +39,19 @@ from triton.runtime.jit import JITFunction
 from benchmarks.cases.key import Key
 from benchmarks.workloads import prepare as preparation
 from nsa import backends
-from nsa.triton_backend import ahead_of_time
+from nsa.triton_backend import ahead_of_time, decode
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _SOURCE_LINES = (".loc", ".file", "//", ".section", ".target")
 """What lines of PTX begin with that name the source, or follow from it."""
 
 
-def sha256(key: Key, architecture: int) -> str:
-    """The hash of one case's call."""
+def sha256(key: Key, architecture: int, memory_system: Mapping[str, Any]) -> str:
+    """The hash of one case's call on a GPU of this compute capability with this memory system."""
     digest = hashlib.sha256(Path(str(backends.__file__)).read_bytes())
     launched: list[tuple[int, str]] = []
-    with _any_memory(), _zeros(), ahead_of_time.recorded(architecture) as kernels, _launches(launched):
+    recorded = ahead_of_time.recorded(architecture)
+    with _any_memory(), _zeros(), recorded as kernels, _on_board(memory_system), _launches(launched):
         work = preparation.prepare(dataclasses.replace(key, backend_asked="triton"), "cpu")
         launched.clear()  # preparing is not timed; a kernel that it compiled keeps its number
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiled:
@@ -59,7 +63,7 @@ def sha256(key: Key, architecture: int) -> str:
         digest.update(f"{kernels[number].name} {code[number]} {arguments}\n".encode())
     for event in profiled.events() or ():
         if event.name.startswith("aten::"):
-            digest.update(f"{event.name} {event.input_shapes}\n".encode())
+            digest.update(f"{event.name} {event.input_shapes} {event.concrete_inputs}\n".encode())
     return digest.hexdigest()
 
 
@@ -115,7 +119,23 @@ def _said(words: tuple[Any, ...]) -> str:
 def _word(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{value.dtype}{tuple(value.shape)}{value.stride()}"
+    if isinstance(value, tuple):
+        return f"({_said(value)})"
+    if hasattr(value, "block_shape") and not isinstance(value, mock.Mock):  # a descriptor of what TMA reads
+        return f"{_word(value.base)} {value.shape} {value.strides} {value.block_shape}"
     return repr(value) if isinstance(value, (bool, int, float, str)) else ""
+
+
+@contextmanager
+def _on_board(memory_system: Mapping[str, Any]) -> Iterator[None]:
+    """What depends on multiprocessors, L2 or bandwidth is chosen as on that GPU; in early versions nothing does."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(decode, "num_sms", return_value=memory_system["num_sms"]))
+        if find_spec("nsa.triton_backend.traffic") is not None:
+            traffic = import_module("nsa.triton_backend.traffic")
+            found = traffic.MemorySystem(**memory_system)
+            stack.enter_context(mock.patch.object(traffic, "memory_system", return_value=found))
+        yield
 
 
 @contextmanager
@@ -143,7 +163,7 @@ def main(task: str) -> None:
     for key in asked["keys"]:
         found, why = None, None
         try:
-            found = sha256(Key(**key), asked["architecture"])
+            found = sha256(Key(**key), **asked["target"])
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
         print(json.dumps({"sha256": found, "why": why}), file=answers, flush=True)

@@ -90,9 +90,9 @@ def measure(
     for case_result in tested:
         said = [case_result.reason, *measure_pair.disturbed.get(case_result.case, [])]
         case_result.reason = "; ".join(one for one in said if one) or None
-    tested += [CaseResult(key.name, verdict=CompareVerdict.SAME, reason=SAME_CODE) for key in same_code]
-    paired = zip(tested, (*keys, *same_code), strict=True)
-    return [_result(case_result, key, identity, base, head, rules) for case_result, key in paired], interrupted
+    paired = zip(tested, keys, strict=True)
+    found = [_result(case_result, key, identity, base, head, rules) for case_result, key in paired]
+    return [*found, *(_unmeasured(key, identity, base, head, rules) for key in same_code)], interrupted
 
 
 def _groups(cases: Sequence[CaseResult]) -> list[Sequence[CaseResult]]:
@@ -199,7 +199,22 @@ def _result(
     )
 
 
+def _unmeasured(
+    key: Key, identity: fingerprint.Fingerprint, base: Sources, head: Sources, rules: CaseRules
+) -> ComparisonResult:
+    """Of a case of which both versions run the same on the device."""
+    command = shlex.join(["python", "-m", "benchmarks", "compare", *_refs(base, head), "--gpu", identity.machine])
+    return ComparisonResult(
+        identity.utc, base.side, head.side, identity, key, rules.schedule, CompareVerdict.SAME, SAME_CODE, command,
+        same_device_code=True,
+    )  # fmt: skip
+
+
+def _refs(base: Sources, head: Sources) -> list[str]:
+    return [side.ref for side in (base.side, head.side) if side.ref != checkout.WORKING_TREE]
+
+
 def _command(base: Sources, head: Sources, machine: str, key: Key, rules: Rules) -> str:
-    refs = [side.ref for side in (base.side, head.side) if side.ref != checkout.WORKING_TREE]
+    refs = _refs(base, head)
     rest = ["--gpu", machine, "--cases", key.name, "--pairs", str(rules.interim_analyses[-1])]
     return shlex.join(["python", "-m", "benchmarks", "compare", *refs, *rest])

@@ -27,7 +27,7 @@ class CompareVerdict(str, Enum):
     SLOWER = "SLOWER"
     """Seen, and seen again by other pairs of processes."""
     SAME = "SAME"
-    """No change as large as `Rules.equal_within`."""
+    """No change as large as `Rules.equal_within`, or the same instructions on the device."""
     UNDECIDED = "UNDECIDED"
     """Too noisy for the pairs of processes that were allowed, or BASE cannot run it; the reason says which."""
     FAILED = "FAILED"
@@ -117,7 +117,7 @@ class ComparisonResult:
     rules: Rules
     verdict: CompareVerdict
     reason: str | None
-    """Why it is UNDECIDED or FAILED; None otherwise."""
+    """Why it is UNDECIDED or FAILED, or needed no measuring; None otherwise."""
     command: str
     """What reproduces it, typed in the repository's root."""
     change: float | None = None
@@ -137,6 +137,8 @@ class ComparisonResult:
     head_outcome: CaseOutcome | None = None
     peaks_mib: tuple[float, float] | None = None
     """Peak memory of a call of BASE and of HEAD; None on a CPU, and in earlier results."""
+    same_device_code: bool = False
+    """Whether it was not measured, because both versions launch the same instructions (`device_code`)."""
 
     @property
     def memory(self) -> MemoryVerdict | None:

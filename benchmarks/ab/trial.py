@@ -131,8 +131,8 @@ class WorkerPair:
     def _finish(self) -> list[dict[str, Any]] | PairFailure:
         """The oracle's second question, on other inputs.
 
-        On a GPU it is put to HEAD alone, since BASE was a HEAD once, and the sides answer one after the other, since
-        how long a call takes on other inputs is part of it. On a CPU both do, at the same time: what the oracle leaves
+        On a GPU it is put to HEAD alone, which is what is judged, and the sides answer one after the other, since how
+        long a call takes on other inputs is part of it. On a CPU both answer at the same time: what the oracle leaves
         in the heap of a process must be alike.
         """
         on_cpu = self._device == "cpu"

@@ -14,8 +14,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-
 from benchmarks.ab import checkout, device_code, paired_run, result
 from benchmarks.ab.device_code import DeviceCode
 from benchmarks.ab.paired_run import CaseRules
@@ -155,9 +153,8 @@ class _Remeasure:
     def _compile(self, commit: str, key: Key) -> DeviceCode:
         known = commit, key.identity  # a key itself has no hash
         if known not in self._compiled:
-            major, minor = torch.cuda.get_device_capability()
             with checkout.sources([commit]) as (side,):
-                self._compiled[known] = device_code.of(side, key, 10 * major + minor)
+                self._compiled[known] = device_code.of(side, key, device_code.target())
         return self._compiled[known]
 
 

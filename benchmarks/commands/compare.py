@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -35,8 +36,8 @@ SUMMARY = "measure two commits side by side: FASTER, SLOWER, SAME or UNDECIDED f
 BAD = (CompareVerdict.SLOWER, CompareVerdict.FAILED)
 _MOST_FILES = 8
 _PAIR_SHARES = {"cpu": (1.0, 1.0), "cuda": (0.7, 0.25)}
-"""Of what a case takes in a run, what its first pair takes, with the oracle, and each later one. On an H200 25 cases,
-113 s in a run, took 1.0 and 0.34 of it while five times as many rows were compared and long samples were two calls."""
+"""Of what a case takes in a run, what its first pair takes, with the oracle, and each later one. Those of a GPU are
+estimates: on an H200 they were 1.0 and 0.34 before less was compared with the oracle and long samples were halved."""
 _NOISY = 1.5
 """Times the calibrated noise: from here on it is said."""
 
@@ -75,17 +76,19 @@ def main(arguments: argparse.Namespace) -> int:
     begin = time.perf_counter()
     refs = [arguments.base, arguments.head or checkout.WORKING_TREE]
     with checkout.sources(refs) as (base, head):
+        end = begin + (math.inf if arguments.budget is None else arguments.budget)
         same_code: list[Key] = []
         if not arguments.cases:
             keys = _reached(keys, base, head)
-            keys, same_code = _by_device_code(machine, keys, base, head)
+            keys, same_code = _by_device_code(machine, keys, base, head, end - time.perf_counter())
         if not keys and not same_code:
             print(json.dumps(_summary([], begin, None)))
             return 0
-        left_s = None if arguments.budget is None else arguments.budget - (time.perf_counter() - begin)
-        planned = _planned(arguments, machine, keys, rules, left_s)
+        left_s = None if arguments.budget is None else max(0.0, end - time.perf_counter())
+        planned = _planned(arguments, machine, keys, rules, left_s) if keys else None
         keys = keys if planned is None else [key for case in planned.chosen for key in case.keys]
-        print(f"{machine.title}: {len(keys)} cases, {_name(base)} against {_name(head)}", flush=True)
+        if keys:
+            print(f"{machine.title}: {len(keys)} cases, {_name(base)} against {_name(head)}", flush=True)
         found, interrupted = paired_run.measure(machine, keys, base, head, rules, left_s, same_code)
     path = result.path(arguments.out, found[0].utc, base.side, head.side)
     for one in found:
@@ -108,7 +111,7 @@ def _summary(
         "verdicts": dict(Counter(one.verdict.value for one in found)),
         "bad": [one.key.name for one in found if one.verdict in BAD],
         "undecided": [one.key.name for one in found if one.verdict is CompareVerdict.UNDECIDED],
-        "same_device_code": [one.key.name for one in found if one.reason == paired_run.SAME_CODE],
+        "same_device_code": [one.key.name for one in found if one.same_device_code],
         "memory_grew": [one.key.name for one in found if one.memory is MemoryVerdict.GREW],
         "unmeasured": [case.case for case in planned.left_out] if planned else [],
         "seconds": round(time.perf_counter() - begin, 1),
@@ -124,7 +127,7 @@ def _noisier(found: Sequence[ComparisonResult], rules: CaseRules) -> str | None:
         return None
     return (
         f"pairs of processes differ up to {max(ratios):.1f} times as much as at the calibration: {len(ratios)} of"
-        f" {len(found)} cases are judged by that. Let nothing else run, or calibrate again"
+        f" {sum(bool(one.changes) for one in found)} cases are judged by that. Let nothing else run, or calibrate again"
     )
 
 
@@ -140,25 +143,28 @@ def _reached(keys: Sequence[Key], base: Sources, head: Sources) -> list[Key]:
     return found
 
 
-def _by_device_code(machine: Machine, keys: Sequence[Key], base: Sources, head: Sources) -> tuple[list[Key], list[Key]]:
+def _by_device_code(
+    machine: Machine, keys: Sequence[Key], base: Sources, head: Sources, left_s: float
+) -> tuple[list[Key], list[Key]]:
     """(cases to be measured, cases of which both sides run the same on this GPU); says how many these are.
 
     Kernels are compiled meanwhile, by as many processes as there are cores, and lie ready in Triton's cache.
     """
-    gpu = machines.visible_gpu()
-    if machine.device == "cpu" or gpu is None or forced.read() is not None or not keys:
+    if machine.device == "cpu" or forced.read() is not None or not keys:
         return list(keys), []
-    print(f"device code of {len(keys)} cases: compiled on the CPU, both sides", flush=True)
-    begin, (major, minor) = time.perf_counter(), gpu.compute_capability
-    sides = device_code.of_cases((base, head), keys, 10 * major + minor)
+    print(f"compiling the kernels of {len(keys)} cases on the CPU, both sides", flush=True)
+    begin = time.perf_counter()
+    sides = device_code.of_cases((base, head), keys, device_code.target(), min(left_s, device_code.DEADLINE_S))
     same = {key.name for key, of_base, of_head in zip(keys, *sides, strict=True) if of_base.same(of_head)}
-    unknown = Counter(code.why for codes in sides for code in codes if code.why)
-    print(
-        f"{len(same)} of {len(keys)} cases launch the same instructions on both sides: SAME, not measured"
-        f" ({time.perf_counter() - begin:.0f} s)",
-        *(f"  of {count} versions of cases that is not known: {why}" for why, count in unknown.most_common()),
-        sep="\n", flush=True,
+    seconds = time.perf_counter() - begin
+    print(f"{len(same)} of {len(keys)} cases launch the same instructions on both sides: SAME, not measured"
+          f" ({seconds:.0f} s)", flush=True)  # fmt: skip
+    unknown = Counter(
+        code.why for codes in sides for key, code in zip(keys, codes, strict=True)
+        if code.why and key.mode not in device_code.MODES_WITHOUT
     )  # fmt: skip
+    for why, count in unknown.most_common():
+        print(f"  not known of {count}, each side of a case counted: {why}", flush=True)
     return [key for key in keys if key.name not in same], [key for key in keys if key.name in same]
 
 
@@ -180,7 +186,7 @@ def _planned(
         for name, found in Store(arguments.out, machine.id).visits(machine.id).items()
     }
     now = datetime.now(timezone.utc).isoformat()
-    found = budget.choose(budget.cases(keys, visits, rules.calibrated), max(left_s, 0.0), now)
+    found = budget.choose(budget.cases(keys, visits, rules.calibrated), left_s, now)
     print(budget.message(found), flush=True)
     return found
 
@@ -220,7 +226,7 @@ def table(found: Sequence[ComparisonResult]) -> str:
         CompareVerdict.FASTER,
         CompareVerdict.SAME,
     ]
-    measured = [one for one in found if one.reason != paired_run.SAME_CODE]
+    measured = [one for one in found if not one.same_device_code]
     lines = list(map(_line, sorted(measured, key=lambda one: order.index(one.verdict))))
     if len(measured) < len(found):
         lines.append(f"{CompareVerdict.SAME.value:<10} {len(found) - len(measured)} more cases, {paired_run.SAME_CODE}")

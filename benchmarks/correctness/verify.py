@@ -26,7 +26,7 @@ NSA_INPUTS = ("q", "k", "v", "gates")
 DENSE_INPUTS = ("q", "k", "v")
 """What each has gradients of."""
 
-_COUNTED_AT_ONCE = 2**28  # values that are not finite: PyTorch adds up bools as int64, eight bytes for each of them
+_COUNTED_AT_ONCE = 2**28  # values of a tensor: PyTorch adds up bools as int64, in eight bytes for each of them
 _SEQUENCES_AT_ONCE = 4  # float64 copies of every sequence of a large decode batch would not fit beside the cache
 
 
@@ -184,10 +184,10 @@ def with_comparison(
 
 def require_finite(name: str, x: Tensor) -> None:
     """Raises NonFiniteError naming what is not finite and how much of it."""
-    if x.isfinite().all():
-        return
-    bad = sum(int((~part.isfinite()).sum()) for part in x.reshape(-1).split(_COUNTED_AT_ONCE))
-    raise NonFiniteError(f"{name} holds {bad} values that are not finite, of {x.numel()}")
+    parts = x.reshape(-1).split(_COUNTED_AT_ONCE)
+    bad = sum(int((~part.isfinite()).sum()) for part in parts if not part.isfinite().all())
+    if bad:
+        raise NonFiniteError(f"{name} holds {bad} values that are not finite, of {x.numel()}")
 
 
 def require_passed(found: Correctness) -> Correctness:

@@ -295,6 +295,7 @@ def test_cases_whose_kernels_are_the_same_are_not_measured(
     assert f"{len(same)} more cases, not measured: both versions launch the same instructions" in said
     stored = {one.key.name: one for one in result.read(tmp_path / "results")[0]}
     assert {(stored[name].key.mode, stored[name].verdict) for name in same} == {("decode", CompareVerdict.SAME)}
+    assert {stored[name].command for name in same} == {"python -m benchmarks compare 'HEAD~1' HEAD --gpu cpu"}
     assert len(stored) == sum(found["verdicts"].values())
     measured.clear()
     answered(play)
@@ -302,30 +303,41 @@ def test_cases_whose_kernels_are_the_same_are_not_measured(
     assert measured == {"decode"}, "what is named is measured"
 
 
+MODES = ("decode", "prefill-forward", "train-step", "part-window")
+
+
 def test_which_cases_have_the_same_kernels_is_asked_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sides = [Sources(Side(ref, ref, False, ref), Path(ref), Path()) for ref in ("base", "head")]
-    keys = [dataclasses.replace(Key.from_name(CASE), mode=mode) for mode in ("decode", "prefill-forward", "train-step")]
+    keys = [dataclasses.replace(Key.from_name(CASE), mode=mode) for mode in MODES]
 
-    def of_cases(asked: Sequence[Sources], keys: Sequence[Key], architecture: int) -> list[list[DeviceCode]]:
-        assert architecture == 86
-        own = {"decode": lambda side: DeviceCode("same"), "train-step": lambda side: DeviceCode(None, "unknown")}
+    def of_cases(
+        asked: Sequence[Sources], keys: Sequence[Key], target: str, deadline_s: float
+    ) -> list[list[DeviceCode]]:
+        assert (target, deadline_s) == ("here", 9.0)
+        unknown = DeviceCode(None, "unknown")
+        own = {
+            "decode": lambda side: DeviceCode("same"),
+            "train-step": lambda _: unknown,
+            "part-window": lambda _: unknown,
+        }
         other = lambda side: DeviceCode(side.side.ref)  # noqa: E731
         return [[own.get(key.mode, other)(side) for key in keys] for side in asked]
 
     monkeypatch.setattr(device_code, "of_cases", of_cases)
-    monkeypatch.setattr(machines, "visible_gpu", lambda: machines.Gpu("NVIDIA GeForce RTX 3090", (8, 6)))
+    monkeypatch.setattr(device_code, "target", lambda: "here")
     here = machines.machine("cpu", None)
     on_gpu = dataclasses.replace(here, device="cuda")
-    measured, same = command._by_device_code(on_gpu, keys, *sides)
-    assert [[key.mode for key in part] for part in (measured, same)] == [["prefill-forward", "train-step"], ["decode"]]
+    measured, same = command._by_device_code(on_gpu, keys, *sides, 9.0)
+    assert [[key.mode for key in part] for part in (measured, same)] == [list(MODES[1:]), ["decode"]]
     said = capsys.readouterr().out
-    assert "1 of 3 cases launch the same instructions on both sides: SAME, not measured (0 s)" in said
-    assert "of 2 versions of cases that is not known: unknown" in said
+    assert "1 of 4 cases launch the same instructions on both sides: SAME, not measured (0 s)" in said
+    assert "  not known of 2, each side of a case counted: unknown" in said
+    assert "unknown" not in said.partition("unknown")[2], "a train step is not expected to be known"
     monkeypatch.setenv("NSA_FORCE_ARCH", "sm80")
-    assert command._by_device_code(on_gpu, keys, *sides) == (keys, []), "another GPU's kernels run"
-    assert command._by_device_code(here, keys, *sides) == (keys, [])
+    assert command._by_device_code(on_gpu, keys, *sides, 9.0) == (keys, []), "another GPU's kernels run"
+    assert command._by_device_code(here, keys, *sides, 9.0) == (keys, [])
 
 
 def test_what_reproduces_a_result_is_in_it(answered: Callable[[Play], None], tmp_path: Path) -> None:

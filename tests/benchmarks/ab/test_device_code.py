@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import math
 import shutil
+import subprocess
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks.ab import device_code
 from benchmarks.ab.checkout import Sources
-from benchmarks.ab.device_code import DeviceCode
+from benchmarks.ab.device_code import DeviceCode, Target
 from benchmarks.ab.result import Side
 from benchmarks.cases.key import Key
 from harness import repository
@@ -21,7 +26,7 @@ from nsa import NSAConfig
 
 pytest.importorskip("triton", reason="compiles Triton kernels")
 
-ARCHITECTURE = 80
+TARGET = Target(80, {"num_sms": 108, "l2_bytes": 40 * 2**20, "l2_gb_per_s_per_sm": 53.0, "dram_tb_per_s": 2.039})
 KEY = Key("part-gated-sum", "nsa", "auto", "bfloat16", 1, 64, 64, 2, 1, 32, 32, dataclasses.asdict(NSAConfig()))
 FILE = "nsa/triton_backend/gated_sum.py"
 
@@ -46,46 +51,134 @@ CHANGES = {
 
 
 def test_what_the_device_runs_decides_and_what_the_source_says_does_not(tmp_path: Path) -> None:
-    as_it_is = device_code.of(sources(tmp_path / "as it is"), KEY, ARCHITECTURE)
+    as_it_is = device_code.of(sources(tmp_path / "as it is"), KEY, TARGET)
     assert as_it_is.why is None
     for what, (old, new, same) in CHANGES.items():
-        changed = device_code.of(sources(tmp_path / what, old, new), KEY, ARCHITECTURE)
+        changed = device_code.of(sources(tmp_path / what, old, new), KEY, TARGET)
         assert changed.why is None, what
         assert changed.same(as_it_is) == same, what
 
 
+def test_the_type_of_an_operator_s_result_is_seen(tmp_path: Path) -> None:
+    old = "out = torch.empty_like(o_cmp)"
+    wide, narrow = (
+        device_code.of(sources(tmp_path / kind, old, f"{old}\n    o_cmp.to(torch.{kind})"), KEY, TARGET)
+        for kind in ("float64", "float16")
+    )
+    assert wide.why is narrow.why is None
+    assert not wide.same(narrow)
+
+
 def test_what_cannot_be_compiled_is_not_known_and_says_why(tmp_path: Path) -> None:
-    broken = device_code.of(sources(tmp_path, "import triton\n", "import triton_of_old\n"), KEY, ARCHITECTURE)
+    broken = device_code.of(sources(tmp_path, "import triton\n", "import triton_of_old\n"), KEY, TARGET)
     assert (broken.sha256, broken.why) == (None, "ModuleNotFoundError: No module named 'triton_of_old'")
     assert not broken.same(broken)
     step = dataclasses.replace(KEY, mode="train-step")
-    assert device_code.of(sources(tmp_path / "step"), step, ARCHITECTURE).why == (
+    assert device_code.of(sources(tmp_path / "step"), step, TARGET).why == (
         "train-step is not decided by its kernels alone"
     )
 
 
-def test_cases_that_launch_alike_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class FakeChild:
+    """A process that has ended by itself and said some lines."""
+
+    said: Sequence[str] = ()
+    code = 0
+
+    def __enter__(self) -> FakeChild:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def communicate(self, timeout_s: float) -> bytes:
+        return "\n".join(self.said).encode()
+
+    def wait(self) -> int:
+        return self.code
+
+    def log_tail(self) -> str:
+        return "a warning\nSomeError: why"
+
+
+LATER = math.inf
+
+
+def test_what_a_child_does_not_come_to_says_why() -> None:
+    child = FakeChild()
+    child.said, child.code = ['{"sha256": "a", "why": null}'], -9
+    assert device_code._answers(child, 3, LATER) == [  # type: ignore[arg-type]
+        DeviceCode("a"), *[DeviceCode(None, "the child ended with code -9")] * 2,
+    ]  # fmt: skip
+    child.code = 1
+    assert device_code._answers(child, 2, LATER)[1].why == "SomeError: why"  # type: ignore[arg-type]
+
+
+def test_what_a_child_said_in_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line that it was writing does not."""
+
+    def late(timeout_s: float) -> bytes:
+        raise subprocess.TimeoutExpired("x", timeout_s, output=b'a warning\n{"sha256": "a", "why": null}\n{"sha2')
+
+    child = FakeChild()
+    monkeypatch.setattr(child, "communicate", late)
+    first, second = device_code._answers(child, 2, 0.0)  # type: ignore[arg-type]
+    assert (first.sha256, second.why) == ("a", "its kernels were not compiled in time")
+
+
+def test_an_interruption_ends_the_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that compile still; the threads that wait for them end with them."""
+    made: list[Waiting] = []
+
+    class Waiting(FakeChild):
+        def __init__(self, *_: object) -> None:
+            self.interrupts, self.ended = not made, threading.Event()
+            made.append(self)
+
+        def __exit__(self, *_: object) -> None:
+            self.ended.set()
+
+        def communicate(self, timeout_s: float) -> bytes:
+            if self.interrupts:
+                raise KeyboardInterrupt
+            assert self.ended.wait(20), "nobody ended it"
+            return b""
+
+    monkeypatch.setattr(device_code, "_child", Waiting)
+    monkeypatch.setattr(device_code, "_children", lambda sides: 2)
+    keys = [KEY, dataclasses.replace(KEY, num_queries=128, num_keys=128)]
+    with pytest.raises(KeyboardInterrupt):
+        device_code.of_cases([sources_of("base"), sources_of("head")], keys, TARGET)
+    assert [child.ended.is_set() for child in made] == [True] * 4
+
+
+def sources_of(ref: str) -> Sources:
+    return Sources(Side(ref, None, None, ""), Path(ref), Path(ref))
+
+
+def test_cases_that_launch_alike_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of both versions, each by its own children; what a child could not say has its reason."""
     asked: list[tuple[str, list[str]]] = []
 
-    def recorded(side: Sources, keys: Sequence[Key], architecture: int) -> dict[str, DeviceCode]:
-        asked.append((side.side.ref, [key.case for key in keys]))
-        return {key.identity: DeviceCode(f"{side.side.ref} {key.case}") for key in keys}
+    class Answering(FakeChild):
+        def __init__(self, side: Sources, keys: Sequence[Key], target: Target) -> None:
+            asked.append((side.side.ref, [key.case for key in keys]))
+            self.said = [json.dumps({"sha256": f"{side.side.ref} {key.case}"}) for key in keys]
 
-    monkeypatch.setattr(device_code, "_recorded", recorded)
+    monkeypatch.setattr(device_code, "_child", Answering)
     monkeypatch.setattr(device_code, "_children", lambda sides: 2)
     shapes = [dataclasses.replace(KEY, num_queries=tokens, num_keys=tokens) for tokens in (64, 128, 256)]
     alike = [dataclasses.replace(shapes[0], inputs="recorded", cache="cold"), dataclasses.replace(KEY, launch="graph")]
     step = dataclasses.replace(KEY, mode="train-step")
-    sides = [Sources(Side(ref, None, None, ""), tmp_path, tmp_path) for ref in ("base", "head")]
-    found = device_code.of_cases(sides, [*shapes, *alike, step], ARCHITECTURE)
+    sides = [sources_of("base"), sources_of("head")]
+    found = device_code.of_cases(sides, [*shapes, *alike, step], TARGET)
     names = [f"part-gated-sum/2x1x32/b1/s{tokens}/bfloat16" for tokens in (64, 128, 256)]
     assert sorted(asked) == [(ref, part) for ref in ("base", "head") for part in (names[2:], names[:2])]
     for ref, codes in zip(("base", "head"), found, strict=True):
         assert [code.sha256 for code in codes[:3]] == [f"{ref} {name}" for name in names]
         assert codes[3] == codes[4] == codes[0]
         assert codes[5].why == "train-step is not decided by its kernels alone"
-    assert device_code.of_cases(sides, [step], ARCHITECTURE)[0][0].sha256 is None
+    assert device_code.of_cases(sides, [step], TARGET)[0][0].sha256 is None
 
 
 def test_children_of_equal_heads_and_decode_steps_dealt_out() -> None:
@@ -101,11 +194,23 @@ def test_where_triton_tells_of_no_launch_nothing_is_known(monkeypatch: pytest.Mo
     from benchmarks.ab import device_code_worker
 
     monkeypatch.setattr(device_code_worker, "_launches", lambda launched: contextlib.nullcontext())
-    monkeypatch.setattr(device_code_worker.ahead_of_time, "recorded", lambda architecture: contextlib.nullcontext([]))
+    monkeypatch.setattr(device_code_worker.ahead_of_time, "recorded", lambda _: contextlib.nullcontext([]))
     call = SimpleNamespace(call=lambda: None)
     monkeypatch.setattr(device_code_worker.preparation, "prepare", lambda key, device: call)
     with pytest.raises(RuntimeError, match=r"no launch of part-gated-sum/.* was recorded"):
-        device_code_worker.sha256(KEY, ARCHITECTURE)
+        device_code_worker.sha256(KEY, **dataclasses.asdict(TARGET))
+
+
+def test_what_tma_reads_is_part_of_a_launch() -> None:
+    from benchmarks.ab import device_code_worker
+
+    def read(x: torch.Tensor, rows: int) -> str:
+        descriptor = SimpleNamespace(base=x, shape=list(x.shape), strides=list(x.stride()), block_shape=[rows, 32])
+        return device_code_worker._said((descriptor, (descriptor, 3), None))
+
+    x = torch.zeros(64, 32)
+    assert read(x, 16) == read(x.clone(), 16)
+    assert len({read(x, 16), read(x, 32), read(x.T.contiguous().T, 16), read(x.half(), 16)}) == 4
 
 
 def test_lines_that_name_the_source_are_left_out_of_ptx() -> None:

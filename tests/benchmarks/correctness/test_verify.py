@@ -175,3 +175,13 @@ def test_stops_a_baseline_with_the_wrong_alignment() -> None:
 
     with pytest.raises(IncorrectError, match="o: error"):
         verify.check_dense(p, top_left, "top-left", rows=8)
+
+
+def test_what_is_not_finite_is_counted_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum over bools takes eight bytes for each of them."""
+    monkeypatch.setattr(verify, "_COUNTED_AT_ONCE", 7)
+    x = torch.zeros(4, 5)
+    verify.require_finite("o", x)
+    x[0, 1], x[3, 3], x[3, 4] = float("inf"), float("nan"), float("-inf")
+    with pytest.raises(NonFiniteError, match="o holds 3 values that are not finite, of 20"):
+        verify.require_finite("o", x.mT)

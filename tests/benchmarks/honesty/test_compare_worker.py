@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.ab import worker
 from benchmarks.ab.worker import Worker
 from benchmarks.correctness import row_sampling
+from benchmarks.timing.rotating_inputs import RotatingInputs
 from benchmarks.workloads import attention
 from nsa import nsa_attention
 from tests.benchmarks.synthetic import key
@@ -35,6 +37,18 @@ def test_compare_asks_the_oracle_again_about_what_was_timed(monkeypatch: pytest.
     *outcomes, reason = played()
     assert outcomes == ["PASSED", "INCORRECT"]
     assert "rows against float64" in reason
+
+
+def test_base_is_not_asked_about_other_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, where that takes a third of a pair; what calls did to their inputs is looked at all the same."""
+    rechecked: list[int] = []
+    monkeypatch.setattr(RotatingInputs, "recheck", lambda self, seed, share: rechecked.append(seed))
+    monkeypatch.setattr(worker.integrity, "require_intact", lambda: None)
+    child = Worker()
+    child.answer({"prepare": dataclasses.asdict(key(length=96)), "device": "cpu", "check": True})
+    for other_inputs, count in ((False, 0), (True, 1)):
+        assert child.answer({"finish": True, "other_inputs": other_inputs})["outcome"] == "PASSED"
+        assert len(rechecked) == count
 
 
 def test_compare_sees_benches_that_were_changed(monkeypatch: pytest.MonkeyPatch) -> None:
