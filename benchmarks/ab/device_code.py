@@ -49,32 +49,27 @@ class DeviceCode:
         return self.sha256 is not None and self.sha256 == other.sha256
 
 
-@dataclass(frozen=True)
-class Target:
-    """The GPU that kernels are compiled for, as far as the choice of kernels and grids depends on it."""
-
-    architecture: int
-    """Its compute capability: 80, 90, ..."""
-    memory_system: Mapping[str, float]
-    """The fields of `nsa.triton_backend.traffic.MemorySystem`."""
+Gpu = Mapping[str, int]
+"""Properties of the GPU that kernels are compiled for, as PyTorch names them: all that the choice of kernels and grids
+depends on."""
+_PROPERTIES = (
+    "major", "minor", "multi_processor_count", "L2_cache_size", "memory_clock_rate", "memory_bus_width"
+)  # fmt: skip
 
 
-def target() -> Target:
-    """The GPU that PyTorch would use."""
-    from nsa.triton_backend import traffic  # needs Triton, which a CPU need not have
-
-    major, minor = torch.cuda.get_device_capability()
-    found = traffic.memory_system(torch.device("cuda", torch.cuda.current_device()), 10 * major + minor)
-    return Target(10 * major + minor, dataclasses.asdict(found))
+def visible_gpu() -> Gpu:
+    """The one that PyTorch would use; 0 for what it does not tell."""
+    seen = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {name: int(getattr(seen, name, 0) or 0) for name in _PROPERTIES}
 
 
-def of(sources: Sources, key: Key, target: Target) -> DeviceCode:
+def of(sources: Sources, key: Key, gpu: Gpu) -> DeviceCode:
     """The device code of this version for a case."""
-    return of_cases([sources], [key], target)[0][0]
+    return of_cases([sources], [key], gpu)[0][0]
 
 
 def of_cases(
-    sides: Sequence[Sources], keys: Sequence[Key], target: Target, deadline_s: float = DEADLINE_S
+    sides: Sequence[Sources], keys: Sequence[Key], gpu: Gpu, deadline_s: float = DEADLINE_S
 ) -> list[list[DeviceCode]]:
     """Of each version the device code of every case, in order, by as many children as there are cores and memory for.
 
@@ -87,7 +82,7 @@ def of_cases(
     # an exception ends the children first, then the threads that wait for them
     with ThreadPoolExecutor(max(1, len(parts) * len(sides))) as pool, ExitStack() as children:
         asked = [
-            (codes, part, pool.submit(_answers, children.enter_context(_child(side, part, target)), len(part), end))
+            (codes, part, pool.submit(_answers, children.enter_context(_child(side, part, gpu)), len(part), end))
             for part in parts
             for side, codes in zip(sides, found, strict=True)
         ]
@@ -124,7 +119,7 @@ def _children(sides: int) -> int:
     return max(1, min(len(os.sched_getaffinity(0)), fit) // sides)
 
 
-def _child(sources: Sources, keys: Sequence[Key], target: Target) -> Child:
+def _child(sources: Sources, keys: Sequence[Key], gpu: Gpu) -> Child:
     """Records these cases of one version."""
     environment = {
         "PYTHONPATH": os.pathsep.join([str(sources.folder), str(sources.benches)]),
@@ -132,7 +127,7 @@ def _child(sources: Sources, keys: Sequence[Key], target: Target) -> Child:
         "TRITON_INTERPRET": "0",
         "OMP_NUM_THREADS": "1",
     }
-    task = {"keys": [dataclasses.asdict(key) for key in keys], "target": dataclasses.asdict(target)}
+    task = {"keys": [dataclasses.asdict(key) for key in keys], "gpu": dict(gpu)}
     return Child(_WORKER, task, environment, cwd=sources.folder, stdout=subprocess.PIPE)
 
 

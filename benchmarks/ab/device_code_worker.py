@@ -1,7 +1,7 @@
 """Cases of one version of nsa/: for each a hash over what its call runs on the device.
 
-Usage: python -m benchmarks.ab.device_code_worker '{"keys": [{...}], "target": {...}}', with the sources of one side
-first on the path; "target" is `device_code.Target`. For each key a line of stdout is {"sha256": "...", "why": null}, or
+Usage: python -m benchmarks.ab.device_code_worker '{"keys": [{...}], "gpu": {...}}', with the sources of one side
+first on the path; "gpu" is `device_code.Gpu`. For each key a line of stdout is {"sha256": "...", "why": null}, or
 says why there is no hash. It fails where that nsa/ cannot say what it launches.
 
 The hash is over, in order: each launch (instructions of the compiled kernel, grid, numbers, and the shapes, types and
@@ -26,6 +26,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -46,12 +47,12 @@ _SOURCE_LINES = (".loc", ".file", "//", ".section", ".target")
 """What lines of PTX begin with that name the source, or follow from it."""
 
 
-def sha256(key: Key, architecture: int, memory_system: Mapping[str, Any]) -> str:
-    """The hash of one case's call on a GPU of this compute capability with this memory system."""
+def sha256(key: Key, gpu: Mapping[str, int]) -> str:
+    """The hash of one case's call on this GPU."""
     digest = hashlib.sha256(Path(str(backends.__file__)).read_bytes())
     launched: list[tuple[int, str]] = []
-    recorded = ahead_of_time.recorded(architecture)
-    with _any_memory(), _zeros(), recorded as kernels, _on_board(memory_system), _launches(launched):
+    recorded = ahead_of_time.recorded(_architecture(gpu))
+    with _any_memory(), _zeros(), recorded as kernels, _on_board(gpu), _launches(launched):
         work = preparation.prepare(dataclasses.replace(key, backend_asked="triton"), "cpu")
         launched.clear()  # preparing is not timed; a kernel that it compiled keeps its number
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiled:
@@ -126,14 +127,19 @@ def _word(value: Any) -> str:
     return repr(value) if isinstance(value, (bool, int, float, str)) else ""
 
 
+def _architecture(gpu: Mapping[str, int]) -> int:
+    return 10 * gpu["major"] + gpu["minor"]
+
+
 @contextmanager
-def _on_board(memory_system: Mapping[str, Any]) -> Iterator[None]:
+def _on_board(gpu: Mapping[str, int]) -> Iterator[None]:
     """What depends on multiprocessors, L2 or bandwidth is chosen as on that GPU; in early versions nothing does."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(decode, "num_sms", return_value=memory_system["num_sms"]))
+        stack.enter_context(mock.patch.object(decode, "num_sms", return_value=gpu["multi_processor_count"]))
         if find_spec("nsa.triton_backend.traffic") is not None:
             traffic = import_module("nsa.triton_backend.traffic")
-            found = traffic.MemorySystem(**memory_system)
+            with mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(**gpu)):
+                found = traffic.memory_system(torch.device("cuda", 0), _architecture(gpu))
             stack.enter_context(mock.patch.object(traffic, "memory_system", return_value=found))
         yield
 
@@ -163,7 +169,7 @@ def main(task: str) -> None:
     for key in asked["keys"]:
         found, why = None, None
         try:
-            found = sha256(Key(**key), **asked["target"])
+            found = sha256(Key(**key), asked["gpu"])
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
         print(json.dumps({"sha256": found, "why": why}), file=answers, flush=True)

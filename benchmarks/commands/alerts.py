@@ -154,7 +154,7 @@ class _Remeasure:
         known = commit, key.identity  # a key itself has no hash
         if known not in self._compiled:
             with checkout.sources([commit]) as (side,):
-                self._compiled[known] = device_code.of(side, key, device_code.target())
+                self._compiled[known] = device_code.of(side, key, device_code.visible_gpu())
         return self._compiled[known]
 
 

@@ -154,7 +154,7 @@ def _by_device_code(
         return list(keys), []
     print(f"compiling the kernels of {len(keys)} cases on the CPU, both sides", flush=True)
     begin = time.perf_counter()
-    sides = device_code.of_cases((base, head), keys, device_code.target(), min(left_s, device_code.DEADLINE_S))
+    sides = device_code.of_cases((base, head), keys, device_code.visible_gpu(), min(left_s, device_code.DEADLINE_S))
     same = {key.name for key, of_base, of_head in zip(keys, *sides, strict=True) if of_base.same(of_head)}
     seconds = time.perf_counter() - begin
     print(f"{len(same)} of {len(keys)} cases launch the same instructions on both sides: SAME, not measured"

@@ -312,10 +312,8 @@ def test_which_cases_have_the_same_kernels_is_asked_on_a_gpu(
     sides = [Sources(Side(ref, ref, False, ref), Path(ref), Path()) for ref in ("base", "head")]
     keys = [dataclasses.replace(Key.from_name(CASE), mode=mode) for mode in MODES]
 
-    def of_cases(
-        asked: Sequence[Sources], keys: Sequence[Key], target: str, deadline_s: float
-    ) -> list[list[DeviceCode]]:
-        assert (target, deadline_s) == ("here", 9.0)
+    def of_cases(asked: Sequence[Sources], keys: Sequence[Key], gpu: str, deadline_s: float) -> list[list[DeviceCode]]:
+        assert (gpu, deadline_s) == ("here", 9.0)
         unknown = DeviceCode(None, "unknown")
         own = {
             "decode": lambda side: DeviceCode("same"),
@@ -326,7 +324,7 @@ def test_which_cases_have_the_same_kernels_is_asked_on_a_gpu(
         return [[own.get(key.mode, other)(side) for key in keys] for side in asked]
 
     monkeypatch.setattr(device_code, "of_cases", of_cases)
-    monkeypatch.setattr(device_code, "target", lambda: "here")
+    monkeypatch.setattr(device_code, "visible_gpu", lambda: "here")
     here = machines.machine("cpu", None)
     on_gpu = dataclasses.replace(here, device="cuda")
     measured, same = command._by_device_code(on_gpu, keys, *sides, 9.0)

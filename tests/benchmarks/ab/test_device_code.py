@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.ab import device_code
 from benchmarks.ab.checkout import Sources
-from benchmarks.ab.device_code import DeviceCode, Target
+from benchmarks.ab.device_code import DeviceCode, Gpu
 from benchmarks.ab.result import Side
 from benchmarks.cases.key import Key
 from harness import repository
@@ -26,7 +26,10 @@ from nsa import NSAConfig
 
 pytest.importorskip("triton", reason="compiles Triton kernels")
 
-TARGET = Target(80, {"num_sms": 108, "l2_bytes": 40 * 2**20, "l2_gb_per_s_per_sm": 53.0, "dram_tb_per_s": 2.039})
+A100 = {
+    "major": 8, "minor": 0, "multi_processor_count": 108, "L2_cache_size": 40 * 2**20, "memory_clock_rate": 1593000,
+    "memory_bus_width": 5120,
+}  # fmt: skip
 KEY = Key("part-gated-sum", "nsa", "auto", "bfloat16", 1, 64, 64, 2, 1, 32, 32, dataclasses.asdict(NSAConfig()))
 FILE = "nsa/triton_backend/gated_sum.py"
 
@@ -51,10 +54,10 @@ CHANGES = {
 
 
 def test_what_the_device_runs_decides_and_what_the_source_says_does_not(tmp_path: Path) -> None:
-    as_it_is = device_code.of(sources(tmp_path / "as it is"), KEY, TARGET)
+    as_it_is = device_code.of(sources(tmp_path / "as it is"), KEY, A100)
     assert as_it_is.why is None
     for what, (old, new, same) in CHANGES.items():
-        changed = device_code.of(sources(tmp_path / what, old, new), KEY, TARGET)
+        changed = device_code.of(sources(tmp_path / what, old, new), KEY, A100)
         assert changed.why is None, what
         assert changed.same(as_it_is) == same, what
 
@@ -62,7 +65,7 @@ def test_what_the_device_runs_decides_and_what_the_source_says_does_not(tmp_path
 def test_the_type_of_an_operator_s_result_is_seen(tmp_path: Path) -> None:
     old = "out = torch.empty_like(o_cmp)"
     wide, narrow = (
-        device_code.of(sources(tmp_path / kind, old, f"{old}\n    o_cmp.to(torch.{kind})"), KEY, TARGET)
+        device_code.of(sources(tmp_path / kind, old, f"{old}\n    o_cmp.to(torch.{kind})"), KEY, A100)
         for kind in ("float64", "float16")
     )
     assert wide.why is narrow.why is None
@@ -70,11 +73,11 @@ def test_the_type_of_an_operator_s_result_is_seen(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_compiled_is_not_known_and_says_why(tmp_path: Path) -> None:
-    broken = device_code.of(sources(tmp_path, "import triton\n", "import triton_of_old\n"), KEY, TARGET)
+    broken = device_code.of(sources(tmp_path, "import triton\n", "import triton_of_old\n"), KEY, A100)
     assert (broken.sha256, broken.why) == (None, "ModuleNotFoundError: No module named 'triton_of_old'")
     assert not broken.same(broken)
     step = dataclasses.replace(KEY, mode="train-step")
-    assert device_code.of(sources(tmp_path / "step"), step, TARGET).why == (
+    assert device_code.of(sources(tmp_path / "step"), step, A100).why == (
         "train-step is not decided by its kernels alone"
     )
 
@@ -148,7 +151,7 @@ def test_an_interruption_ends_the_children(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(device_code, "_children", lambda sides: 2)
     keys = [KEY, dataclasses.replace(KEY, num_queries=128, num_keys=128)]
     with pytest.raises(KeyboardInterrupt):
-        device_code.of_cases([sources_of("base"), sources_of("head")], keys, TARGET)
+        device_code.of_cases([sources_of("base"), sources_of("head")], keys, A100)
     assert [child.ended.is_set() for child in made] == [True] * 4
 
 
@@ -161,7 +164,7 @@ def test_cases_that_launch_alike_are_compiled_once(monkeypatch: pytest.MonkeyPat
     asked: list[tuple[str, list[str]]] = []
 
     class Answering(FakeChild):
-        def __init__(self, side: Sources, keys: Sequence[Key], target: Target) -> None:
+        def __init__(self, side: Sources, keys: Sequence[Key], gpu: Gpu) -> None:
             asked.append((side.side.ref, [key.case for key in keys]))
             self.said = [json.dumps({"sha256": f"{side.side.ref} {key.case}"}) for key in keys]
 
@@ -171,14 +174,14 @@ def test_cases_that_launch_alike_are_compiled_once(monkeypatch: pytest.MonkeyPat
     alike = [dataclasses.replace(shapes[0], inputs="recorded", cache="cold"), dataclasses.replace(KEY, launch="graph")]
     step = dataclasses.replace(KEY, mode="train-step")
     sides = [sources_of("base"), sources_of("head")]
-    found = device_code.of_cases(sides, [*shapes, *alike, step], TARGET)
+    found = device_code.of_cases(sides, [*shapes, *alike, step], A100)
     names = [f"part-gated-sum/2x1x32/b1/s{tokens}/bfloat16" for tokens in (64, 128, 256)]
     assert sorted(asked) == [(ref, part) for ref in ("base", "head") for part in (names[2:], names[:2])]
     for ref, codes in zip(("base", "head"), found, strict=True):
         assert [code.sha256 for code in codes[:3]] == [f"{ref} {name}" for name in names]
         assert codes[3] == codes[4] == codes[0]
         assert codes[5].why == "train-step is not decided by its kernels alone"
-    assert device_code.of_cases(sides, [step], TARGET)[0][0].sha256 is None
+    assert device_code.of_cases(sides, [step], A100)[0][0].sha256 is None
 
 
 def test_children_of_equal_heads_and_decode_steps_dealt_out() -> None:
@@ -198,7 +201,28 @@ def test_where_triton_tells_of_no_launch_nothing_is_known(monkeypatch: pytest.Mo
     call = SimpleNamespace(call=lambda: None)
     monkeypatch.setattr(device_code_worker.preparation, "prepare", lambda key, device: call)
     with pytest.raises(RuntimeError, match=r"no launch of part-gated-sum/.* was recorded"):
-        device_code_worker.sha256(KEY, **dataclasses.asdict(TARGET))
+        device_code_worker.sha256(KEY, A100)
+
+
+def test_what_pytorch_does_not_tell_of_the_gpu_is_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = SimpleNamespace(major=8, minor=6, multi_processor_count=82, L2_cache_size=6 * 2**20, name="RTX 3090")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {1: seen}.__getitem__)
+    rest = {"memory_clock_rate": 0, "memory_bus_width": 0}
+    assert device_code.visible_gpu() == {name: x for name, x in vars(seen).items() if name != "name"} | rest
+
+
+def test_what_a_board_decides_is_decided_as_on_it() -> None:
+    from benchmarks.ab import device_code_worker
+    from nsa.triton_backend import decode, traffic
+
+    for sms in (108, 54):
+        with device_code_worker._on_board({**A100, "multi_processor_count": sms}):
+            assert decode.num_sms(torch.device("cpu")) == sms
+            found = traffic.memory_system(torch.device("cpu"), 80)
+        assert (found.num_sms, found.l2_bytes) == (sms, 40 * 2**20)
+        assert found.dram_tb_per_s == pytest.approx(2.039, rel=0.001)
+        traffic.memory_system.cache_clear()
 
 
 def test_what_tma_reads_is_part_of_a_launch() -> None:

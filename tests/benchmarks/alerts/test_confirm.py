@@ -248,12 +248,12 @@ def test_only_a_gpu_has_device_code(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     on_gpu = command._Remeasure(dataclasses.replace(CPU, device="cuda"), options.RESULTS, rules)
     asked: list[tuple[str, str]] = []
 
-    def device_code(side: Sources, key: Key, target: int) -> str:
+    def device_code(side: Sources, key: Key, gpu: int) -> str:
         asked.append((side.side.ref, key.name))
-        return f"code {target}"
+        return f"code {gpu}"
 
     monkeypatch.setattr(command.device_code, "of", device_code)
-    monkeypatch.setattr(command.device_code, "target", lambda: 90)
+    monkeypatch.setattr(command.device_code, "visible_gpu", lambda: 90)
     key = options.nsa_cases(CPU, ["decode"])[0]
     assert on_gpu.compile is not None
     assert [on_gpu.compile("HEAD", key) for _ in range(2)] == ["code 90"] * 2
