@@ -5,8 +5,9 @@ first on the path; "gpu" is `device_code.Gpu`. For each key a line of stdout is 
 says why there is no hash. It fails where that nsa/ cannot say what it launches.
 
 The hash is over, in order: each launch (instructions of the compiled kernel, grid, numbers, and the shapes, types and
-strides of tensors and of what TMA reads), the calls of PyTorch's operators with their shapes, types and strides, and
-the source that chooses the backend. A number that is multiplied with a tensor is not seen: it changes no time.
+strides of tensors and of what TMA reads), the calls of PyTorch's operators with the shapes of their tensors and the
+sizes, strides and types that they are asked for, and the source that chooses the backend. A number that is multiplied
+with a tensor is not seen: it changes no time.
 Instructions are SASS, in which no line number of the source stands, so that an edited comment changes nothing; where
 Triton brings no cuobjdump they are the lines of PTX without what names the source.
 """

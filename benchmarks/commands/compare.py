@@ -239,7 +239,7 @@ def _line(one: ComparisonResult) -> str:
         low, high = one.interval
         words.append(f"{one.change:+.1%} [{low:+.1%}, {high:+.1%}]")
         words.append(f"{one.base_ms:.4g} -> {one.head_ms:.4g} ms")
-        words.append("could see no change" if one.detectable > 1 else f"could see {one.detectable:.1%}")
+        words.append("could see more than 100%" if one.detectable > 1 else f"could see {one.detectable:.1%}")
     if one.peaks_mib is not None and one.memory in (MemoryVerdict.GREW, MemoryVerdict.SHRANK):
         words.append(f"{one.memory.value} {peak_memory.message(*one.peaks_mib)}")
     return "  ".join([*words, one.reason or ""]).rstrip()

@@ -27,6 +27,7 @@ from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.commands import compare as command
 from harness import fingerprint, machines, repository
 from harness.machines import Machine
+from tests.benchmarks.comparisons import comparison_result
 from tests.benchmarks.repository import Repository
 from tests.benchmarks.synthetic import FINGERPRINT
 from tests.fake_nvml import process
@@ -303,6 +304,14 @@ def test_cases_whose_kernels_are_the_same_are_not_measured(
     assert measured == {"decode"}, "what is named is measured"
 
 
+def test_two_pairs_that_could_see_hardly_anything_say_so_in_few_digits() -> None:
+    wild = dataclasses.replace(
+        comparison_result(CompareVerdict.UNDECIDED), change=0.0, interval=(-0.1, 0.1), base_ms=1.0, head_ms=1.0
+    )
+    assert "could see more than 100%" in command.table([dataclasses.replace(wild, detectable=710481.5)])
+    assert "could see 99.0%" in command.table([dataclasses.replace(wild, detectable=0.99)])
+
+
 MODES = ("decode", "prefill-forward", "train-step", "part-window")
 
 
@@ -315,13 +324,8 @@ def test_which_cases_have_the_same_kernels_is_asked_on_a_gpu(
     def of_cases(asked: Sequence[Sources], keys: Sequence[Key], gpu: str, deadline_s: float) -> list[list[DeviceCode]]:
         assert (gpu, deadline_s) == ("here", 9.0)
         unknown = DeviceCode(None, "unknown")
-        own = {
-            "decode": lambda side: DeviceCode("same"),
-            "train-step": lambda _: unknown,
-            "part-window": lambda _: unknown,
-        }
-        other = lambda side: DeviceCode(side.side.ref)  # noqa: E731
-        return [[own.get(key.mode, other)(side) for key in keys] for side in asked]
+        own = {"decode": DeviceCode("same"), "train-step": unknown, "part-window": unknown}
+        return [[own.get(key.mode, DeviceCode(side.side.ref)) for key in keys] for side in asked]
 
     monkeypatch.setattr(device_code, "of_cases", of_cases)
     monkeypatch.setattr(device_code, "visible_gpu", lambda: "here")

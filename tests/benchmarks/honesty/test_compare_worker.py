@@ -41,14 +41,14 @@ def test_compare_asks_the_oracle_again_about_what_was_timed(monkeypatch: pytest.
 
 def test_base_is_not_asked_about_other_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, where that takes a third of a pair; what calls did to their inputs is looked at all the same."""
-    rechecked: list[int] = []
-    monkeypatch.setattr(RotatingInputs, "recheck", lambda self, seed, share: rechecked.append(seed))
+    rechecked: list[float] = []
+    monkeypatch.setattr(RotatingInputs, "recheck", lambda self, seed, share: rechecked.append(share))
     monkeypatch.setattr(worker.integrity, "require_intact", lambda: None)
     child = Worker()
     child.answer({"prepare": dataclasses.asdict(key(length=96)), "device": "cpu", "check": True})
-    for other_inputs, count in ((False, 0), (True, 1)):
+    for other_inputs, shares in ((False, []), (True, [1.0])):
         assert child.answer({"finish": True, "other_inputs": other_inputs})["outcome"] == "PASSED"
-        assert len(rechecked) == count
+        assert rechecked == shares, "all rows on a CPU"
 
 
 def test_compare_sees_benches_that_were_changed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ class Log:
 
         def recheck(call: Call, seed: int, rows_share: float = 1.0) -> Correctness:
             call()
-            self.calls.append(f"rechecked {name} with {seed}")
+            self.calls.append(f"rechecked {name} with {seed}, {rows_share:.0%}")
             return GREEN
 
         return Work(lambda _: GREEN, call, 1, inputs={"x": x}, recheck=recheck, copy=copy)
@@ -87,8 +87,8 @@ def test_cold_calls_rotate_their_inputs_where_there_is_room(
     assert "".join(log.calls) == (expected * 2)[:5]
     log.calls.clear()
     last = max(expected)
-    assert both.recheck(7) == GREEN
-    assert log.calls == [last, last, last, f"rechecked {last} with 7", last, last], (
+    assert both.recheck(7, 0.2) == GREEN
+    assert log.calls == [last, last, last, f"rechecked {last} with 7, 20%", last, last], (
         "on the timed inputs, others, in a row"
     )
 

@@ -23,6 +23,7 @@ from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.cases.recorded import DECODE_STEPS
 from benchmarks.commands import options
+from benchmarks.correctness import all_rows
 from benchmarks.correctness.verify import IncorrectError
 from benchmarks.history.store import Store
 from benchmarks.timing.latency import SamplingPlan
@@ -158,6 +159,18 @@ def test_a_part_that_remembers_is_stopped(mode: str) -> None:
     assert work.recheck(work.call, 3).passed
     with pytest.raises(IncorrectError):
         work.recheck(cached, 4)
+
+
+@pytest.mark.parametrize("mode", ["prefill-forward", "part-window"])
+def test_a_share_of_the_rows_is_compared_where_no_more_is_asked(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = prepare.prepare(key(mode, length=256), "cpu")
+    assert work.recheck is not None
+    assert work.recheck(work.call, 3).rows_compared == 256
+    monkeypatch.setitem(all_rows._MOST_PAIRS, "cpu", 2e4)
+    whole, share = (work.recheck(work.call, 3, of_all).rows_compared for of_all in (1.0, 0.2))
+    assert whole is not None
+    assert share is not None
+    assert 4 * share <= whole < 256
 
 
 @pytest.mark.parametrize("implementation", ["nsa", "sdpa-flash"])
