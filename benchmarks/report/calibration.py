@@ -26,8 +26,10 @@ class ClassSection:
     rates: ReportTable
     rules: ReportTable
     cases: ReportTable
+    missed: str
+    """What is to be found on each case, and where it is not; empty where it is wherever it was tried."""
     unjudged: str
-    """What is to be found on each case, and where it is not; empty where it is everywhere."""
+    """What was not tried, and on which cases; empty where all was."""
     picture: Picture
 
 
@@ -85,7 +87,7 @@ def show(folder: ReportFolder, one: Calibration, devices: Mapping[str, str]) -> 
 
 def _class(folder: ReportFolder, one: Calibration, name: str, rules: Rules) -> ClassSection:
     rates, cases = one.rates(name), [case for case in one.cases if case.kind == name]
-    false = rates[0]
+    false, goals = rates[0], open_bounds.goals(one.fingerprint.machine, name)
     found = " ".join(
         f"A slowdown of {_share(rate.slowdown)} was found in {rate.slower} of {rate.comparisons}"
         f" ({_share(rate.least_power)} at least)."
@@ -101,7 +103,8 @@ def _class(folder: ReportFolder, one: Calibration, name: str, rules: Rules) -> C
         rates=_rates(rates),
         rules=_rules(rules),
         cases=_cases(cases),
-        unjudged=_unjudged(cases, open_bounds.goals(one.fingerprint.machine, name)),
+        missed=_missed(cases, goals),
+        unjudged=_unjudged(cases, goals),
         picture=_picture(folder, one, name),
     )
 
@@ -112,7 +115,7 @@ def _pairs(one: Calibration, cases: Sequence[CaseCalibration]) -> str:
     return " to ".join(map(str, sorted({min(counts), max(counts)})))
 
 
-def _unjudged(cases: Sequence[CaseCalibration], goals: Mapping[float, float]) -> str:
+def _missed(cases: Sequence[CaseCalibration], goals: Mapping[float, float]) -> str:
     names = [case.case for case in cases if not _reaches(case, goals)]
     wanted = " and ".join(f"{_share(slowdown)} in {_share(share)}" for slowdown, share in goals.items())
     if not names:
@@ -121,8 +124,18 @@ def _unjudged(cases: Sequence[CaseCalibration], goals: Mapping[float, float]) ->
 
 
 def _reaches(case: CaseCalibration, goals: Mapping[float, float]) -> bool:
-    powers = {rate.slowdown: rate.power for rate in case.rates}
-    return all(powers.get(slowdown, 0.0) >= share for slowdown, share in goals.items())
+    """Every goal that could be tried."""
+    return all(rate.power >= goals.get(rate.slowdown, 0.0) for rate in case.rates if rate.comparisons)
+
+
+def _unjudged(cases: Sequence[CaseCalibration], goals: Mapping[float, float]) -> str:
+    """Cases of which nobody knows whether a slowdown of a goal is found: none so small could be injected."""
+    untried = []
+    for slowdown in goals:
+        names = [case.case for case in cases if not any(r.slowdown == slowdown and r.comparisons for r in case.rates)]
+        if names:
+            untried.append(f"No slowdown of {_share(slowdown)} could be injected into {', '.join(names)}.")
+    return " ".join(untried)
 
 
 def _rules(rules: Rules) -> ReportTable:

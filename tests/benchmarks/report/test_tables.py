@@ -151,14 +151,21 @@ def test_the_calibration_is_told_in_a_sentence(tmp_path: Path) -> None:
     (of_more,) = calibration.show(ReportFolder(tmp_path / "more"), more, {}).classes
     assert ", each in 60 to 131 pairs of processes. " in of_more.sentence
     assert "A slowdown of 3 % was found in" in sentence
-    said = section.unjudged.replace(NBSP, " ")
-    assert said == "", "of a CPU 3 % in 90 % is wanted"
+    assert (section.missed, section.unjudged) == ("", ""), "of a CPU 3 % in 90 % is wanted"
     on_gpu = dataclasses.replace(one, fingerprint=dataclasses.replace(one.fingerprint, machine="h200"))
     (of_gpu,) = calibration.show(ReportFolder(tmp_path / "other"), on_gpu, {}).classes
     names = ", ".join(case.case for case in one.cases)
     wanted = "A slowdown of 3 % in 99 % and 1 % in 90 % of the comparisons should be found"
     wanted += f"; it is found less often on {names}."
-    assert of_gpu.unjudged.replace(NBSP, " ") == wanted
+    assert of_gpu.missed.replace(NBSP, " ") == wanted
+    first, *others = one.cases
+    short = dataclasses.replace(first, rates=tuple(rate for rate in first.rates if rate.slowdown != 0.03))
+    (of_short,) = calibration.show(
+        ReportFolder(tmp_path / "short"), dataclasses.replace(one, cases=(short, *others)), {}
+    ).classes
+    assert of_short.missed == "", "what was not tried is not missed"
+    said = of_short.unjudged.replace(NBSP, " ")
+    assert said == f"No slowdown of 3 % could be injected into {first.case}."
     assert column(section.rates, "95 % bound")[0].startswith("at most ")
     assert column(section.cases, "false alarms") == [f"1 of {240 // len(full_results.LENGTHS)}"] * len(one.cases)
 
