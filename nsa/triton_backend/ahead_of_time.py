@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ from unittest import mock
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
@@ -61,6 +63,11 @@ class Launch:
         target = GPUTarget("cuda", self.architecture, 32)
         return triton.compile(self.source, target=target, options=self.options)
 
+    def build_launcher(self, compiled: Any) -> None:
+        """Have Triton build what launches this kernel, and keep it in its cache, where `builds_launchers` says so."""
+        if builds_launchers():
+            nvidia.CudaLauncher(self.source, compiled.metadata)
+
     def needs(self) -> Needs:
         """Compile it."""
         compiled = self.compiled()
@@ -72,6 +79,22 @@ class Launch:
         found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK):(\d+)", printed)}
         shared: int = compiled.metadata.shared
         return Needs(shared, found["REG"], found["STACK"], self.options["num_warps"])
+
+
+@cache
+def builds_launchers() -> bool:
+    """Whether each signature of a kernel is launched by C of its own, and that can be built here.
+
+    Up to Triton 3.6 it is built by a C compiler, half a second each, at the first launch in a process whose cache has
+    none. It is linked with libcuda, which a machine without a driver lacks. Triton 3.7 has one launcher for all.
+    """
+    if not hasattr(nvidia, "make_launcher"):
+        return False
+    try:
+        nvidia.CudaUtils()  # it holds the type of descriptors that each launcher asks for
+    except AssertionError:  # as Triton says that there is no libcuda
+        return False
+    return True
 
 
 class _Driver:

@@ -108,7 +108,7 @@ def _compile(launch: Launch) -> Compiled:
     begin, heard = time.perf_counter(), list[Compilation]()
     try:
         with listening(heard.append):
-            launch.compiled()
+            launch.build_launcher(launch.compiled())
     except Exception as error:  # of any pass of the compiler, or of the disk
         said = cannot_write(error, "TRITON_CACHE_DIR") if isinstance(error, OSError) else None
         why = said or f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"

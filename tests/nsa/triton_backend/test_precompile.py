@@ -15,7 +15,7 @@ import torch
 import triton
 
 from nsa.train import run
-from nsa.triton_backend import compile_log, precompile
+from nsa.triton_backend import ahead_of_time, compile_log, precompile
 from nsa.triton_backend.compile_log import Compilation
 
 
@@ -24,11 +24,16 @@ class FakeLaunch:
 
     def __init__(self, name: str, outcome: object) -> None:
         self.name, self.outcome = name, outcome
+        self.launchers: list[str] = []
 
-    def compiled(self) -> None:
+    def compiled(self) -> str:
         if isinstance(self.outcome, Exception):
             raise self.outcome
         triton.knobs.compilation.listener(**event(self.name, cache_hit=bool(self.outcome)))
+        return f"compiled {self.name}"
+
+    def build_launcher(self, compiled: str) -> None:
+        self.launchers.append(compiled)
 
 
 def event(name: str, *, cache_hit: bool) -> dict[str, Any]:
@@ -62,6 +67,19 @@ def test_one_kernel_that_fails_leaves_the_others() -> None:
     assert "TRITON_CACHE_DIR" in str(done[2].error)
     assert said[-1].startswith("1 kernels compiled, 1 were in the cache, 2 NOT compiled")
     assert said[1].startswith("[2/4] b: NOT compiled: ValueError")
+    assert [one.launchers for one in wanted] == [["compiled a"], [], [], ["compiled d"]]
+
+
+@pytest.mark.parametrize("each_has_its_own", [False, True])
+def test_what_launches_a_kernel_is_built_where_each_signature_has_its_own(
+    monkeypatch: pytest.MonkeyPatch, each_has_its_own: bool
+) -> None:
+    built: list[tuple[object, object]] = []
+    monkeypatch.setattr(ahead_of_time, "builds_launchers", lambda: each_has_its_own)
+    monkeypatch.setattr(ahead_of_time.nvidia, "CudaLauncher", lambda *given: built.append(given))
+    source: Any = "the source"
+    ahead_of_time.Launch("topk._topk", 90, source, {}).build_launcher(SimpleNamespace(metadata="its metadata"))
+    assert built == ([("the source", "its metadata")] if each_has_its_own else [])
 
 
 def test_a_process_that_is_ended_is_reported_and_its_kernel_named() -> None:

@@ -16,10 +16,10 @@ pytest.importorskip("triton")
 SMALL = ("--heads", "4,2,16,16", "--prefill", "1x64", "--architecture", "9.0")
 
 
-def run(module: str, *arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
+def run(module: str, *arguments: str, cache: Path, gpus: str = "") -> subprocess.CompletedProcess[str]:
     """A process of its own, without Triton's interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(cache), "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "CUDA_VISIBLE_DEVICES": gpus}
     command = [sys.executable, "-m", module, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
@@ -64,6 +64,18 @@ def test_a_kernel_that_is_left_out_is_compiled_by_the_later_process(warmed: tupl
         group.write_text(group.read_text().replace(str(warmed[0]), str(cache)))
     assert later(cache, *SMALL)["compiled"] == ["nsa.triton_backend.topk._topk"]
     assert later(cache, *SMALL)["compiled"] == []
+
+
+@pytest.mark.gpu
+def test_the_first_call_on_a_gpu_builds_nothing(tmp_path: Path) -> None:
+    """Neither kernels nor, up to Triton 3.6, the C that launches them: `nsa.warm` left both in the cache."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    done = run("nsa.warm", "--heads", "12,2,64,64", "--train", "1x2048", cache=tmp_path, gpus=gpus)
+    assert done.returncode == 0, done.stdout + done.stderr
+    before = sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
+    called = run("tests.nsa.warm.first_call", "12", "2", "64", "64", "2048", cache=tmp_path, gpus=gpus)
+    assert called.returncode == 0, called.stderr
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == before
 
 
 def test_kernels_of_another_architecture_are_others(warmed: tuple[Path, str], tmp_path: Path) -> None:
