@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -235,6 +236,22 @@ def test_what_tma_reads_is_part_of_a_launch() -> None:
     x = torch.zeros(64, 32)
     assert read(x, 16) == read(x.clone(), 16)
     assert len({read(x, 16), read(x, 32), read(x.T.contiguous().T, 16), read(x.half(), 16)}) == 4
+
+
+def test_what_launches_a_kernel_is_built_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that version of nsa/ can: the processes that measure find it in Triton's cache."""
+    from benchmarks.ab import device_code_worker
+
+    metadata = SimpleNamespace(shared=0, num_warps=4)
+    compiled = SimpleNamespace(metadata=metadata, asm={"ptx": "ret;"})
+    monkeypatch.setattr(device_code_worker.triton, "compile", lambda *_, **__: compiled)
+    monkeypatch.setattr(device_code_worker, "_CUOBJDUMP", Path("not there"))
+    built: list[object] = []
+    kernel: Any = SimpleNamespace(source=None, options={}, architecture=90)
+    of_an_earlier_version = device_code_worker.instructions(kernel)
+    kernel.build_launcher = built.append
+    assert device_code_worker.instructions(kernel) == of_an_earlier_version
+    assert built == [compiled]
 
 
 def test_lines_that_name_the_source_are_left_out_of_ptx() -> None:
