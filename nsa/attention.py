@@ -285,9 +285,11 @@ def nsa_attention(
             return (decoded.o, Aux.of(decoded, name)) if return_aux else decoded.o
         call = backends.whole_call(run)
         selected, window = (k_sel, v_sel), (k_win, v_win)
-        o, block_indices, lses, reads = call(q, selected, window, (k_cmp, v_cmp), pools, gates, layout, scale)
+        o, seen = call(q, selected, window, (k_cmp, v_cmp), pools, gates, layout, scale, return_aux)
     if not return_aux:
         return o
+    assert seen is not None
+    block_indices, lses, reads = seen
     lse = dict(zip(BRANCHES, (x.float() for x in lses), strict=True))
     read = dict(zip(BRANCHES, (x.sum(dtype=torch.int64) for x in reads), strict=True))
     return o, Aux(block_indices, lse, read, name)

@@ -122,15 +122,15 @@ class CacheWriter(Protocol):
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values."""
-Outcome = tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]
-"""(o, block indices, lse of each branch, keys read by each)."""
+Seen = tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]
+"""(block indices, lse of each branch, keys read by each)."""
 
 
 class WholeCall(Protocol):
     """All of a call by one function, differentiable.
 
     The keys and values of each branch; those of the compressed branch are what phi = avg is to be taken of if `pools`,
-    else they are compressed.
+    else they are compressed. What was seen beside o may be None where it is not `observed`.
     """
 
     def __call__(
@@ -143,7 +143,8 @@ class WholeCall(Protocol):
         gates: Tensor,
         layout: Layout,
         scale: float,
-    ) -> Outcome: ...
+        observed: bool,
+    ) -> tuple[Tensor, Seen | None]: ...
 
 
 def load(name: str) -> Backend:
@@ -229,8 +230,8 @@ def by_parts(run: Backend) -> WholeCall:
 
     def call(
         q: Tensor, selected: Pair, window: Pair, compressed: Pair, pools: bool, gates: Tensor, layout: Layout,
-        scale: float,
-    ) -> Outcome:  # fmt: skip
+        scale: float, observed: bool,
+    ) -> tuple[Tensor, Seen | None]:  # fmt: skip
         k_cmp, v_cmp = (run.compress(x, layout) for x in compressed) if pools else compressed
         o_cmp, lse_cmp, read_cmp = run.compressed_attention(q, k_cmp, v_cmp, layout, scale)
         with torch.no_grad():
@@ -238,6 +239,6 @@ def by_parts(run: Backend) -> WholeCall:
         o_sel, lse_sel, read_sel = run.selected_attention(q, *selected, block_indices, layout, scale)
         o_win, lse_win, read_win = run.window_attention(q, *window, layout, scale)
         o = run.combine((o_cmp, o_sel, o_win), gates)
-        return o, block_indices, (lse_cmp, lse_sel, lse_win), (read_cmp, read_sel, read_win)
+        return o, (block_indices, (lse_cmp, lse_sel, lse_win), (read_cmp, read_sel, read_win))
 
     return call

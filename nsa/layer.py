@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -165,18 +165,13 @@ class NativeSparseAttention(nn.Module):
             return self.context.forward(self, x, cu_seqlens, self.observer is not None)
         q, k, v = self.project(x, checks.layout(x, None, self.config, cu_seqlens).positions)
         gates = self.gates(x)
-        attend = functools.partial(
-            nsa_attention,
-            q,
-            (None, *k[1:]),
-            (None, *v[1:]),
-            gates,
-            self.config,
-            k_compressed=self.compress_k(k[0], cu_seqlens),
-            v_compressed=self.compress_v(v[0], cu_seqlens),
-            cu_seqlens=cu_seqlens,
-            backend=self.backend,
-        )
+        more: dict[str, Any] = {"cu_seqlens": cu_seqlens, "backend": self.backend}
+        if self.config.phi == "avg":  # which the call computes with what else it does to keys and values
+            attend = functools.partial(nsa_attention, q, k, v, gates, self.config, **more)
+        else:
+            more["k_compressed"] = self.compress_k(k[0], cu_seqlens)
+            more["v_compressed"] = self.compress_v(v[0], cu_seqlens)
+            attend = functools.partial(nsa_attention, q, (None, *k[1:]), (None, *v[1:]), gates, self.config, **more)
         if self.observer is None:
             return attend(), gates, None
         o, aux = attend(return_aux=True)

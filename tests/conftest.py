@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -88,6 +89,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; torch.cuda finds none"))
         if item.get_closest_marker("nightly") and _PROFILE != "nightly":
             item.add_marker(pytest.mark.skip(reason="takes minutes; HYPOTHESIS_PROFILE=nightly runs it"))
+
+
+@pytest.fixture(autouse=True)
+def no_plans_of_earlier_tests() -> None:
+    """Tests change what kernels and their launches do, which a plan has recorded."""
+    if plan := sys.modules.get("nsa.triton_backend.plan"):
+        plan.forget_all()
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from nsa.triton_backend import (
     gated_sum,
     ops,
     partial_sums,
+    planned,
     scores,
     selected,
 )
@@ -68,7 +69,8 @@ def attend(
     gates: Tensor,
     layout: Layout,
     scale: float,
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    observed: bool,
+) -> tuple[Tensor, tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]] | None]:
     """A whole call; see `nsa.backends.WholeCall`."""
     q, scale = _positive(q, scale)
 
@@ -77,9 +79,12 @@ def attend(
 
     of_compressed = (unless_selected(compressed), None) if pools else (None, compressed)
     given = attention.flat(attention.Inputs(selected, unless_selected(window), *of_compressed))
-    call = ops.attention if torch.compiler.is_compiling() else autograd.Attention.apply
-    output = attention.Output(*call(q, *given, gates, layout, scale))
-    return output.o, output.block_indices, output[1:4], output[5:8]
+    if torch.compiler.is_compiling():
+        output = ops.attention(q, *given, gates, layout, scale)
+    else:
+        by_plan = planned.attend(q, given, gates, layout, scale, observed)
+        output = autograd.Attention.apply(q, *given, gates, layout, scale) if by_plan is None else by_plan
+    return output[0], ((output[4], output[1:4], output[5:8]) if observed else None)
 
 
 def compress(x: Tensor, layout: Layout) -> Tensor:

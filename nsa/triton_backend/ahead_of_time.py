@@ -27,7 +27,7 @@ from triton.runtime.jit import JITFunction
 
 from nsa import NSAConfig, nsa_attention
 from nsa.triton_backend import architecture as served
-from nsa.triton_backend import decode, dispatch, tuning
+from nsa.triton_backend import decode, dispatch, planned, tuning
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SMS = {80: 108, 86: 82, 89: 128, 90: 132, 100: 148, 120: 170}
@@ -136,6 +136,7 @@ def recorded(architecture: int, sms: int | None = None) -> Iterator[list[Launch]
         mock.patch.object(dispatch, "_why_not_here", return_value=None),
         mock.patch.object(served, "of_gpu", return_value=architecture),
         mock.patch.object(decode, "num_sms", return_value=sms or SMS.get(architecture, SMS[90])),
+        mock.patch.object(planned, "AVAILABLE", False),  # a plan would not say again what it launches
     ):
         yield launches
 

@@ -113,7 +113,7 @@ class Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         q, *tensors = ctx.saved_tensors
-        last = not _graph_is_kept()
+        last = not graph_is_kept()
         ctx.maybe_clear_saved_tensors()
         given, gates, saved = attention.paired(tensors[:8]), tensors[8], tensors[9:]
         del tensors
@@ -122,6 +122,6 @@ class Attention(torch.autograd.Function):
         return dq, *attention.flat(of_given), dgates, None, None
 
 
-def _graph_is_kept() -> bool:
+def graph_is_kept() -> bool:
     """Whether the backward pass that runs was called with retain_graph=True, so that another may follow."""
     return torch._C._autograd._get_current_graph_task_keep_graph()

@@ -8,6 +8,7 @@ numbers alone: a layout crosses as the tensors that the kernels read of it, whic
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from torch.library import custom_op
 from nsa.config import NSAConfig
 from nsa.geometry import Layout
 from nsa.triton_backend import attention as whole
-from nsa.triton_backend import compressed_window, compression, gated_sum, scores, selected
+from nsa.triton_backend import compressed_window, compression, gated_sum, planned, scores, selected
 from nsa.triton_backend.autograd import Compress, CompressedWindowAttention
+from nsa.triton_backend.plan import Place, Plans
 
 FIELDS = [field.name for field in dataclasses.fields(NSAConfig) if field.name != "phi"]
 """The numbers of a configuration; phi is applied before any kernel."""
@@ -32,7 +34,7 @@ def _numbers(config: NSAConfig) -> list[int]:
     return [getattr(config, name) for name in FIELDS]
 
 
-def _layout(q: Tensor, num_keys: int, cu_seqlens: Tensor | None, numbers: list[int], **computed: Any) -> Layout:
+def _layout(q: Tensor, num_keys: int, cu_seqlens: Tensor | None, numbers: Sequence[int], **computed: Any) -> Layout:
     config = NSAConfig.from_mapping(dict(zip(FIELDS, numbers, strict=True)))
     return Layout(q.shape[1], num_keys, config, q.device, cu_seqlens).knowing(**computed)
 
@@ -213,12 +215,22 @@ SAVED = ", ".join(f"Tensor {name}" for name in whole.Saved._fields)
     mutates_args=(),
     schema=f"(Tensor q, {KEYS_AND_VALUES}, {REST}) -> ({', '.join(len(whole.Output._fields) * ['Tensor'])})",
 )
-def _attention(q: Tensor, *more: Any) -> tuple[Tensor, ...]:
-    *tensors, gates, cu_seqlens, numbers, scale = more
+def _attention(*inputs: Any) -> tuple[Tensor | None, ...]:
+    *given, numbers, scale = inputs
+    forward = _FORWARD if planned.serves(given[0]) else _FORWARD.function
+    return tuple(forward(given, tuple(numbers), scale))
+
+
+def _forward(given: Sequence[Any], numbers: tuple[int, ...], scale: float) -> Sequence[Tensor]:
+    """The fields of `attention.Output`, of the tensors that the operator takes."""
+    q, *tensors, gates, cu_seqlens = given
     layout = _layout(q, tensors[0].shape[1], cu_seqlens, numbers)
     output = whole.forward(q, whole.paired(tensors), gates, layout, scale)
     # an operator's shapes are the same whichever kernel served it: its backward pass makes the masks again
-    return tuple(output._replace(bits=q.new_empty(0), finite_selected=q.new_empty(0)))
+    return output._replace(bits=q.new_empty(0), finite_selected=q.new_empty(0))
+
+
+_FORWARD = Plans(_forward, len(whole.Output._fields) * [Place.RESULT])
 
 
 @_attention.register_fake
@@ -246,13 +258,23 @@ def _(q: Tensor, *more: Any) -> tuple[Tensor, ...]:
     schema=f"(Tensor? do, Tensor? dlse_cmp, Tensor? dlse_sel, Tensor? dlse_win, Tensor q, {KEYS_AND_VALUES}, {SAVED},"
     f" {REST}) -> ({', '.join((NUM_TENSORS + 2) * ['Tensor'])})",
 )
-def _attention_backward(*inputs: Any) -> tuple[Tensor, ...]:
-    *tensors, gates, cu_seqlens, numbers, scale = inputs
+def _attention_backward(*inputs: Any) -> tuple[Tensor | None, ...]:
+    *given, numbers, scale = inputs
+    backward = _BACKWARD if planned.serves(given[whole.NUM_DIFFERENTIABLE]) else _BACKWARD.function
+    return tuple(backward(given, tuple(numbers), scale))
+
+
+def _backward(given: Sequence[Any], numbers: tuple[int, ...], scale: float) -> Sequence[Tensor]:
+    """The gradients of q, keys, values and gates, of the tensors that the operator takes."""
+    *tensors, gates, cu_seqlens = given
     upstream, q, tensors, saved = tensors[:4], tensors[4], tensors[5:13], list(tensors[13:])
     layout = _layout(q, tensors[0].shape[1], cu_seqlens, numbers)
     dq, of_given, dgates = whole.backward(upstream, q, whole.paired(tensors), gates, saved, layout, scale)
     # an operator gives tensors: one without rows where there is none
     return dq, *(q.new_empty(0) if x is None else x for x in whole.flat(of_given)), dgates
+
+
+_BACKWARD = Plans(_backward, (NUM_TENSORS + 2) * [Place.RESULT])
 
 
 _attention_backward.register_fake(

@@ -7,6 +7,8 @@ documents, 32 at a time, so that no prefix sum needs a launch of its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -95,6 +97,23 @@ def _places(
     first, used = start + (item - blocks_before) * SIZE, start < T
     tl.store(BLOCK_FROM + item, tl.where(used, first, 0), mask=item < max_blocks)
     tl.store(BLOCK_TO + item, tl.where(used, tl.minimum(first + SIZE, end), 0), mask=item < max_blocks)
+
+
+PAIRS = "compressed_interval", "window_interval", "block_tokens", "slot_tokens", "compressed_queries", "window_queries"
+"""Properties of a layout that are two tensors."""
+SINGLES = "starts", "positions", "blocks_before"
+
+
+def flat(layout: Layout) -> list[Tensor]:
+    """All that kernels read of a layout that is `located`."""
+    return [*(getattr(layout, name) for name in SINGLES), *(x for name in PAIRS for x in getattr(layout, name))]
+
+
+def knowing(layout: Layout, tensors: Sequence[Tensor]) -> Layout:
+    """The layout of which these are `flat`."""
+    singles, others = tensors[: len(SINGLES)], tensors[len(SINGLES) :]
+    pairs = zip(others[::2], others[1::2], strict=True)
+    return layout.knowing(**dict(zip(SINGLES, singles, strict=True)), **dict(zip(PAIRS, pairs, strict=True)))
 
 
 def located(layout: Layout) -> Layout:

@@ -12,10 +12,11 @@ alone: these constants are those of the kernels' modules, which nothing sets onc
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import triton
 from torch import Tensor
@@ -33,6 +34,21 @@ INT32_END = 2**31
 _dtype = attrgetter("dtype")
 _Places = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 """What stands at certain places of the arguments."""
+
+
+class Recorder(Protocol):
+    """Who hears of each launch of this package in a thread."""
+
+    def launched(self, compiled: Any, grid: tuple[int, ...], arguments: tuple[Any, ...] | None) -> None:
+        """What Triton compiled was launched; no arguments where these do not suffice to launch it again."""
+
+
+class _Heard(threading.local):
+    recorder: Recorder | None = None
+
+
+heard = _Heard()
+"""Of each thread; `plan.py` records here."""
 
 
 class _Arguments(NamedTuple):
@@ -63,7 +79,9 @@ class Kernel(JITFunction):  # type: ignore[misc] # Triton has no types
             known = self._by_types[types]
         except KeyError:
             known = self._by_types[types] = self._of_types(types)
-        if known is None or self.pre_run_hooks or _observed():
+        if known is None or self.pre_run_hooks or observed():
+            if heard.recorder is not None:
+                heard.recorder.launched(None, grid, None)
             return self.run(*arguments, grid=grid, warmup=False, **options)
         active = driver.active
         device = active.get_current_device()
@@ -79,15 +97,19 @@ class Kernel(JITFunction):  # type: ignore[misc] # Triton has no types
         compiled = known.launched.get(key)
         if compiled is None:
             compiled = self.run(*arguments, grid=grid, warmup=False, **options)
-            if compiled is not None and compiled.function is not None:  # else it was not launched
+            if launched := compiled is not None and compiled.function is not None:
                 if len(known.launched) >= MOST_KEYS:
                     known.launched.clear()
                 known.launched[key] = compiled
+            if heard.recorder is not None:
+                heard.recorder.launched(compiled, grid, arguments if launched else None)
             return compiled
         x, y, z = (*grid, 1, 1)[:3]
         stream = active.get_current_stream(device)
         # as Triton does, with no metadata for hooks and no hooks
         compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+        if heard.recorder is not None:
+            heard.recorder.launched(compiled, grid, arguments)
         return compiled
 
     def _of_types(self, types: tuple[type, ...]) -> _Arguments | None:
@@ -111,7 +133,7 @@ def _at(*places: int) -> _Places:
     return itemgetter(*places) if len(places) > 1 else lambda arguments: tuple(arguments[place] for place in places)
 
 
-def _observed() -> bool:
+def observed() -> bool:
     """Whether someone is to hear of launches, or Triton compiles in a mode that can be changed between two of them."""
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook  # None, or a chain of hooks, or one hook

@@ -11,19 +11,28 @@ import functools
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import jit
+from triton.experimental.gluon._runtime import GluonJITFunction, jit
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from nsa.triton_backend import relaunch
 from nsa.triton_backend.hopper import CHANNELS
 from nsa.triton_backend.tile import LENGTHS, LN2, with_settled_key
 
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
+class _Kernel(GluonJITFunction):  # type: ignore[misc] # Triton has no types
+    def run(self, *arguments, grid, **options):
+        """Launch; descriptors are made anew for each launch, so that its arguments do not suffice to repeat it."""
+        if relaunch.heard.recorder is not None:
+            relaunch.heard.recorder.launched(None, grid, None)
+        return super().run(*arguments, grid=grid, **options)
+
+
 def kernel(function):
     """`gluon.jit`, compiled once for all lengths; see `nsa.triton_backend.tile.kernel`."""
-    return with_settled_key(jit(function, do_not_specialize=LENGTHS))
+    return with_settled_key(_Kernel(function, do_not_specialize=LENGTHS))
 
 
 @functools.cache

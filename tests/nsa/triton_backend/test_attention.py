@@ -44,7 +44,7 @@ def draw(
 def outcome(call: Any, q: Tensor, gates: Tensor, pairs: Any, layout: Layout, pools: bool) -> tuple[Any, Any]:
     """(all that the call gives, the gradients of its inputs); the upstream gradient reaches o and every lse."""
     source, selected, window = pairs
-    o, blocks, lse, read = call(q, selected, window, source, pools, gates, layout, 0.3)
+    o, (blocks, lse, read) = call(q, selected, window, source, pools, gates, layout, 0.3, True)
     upstream = [torch.linspace(-1, 1, x.numel(), device=x.device).view(x.shape).to(x.dtype) for x in (o, *lse)]
     leaves = list({id(x): x for x in (q, gates, *itertools.chain(*pairs))}.values())
     return (o, blocks, *lse, *read), torch.autograd.grad([o, *lse], leaves, upstream)
@@ -208,20 +208,20 @@ def test_dq_of_the_branches_adds_up_to_that_of_a_whole_call(device: torch.device
     """Bit for bit, as a rank adds it: small groups' kernel rounds its own before it adds the others' to it."""
     q, gates, (pair, *_) = draw(device, 24, 24, (group, 1, 16, 16), torch.bfloat16, "all")
     layout, do = Layout(24, 24, CONFIG, device), torch.linspace(-1, 1, q.numel(), device=device).view(q.shape).to(q)
-    call = triton_backend.attend(q, pair, pair, pair, True, gates, layout, 0.3)
-    (whole,) = torch.autograd.grad(call[0], q, do)
+    o, (blocks, *_) = triton_backend.attend(q, pair, pair, pair, True, gates, layout, 0.3, True)
+    (whole,) = torch.autograd.grad(o, q, do)
     with torch.no_grad():
         compressed = [triton_backend.compress(x, layout) for x in pair]
         branches = [
             triton_backend.compressed_attention(q, *compressed, layout, 0.3),
-            triton_backend.selected_attention(q, *pair, call[1], layout, 0.3),
+            triton_backend.selected_attention(q, *pair, blocks, layout, 0.3),
             triton_backend.window_attention(q, *pair, layout, 0.3),
         ]
         outputs, lse, _ = zip(*branches, strict=True)
         of_branches, _ = triton_backend.gated_rows(do, [torch.zeros_like(x) for x in lse], outputs, lse, gates)
         rows = [[x for x, _ in branch] for branch in of_branches]
         dq_cmp, *_ = triton_backend.compressed_attention_backward(rows[0], q, *compressed, layout, 0.3)
-        dq_sel, *_ = triton_backend.selected_attention_backward(rows[1], q, *pair, call[1], layout, 0.3)
+        dq_sel, *_ = triton_backend.selected_attention_backward(rows[1], q, *pair, blocks, layout, 0.3)
         dq_win, *_ = triton_backend.window_attention_backward(rows[2], q, *pair, layout, 0.3)
         dq = torch.empty_like(whole)
         triton_backend.add_gradients(dq, dq_cmp, dq_sel, dq_win)

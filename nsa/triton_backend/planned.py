@@ -1,0 +1,132 @@
+"""A whole call and its backward pass by plans (`plan.py`), for calls that the host takes longer to start than the GPU
+to run.
+
+All that the backward pass needs lies in one allocation beside the inputs, and lives until that has run: where tensors
+are large, `autograd.Attention` serves, which frees each behind its last use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nsa.config import NSAConfig
+from nsa.geometry import Layout
+from nsa.triton_backend import attention, autograd, gated_sum, places, relaunch
+from nsa.triton_backend.attention import Output, Saved
+from nsa.triton_backend.plan import Place, Plan, Plans, Tensors
+
+MOST_BYTES = 16 * 2**20
+"""Of queries: from some 8,192 tokens of 12 heads of 64 on, the GPU takes longer than the host."""
+AVAILABLE = isinstance(gated_sum._forward, relaunch.Kernel)
+"""Whether launches can be recorded: neither in the interpreter nor with a version of Triton that was not tried."""
+NUM_SAVED = 5
+"""Fields of `Output` up to the last that the backward pass needs of those that may be results."""
+NUM_GIVEN = 8
+"""Keys and values of `attention.Inputs`."""
+
+Numbers = tuple[int, int, NSAConfig, "int | None", float]
+"""Queries, keys, the configuration, `Layout.sequence_tokens` and the scale."""
+
+
+def _layout(device: torch.device, cu_seqlens: Tensor | None, numbers: Numbers) -> Layout:
+    queries, keys, config, sequence_tokens, _ = numbers
+    return Layout(queries, keys, config, device, cu_seqlens, None, sequence_tokens)
+
+
+def _forward(given: Tensors, numbers: Numbers) -> Tensors:
+    """(q, `attention.flat`, gates, cu_seqlens) -> (`Output`, what kernels read of the layout)."""
+    q, *tensors, gates, cu_seqlens = given
+    assert q is not None
+    assert gates is not None
+    layout = _layout(q.device, cu_seqlens, numbers)
+    output = attention.forward(q, attention.paired(tensors), gates, layout, numbers[-1])
+    return *output, *places.flat(layout)
+
+
+NUM_PLACES = len(places.SINGLES) + 2 * len(places.PAIRS)
+OBSERVED = Output._fields[: Output._fields.index("o_compressed")]
+"""What `nsa.attention.Aux` tells of."""
+
+
+def _plans_of_forward(results: Sequence[str]) -> Plans:
+    """Those that give these fields of `Output`, and keep what else of it the backward pass needs."""
+
+    def place(name: str) -> Place:
+        if name in results:
+            return Place.RESULT
+        return Place.KEPT if name in Saved._fields else Place.SCRATCH
+
+    return Plans(_forward, [*map(place, Output._fields), *NUM_PLACES * [Place.KEPT]])
+
+
+def _backward(given: Tensors, numbers: Numbers, plan: Plan, last: bool) -> Tensors:
+    """(dq, those of `attention.flat`, of the gates) of (do, dlse, q, `attention.flat`, gates, cu_seqlens, what `plan`
+    gave of `Saved`, what it kept)."""
+    *upstream, q = given[:5]
+    *tensors, gates, cu_seqlens = given[5 : 5 + NUM_GIVEN + 2]
+    *saved, kept = given[5 + NUM_GIVEN + 2 :]
+    assert q is not None
+    assert gates is not None
+    assert kept is not None
+    views = [view.of(kept) for view in plan.views]
+    layout = places.knowing(_layout(q.device, cu_seqlens, numbers), views[-NUM_PLACES:])
+    saved_all = [*(x for x in saved if x is not None), *views[:-NUM_PLACES]]
+    inputs = attention.paired(tensors)
+    dq, of_given, dgates = attention.backward(upstream, q, inputs, gates, saved_all, layout, numbers[-1], last)
+    return dq, *attention.flat(of_given), dgates
+
+
+FORWARD, OBSERVED_FORWARD = _plans_of_forward(("o",)), _plans_of_forward(OBSERVED)
+BACKWARD = Plans(_backward, (2 + NUM_GIVEN) * [Place.RESULT])
+
+
+def serves(q: Tensor) -> bool:
+    """Whether calls of these queries [B, S, Hq, Dk] go by plans."""
+    return AVAILABLE and 0 < q.numel() * q.itemsize <= MOST_BYTES
+
+
+def attend(
+    q: Tensor, given: Sequence[Tensor | None], gates: Tensor, layout: Layout, scale: float, observed: bool
+) -> tuple[Tensor, ...] | None:
+    """o, or the `OBSERVED` fields of `attention.Output`; None for a call that is not served.
+
+    Arguments as of `autograd.Attention`.
+    """
+    if not serves(q):
+        return None
+    tensors = (q, *given, gates, layout.cu_seqlens)
+    numbers = layout.num_queries, layout.num_keys, layout.config, layout.sequence_tokens, scale
+    with torch.no_grad():
+        found = (OBSERVED_FORWARD if observed else FORWARD).keeping(tensors, numbers)
+    if found is None:
+        return None
+    output: tuple[Tensor, ...] = _Attention.apply(*found, numbers, *tensors)
+    return output
+
+
+class _Attention(torch.autograd.Function):
+    """`autograd.Attention`, of (q, `attention.flat`, gates, cu_seqlens) and what a plan has made of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, results: list[Tensor | None], kept: Tensor, plan: Plan, numbers: Numbers, *given: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        ctx.save_for_backward(*given, *results[1:NUM_SAVED], kept)
+        ctx.more = numbers, plan
+        ctx.mark_non_differentiable(*results[attention.NUM_DIFFERENTIABLE :])
+        ctx.set_materialize_grads(False)
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        do, *others = gradients
+        dlse = others[: attention.NUM_DIFFERENTIABLE - 1] or 3 * [None]
+        given, (numbers, plan) = ctx.saved_tensors, ctx.more
+        found = BACKWARD((do, *dlse, *given), numbers, plan, not autograd.graph_is_kept())
+        return *4 * (None,), *found, None

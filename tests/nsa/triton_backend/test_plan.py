@@ -1,0 +1,293 @@
+"""A function's launches, recorded once, are launched again for other tensors: the same as calling the function.
+
+The kernels here are Python that computes on a CPU, and is given addresses or tensors as Triton's launcher is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from nsa.triton_backend import ahead_of_time, plan, relaunch, tuning
+from nsa.triton_backend.plan import Place, Plan, Plans, Tensors
+
+pytestmark = pytest.mark.skipif(not relaunch.SERVES, reason="this Triton launches all kernels itself")
+RESULT, KEPT, SCRATCH = Place.RESULT, Place.KEPT, Place.SCRATCH
+SIZE = 6
+
+
+def _values(x: Tensor | int, count: int) -> Any:
+    """The float32 numbers at an address, or at a tensor's."""
+    address = x.data_ptr() if isinstance(x, Tensor) else x
+    return (ctypes.c_float * count).from_address(address)
+
+
+class Kernel:
+    """OUT = A + scale * B, of `count` numbers; B may be None. Told to who records, as `relaunch.Kernel` tells."""
+
+    function, packed_metadata = 1, 2
+
+    def __init__(self) -> None:
+        self.streams: list[int] = []
+
+    def __call__(self, a: Tensor, b: Tensor | None, out: Tensor, scale: float) -> None:
+        arguments = (a, b, out, out.numel(), scale)
+        self.run(1, 1, 1, 0, self.function, self.packed_metadata, None, None, None, *arguments)
+        if relaunch.heard.recorder is not None:
+            relaunch.heard.recorder.launched(self, (1,), arguments)
+
+    def run(self, x: int, y: int, z: int, stream: int, *more: Any) -> None:
+        function, metadata, *hooks, a, b, out, count, scale = more
+        assert (x, y, z, function, metadata, hooks) == (1, 1, 1, 1, 2, [None] * 3)
+        self.streams.append(stream)
+        second = [0.0] * count if b is None else [*_values(b, count)]
+        _values(out, count)[:] = [one + scale * other for one, other in zip(_values(a, count), second, strict=True)]
+
+
+kernel = Kernel()
+
+
+def chained(given: Tensors, scale: float = 2.0) -> Tensors:
+    """(a + scale b, what lies between, a + scale b + scale a): by way of scratch."""
+    a, b = given
+    assert a is not None
+    between, scratch, total = torch.empty(SIZE), torch.empty(SIZE), torch.empty(SIZE)
+    kernel(a, b, between, scale)
+    kernel(between, a, scratch, scale)
+    kernel(scratch, None, total, scale)
+    return between, scratch, total
+
+
+def wanted(given: Tensors, scale: float = 2.0) -> list[Tensor]:
+    a, b = given
+    assert a is not None
+    between = a + scale * (torch.zeros(SIZE) if b is None else b)
+    return [between, between + scale * a]
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> Iterator[None]:
+    with ahead_of_time.recorded(90):
+        yield
+
+
+@pytest.fixture
+def plans() -> Plans:
+    return Plans(chained, (RESULT, SCRATCH, KEPT))
+
+
+def drawn(*, offset: int = 0) -> Tensor:
+    return torch.randn(SIZE + offset)[offset:]
+
+
+def check(plans: Plans, given: Tensors, *, scale: float = 2.0) -> Plan:
+    """One call is right."""
+    found = plans.keeping(given, scale)
+    assert found is not None
+    (result,), kept, its = found
+    (view,) = its.views
+    for one, true in zip((result, view.of(kept)), wanted(given, scale), strict=True):
+        assert one is not None
+        torch.testing.assert_close(one, true)
+    return its
+
+
+def pairs(*, of: Callable[[], Sequence[Tensor | None]], calls: int = 3) -> Iterator[Sequence[Tensor | None]]:
+    for _ in range(calls):
+        yield of()
+
+
+def of_one_storage() -> Sequence[Tensor | None]:
+    both = torch.randn(2 * SIZE)
+    return both[:SIZE], both[SIZE:]
+
+
+GIVEN: dict[str, Callable[[], Sequence[Tensor | None]]] = {
+    "two tensors": lambda: (drawn(), drawn()),
+    "parts of one": of_one_storage,
+    "parts that begin later": lambda: (drawn(offset=4), drawn(offset=1)),
+    "no second": lambda: (drawn(), None),
+    "parameters": lambda: (drawn().requires_grad_(), drawn()),
+}
+
+
+@pytest.mark.parametrize("of", GIVEN.values(), ids=GIVEN)
+def test_a_call_by_plan_is_a_call_of_the_function(
+    plans: Plans, of: Callable[[], Sequence[Tensor | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.no_grad():
+        first, *later = pairs(of=of)
+        found = check(plans, first)
+        monkeypatch.setattr(plans, "function", None)  # which is not called again
+        assert all(check(plans, given) is found for given in later)
+
+
+def test_results_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = Plans(lambda given: (*chained(given)[:1], None, chained(given)[2]), (RESULT, RESULT, RESULT))
+    for number in range(3):
+        given = drawn(), drawn()
+        first, none, last = plans(given)
+        assert none is None
+        for one, true in zip((first, last), wanted(given), strict=True):
+            assert one is not None
+            torch.testing.assert_close(one, true)
+        if number == 0:
+            monkeypatch.setattr(plans, "function", None)
+
+
+def test_what_is_kept_and_scratch_do_not_overlap(plans: Plans) -> None:
+    found = check(plans, (drawn(), drawn()))
+    assert found.kept_bytes == found.scratch_bytes == plan.ALIGNMENT
+    assert all(view.first_byte % plan.ALIGNMENT == 0 for view in found.views)
+
+
+def test_the_same_tensor_twice_is_no_two_tensors(plans: Plans) -> None:
+    """Which of the two an address belongs to is not seen where they are one."""
+    x = drawn()
+    same = check(plans, (x, x))
+    assert check(plans, (drawn(), drawn())) is not same
+    assert check(plans, (x, x.clone())) is not same
+    y = drawn()
+    assert check(plans, (y, y)) is same
+
+
+def _another_table(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(tuning, "table", lambda _: SimpleNamespace())
+
+
+OTHER: dict[str, Callable[[pytest.MonkeyPatch], dict[str, Any]]] = {
+    "another alignment": lambda _: {"given": (drawn(offset=1), drawn())},
+    "the second's": lambda _: {"given": (drawn(), drawn(offset=1))},
+    "another number": lambda _: {"scale": 3.0},
+    "one is missing": lambda _: {"given": (drawn(), None)},
+    "another table of launches": lambda patch: _another_table(patch) or {},  # type: ignore[func-returns-value]
+}
+
+
+@pytest.mark.parametrize("change", OTHER.values(), ids=OTHER)
+def test_what_launches_depend_on_has_another_plan(
+    plans: Plans, monkeypatch: pytest.MonkeyPatch, change: Callable[[pytest.MonkeyPatch], dict[str, Any]]
+) -> None:
+    first = check(plans, (drawn(), drawn()))
+    changed = change(monkeypatch)
+    given = changed.pop("given", (drawn(), drawn()))
+    assert check(plans, given, **changed) is not first
+
+
+def test_another_shape_dtype_or_stride_has_another_key(plans: Plans) -> None:
+    x = torch.randn(4, 4)
+    keys = [plans._key((one, None), ()) for one in (x, x.T, x[:, :2], x.view(16), x.double(), x.clone())]
+    assert len(set(keys)) == len(keys) - 1
+    assert keys[0] == keys[-1]
+
+
+def test_launches_go_to_the_stream_that_is_current(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(plans, (drawn(), drawn()))
+    monkeypatch.setattr(type(plan.driver.active), "get_current_stream", lambda *_: 77)
+    kernel.streams.clear()
+    check(plans, (drawn(), drawn()))
+    assert kernel.streams == [77, 77, 77]
+
+
+def _an_operation(given: Tensors) -> Tensors:
+    between, scratch, total = chained(given)
+    assert total is not None
+    return between, scratch, total + 0.0
+
+
+def _a_copy(given: Tensors) -> Tensors:
+    a, b = given
+    assert a is not None
+    return chained((torch.stack([a, a], 1)[:, 0].contiguous(), b))
+
+
+def _a_given_tensor(given: Tensors) -> Tensors:
+    return given[0], *chained(given)[1:]
+
+
+def _one_result_twice(given: Tensors) -> Tensors:
+    between, scratch, _ = chained(given)
+    return between, scratch, between
+
+
+def _part_of_an_allocation(given: Tensors) -> Tensors:
+    between, scratch, total = chained(given)
+    wide = torch.empty(2 * SIZE)
+    kernel(total, None, wide[:SIZE], 0.0)  # type: ignore[arg-type]
+    return between, scratch, wide[:SIZE]
+
+
+def _a_launch_of_triton(given: Tensors) -> Tensors:
+    found = chained(given)
+    if relaunch.heard.recorder is not None:
+        relaunch.heard.recorder.launched(None, (1,), None)
+    return found
+
+
+UNPLANNED = _an_operation, _a_copy, _a_given_tensor, _one_result_twice, _part_of_an_allocation, _a_launch_of_triton
+
+
+@pytest.mark.parametrize("function", UNPLANNED)
+def test_what_does_more_than_launch_is_called_each_time(function: Callable[[Tensors], Tensors]) -> None:
+    keeping, resulting = Plans(function, (RESULT, SCRATCH, KEPT)), Plans(function, (RESULT, RESULT, RESULT))
+    for _ in range(3):
+        given = drawn(), drawn()
+        assert keeping.keeping(given) is None
+        for one, true in zip(resulting(given), function(given), strict=True):
+            assert one is not None
+            assert true is not None
+            torch.testing.assert_close(one, true)
+
+
+def test_a_part_of_one_of_two_tensors_of_a_storage_is_not_planned() -> None:
+    """Which of them it is a part of cannot be told."""
+
+    def function(given: Tensors) -> Tensors:
+        a, _ = given
+        assert a is not None
+        out = torch.empty(SIZE - 1)
+        kernel(a[1:], None, out, 0.0)
+        return (out,)
+
+    assert Plans(function, (RESULT,)).keeping(of_one_storage()) is None
+    assert Plans(function, (RESULT,)).keeping((drawn(), drawn())) is not None
+
+
+def test_while_launches_are_observed_the_function_is_called(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = check(plans, (drawn(), drawn()))
+    calls: list[Tensors] = []
+    monkeypatch.setattr(plans, "function", lambda given, scale: (calls.append(given), chained(given, scale))[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(relaunch, "observed", lambda: True)
+        assert check(plans, (drawn(), drawn())) is found  # what is kept lies where the plan says
+        assert len(calls) == 1
+        check(plans, (drawn(), None))
+    assert check(plans, (drawn(), drawn())) is found
+    assert len(calls) == 2
+    check(plans, (drawn(), None))  # nothing was learnt from what was observed
+    assert len(calls) == 3
+
+
+def test_what_is_kept_of_plans_is_bounded(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "MOST_PLANS", 3)
+    for scale in range(10):
+        check(plans, (drawn(), drawn()), scale=float(scale))
+        assert 1 <= len(plans._known) <= 3
+
+
+def test_an_error_ends_the_recording(plans: Plans) -> None:
+    def fails(_: Tensors) -> Tensors:
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        Plans(fails, (RESULT,)).keeping((drawn(),))
+    assert relaunch.heard.recorder is None
+    check(plans, (drawn(), drawn()))

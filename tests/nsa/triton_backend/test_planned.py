@@ -1,0 +1,283 @@
+"""Whole calls by plans give the bits of calls without them, forward and backward, whatever is asked of them.
+
+On a CPU the kernels run in Triton's interpreter, which is told to record and to launch again as a GPU's launcher does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import checkpoint
+
+import nsa
+from nsa.config import BRANCHES
+
+pytest.importorskip("triton")
+
+from triton.runtime.interpreter import InterpretedFunction
+
+from nsa.triton_backend import ahead_of_time, dispatch, hopper, ops, plan, planned, relaunch, tuning
+from tests.nsa.triton_backend import masking
+
+CONFIG = nsa.NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=13)
+LENGTH, SHORT = 40, 17
+
+
+@dataclass
+class _Interpreted:
+    """What the interpreter ran, to be run again with addresses in place of tensors."""
+
+    kernel: InterpretedFunction
+    launch: Callable[..., object]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    function: int = 1
+    packed_metadata: None = None
+
+    def run(self, x: int, y: int, z: int, *more: Any) -> None:
+        given = more[-len(self.arguments) :]
+        arguments = [_at(one, was.dtype) if isinstance(was, Tensor) else one
+                     for one, was in zip(given, self.arguments, strict=True)]  # fmt: skip
+        self.launch(self.kernel, *arguments, grid=(x, y, z), warmup=False, **self.options)
+
+
+def _at(address: int, dtype: torch.dtype) -> Tensor:
+    """A tensor that begins there: a kernel asks for its address and its dtype alone."""
+    if not address:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer((ctypes.c_char * dtype.itemsize).from_address(address), dtype=dtype)
+
+
+@pytest.fixture(autouse=True)
+def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In the interpreter too."""
+    if not dispatch.interpreted():
+        yield
+        return
+    launch = InterpretedFunction.run
+
+    def run(kernel: InterpretedFunction, *arguments: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
+        with _disable_current_modes():  # the interpreter's own operations are no part of a call
+            launch(kernel, *arguments, grid=grid, warmup=warmup, **options)
+        if relaunch.heard.recorder is not None:
+            relaunch.heard.recorder.launched(_Interpreted(kernel, launch, arguments, options), grid, arguments)
+
+    monkeypatch.setattr(InterpretedFunction, "run", run)
+    monkeypatch.setattr(planned, "AVAILABLE", True)
+    with mock.patch.object(ahead_of_time.triton.runtime.driver, "_active", ahead_of_time._Driver(0)):
+        yield
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call is given."""
+
+    sets: int = 3
+    """Of keys and values: one for all branches, or one for each."""
+    heads: tuple[int, int] = (4, 2)
+    channels: int = 16
+    queries: int = LENGTH
+    keys: int = LENGTH
+    documents: tuple[int, ...] | None = None
+    compressed: bool = False
+    """Whether the caller compresses keys and values."""
+    observed: bool = False
+    through_lse: bool = False
+    """Whether the log-sum-exps have gradients, too."""
+    dtype: torch.dtype = torch.float32
+    masked: bool = True
+    """Whether `selected_masked.py` serves it: else the backward pass sorts an index, which no plan does."""
+
+    def drawn(self, device: torch.device, seed: int) -> list[Tensor]:
+        """q, keys, values, gates, and what the caller compresses."""
+        generator = torch.Generator().manual_seed(seed)
+        heads, num_kv_heads = self.heads
+        shapes = [(self.queries, heads, self.channels), *2 * self.sets * [(self.keys, num_kv_heads, self.channels)]]
+        shapes += [(self.queries, heads, 3), *2 * self.compressed * [(self.keys, num_kv_heads, self.channels)]]
+        return [torch.randn(1, *shape, generator=generator).to(device, self.dtype).requires_grad_() for shape in shapes]
+
+    def __call__(self, leaves: list[Tensor]) -> list[Tensor]:
+        """All that it gives."""
+        q, *kv, gates = leaves[: 2 + 2 * self.sets]
+        k, v = kv[: self.sets], kv[self.sets :]
+        more: dict[str, Any] = {"backend": "triton", "return_aux": self.observed}
+        if self.documents is not None:
+            more["cu_seqlens"] = torch.tensor(self.documents, dtype=torch.int32, device=q.device)
+        if self.compressed:
+            names = "k_compressed", "v_compressed"
+            more |= {
+                name: nsa.compress(x, CONFIG, backend="triton") for name, x in zip(names, leaves[-2:], strict=True)
+            }
+        k, v = (3 // self.sets * x for x in (k, v))
+        found = nsa.nsa_attention(q, k, v, gates, CONFIG, **more)
+        if not self.observed:
+            return [found]
+        o, aux = found
+        of_branches = [*(aux.lse[branch] for branch in BRANCHES), *(aux.keys_read[branch] for branch in BRANCHES)]
+        return [o, *of_branches, aux.block_indices]
+
+    def outcome(self, device: torch.device, seed: int, upstream: float | None = None) -> list[Tensor]:
+        """The same, and the gradients of all that it was given and used; `upstream` everywhere where it is given."""
+        leaves = self.drawn(device, seed)
+        found = self(leaves)
+        reached = [x for x in found if x.requires_grad][: None if self.through_lse else 1]
+        rising = [torch.linspace(-1, 1, x.numel(), device=device).view(x.shape).to(x.dtype) for x in reached]
+        given = rising if upstream is None else [torch.full_like(x, upstream) for x in reached]
+        gradients = torch.autograd.grad(reached, leaves, given, allow_unused=True)
+        return [x.detach() for x in (*found, *gradients) if x is not None]
+
+
+CALLS = {
+    "one set": Call(sets=1),
+    "three sets": Call(),
+    "documents": Call(heads=(16, 1), documents=(0, 7, 7, 20, LENGTH), masked=False),
+    "compressed by the caller": Call(compressed=True),
+    "observed": Call(observed=True),
+    "observed, through the log-sum-exps": Call(sets=1, observed=True, through_lse=True),
+    "the last queries": Call(queries=24),
+    "half precision": Call(dtype=torch.float16),
+    "an index": Call(masked=False),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_call_by_plan_has_the_bits_of_one_without(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, call: Call
+) -> None:
+    if call.masked:
+        masking.serve(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(planned, "MOST_BYTES", 0)
+        wanted = call.outcome(device, 1)
+    call.outcome(device, 0)  # is recorded
+    for one, true in zip(call.outcome(device, 1), wanted, strict=True):
+        assert torch.equal(one, true)
+    plans = planned.OBSERVED_FORWARD if call.observed else planned.FORWARD
+    for known, is_planned in ((plans._known, True), (planned.BACKWARD._known, call.masked)):
+        assert [found is not None for found in known.values()] == [is_planned]
+
+
+SMALL = Call(sets=1, queries=SHORT, keys=SHORT, masked=True)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Call:
+    masking.serve(monkeypatch)
+    return SMALL
+
+
+def test_a_kept_graph_has_a_second_backward_pass(device: torch.device, small: Call) -> None:
+    """The first leaves the outputs of the branches as they are; the last overwrites them, in the plan too."""
+    for seed in (0, 1):
+        leaves = small.drawn(device, seed)
+        (o,) = small(leaves)
+        upstream = torch.ones_like(o)
+        first, second, last = (
+            torch.autograd.grad(o, leaves, upstream, retain_graph=kept) for kept in (True, True, False)
+        )
+        for one, two, three in zip(first, second, last, strict=True):
+            assert torch.equal(one, two)
+            assert torch.equal(one, three)
+    assert len(planned.BACKWARD._known) == 2
+
+
+def test_an_upstream_gradient_that_is_an_input_is_no_other(
+    device: torch.device, small: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the gradient of o is q itself, its address is q's, and is not taken for q's in the next call."""
+
+    def gradients(of_q: bool) -> tuple[Tensor, ...]:
+        leaves = small.drawn(device, 1)
+        (o,) = small(leaves)
+        return torch.autograd.grad(o, leaves, leaves[0].detach() if of_q else leaves[0].detach() + 1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(planned, "MOST_BYTES", 0)
+        wanted = gradients(False)
+    gradients(True)  # is recorded
+    for one, true in zip(gradients(False), wanted, strict=True):
+        assert torch.equal(one, true)
+
+
+def test_a_recomputed_call_saves_as_many_tensors_as_the_first(device: torch.device, small: Call) -> None:
+    """Checkpointing refuses others: a call that is recorded keeps what one by plan does."""
+    for seed in (0, 1):
+        leaves = small.drawn(device, seed)
+        (o,) = small(leaves)
+        wanted = torch.autograd.grad(o, leaves, torch.ones_like(o))
+        plan.forget_all()
+        recomputed = checkpoint(lambda *x: small([*x])[0], *leaves, use_reentrant=False)
+        for one, true in zip(torch.autograd.grad(recomputed, leaves, torch.ones_like(o)), wanted, strict=True):
+            assert torch.equal(one, true)
+
+
+def test_long_calls_have_no_plan(device: torch.device, small: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their backward pass frees each tensor behind its last use."""
+    monkeypatch.setattr(planned, "MOST_BYTES", SHORT * 4 * 16 * 4 - 1)
+    small.outcome(device, 0)
+    assert not planned.FORWARD._known
+    monkeypatch.setattr(planned, "MOST_BYTES", SHORT * 4 * 16 * 4)
+    small.outcome(device, 0)
+    assert planned.FORWARD._known
+
+
+def test_an_operator_of_a_graph_goes_by_plan(device: torch.device, small: Call) -> None:
+    """And gives what an eager call gives."""
+    for seed in (0, 1):
+        q, k, v, gates = leaves = small.drawn(device, seed)
+        numbers, scale = ops._numbers(CONFIG), small.channels**-0.5
+        o, *_ = ops._attention(q, k, v, *6 * (None,), gates, None, numbers, scale)
+        found = o, *torch.autograd.grad(o, leaves, torch.ones_like(o))
+        for one, true in zip(found, small.outcome(device, seed, upstream=1.0), strict=True):
+            assert torch.equal(one, true)
+    for plans in (ops._FORWARD, ops._BACKWARD):
+        assert [found is not None for found in plans._known.values()] == [True]
+
+
+def test_kernels_of_hopper_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan would leave them out: their descriptors are made anew for each launch."""
+    if not hopper.AVAILABLE:
+        pytest.skip("this Triton has no kernels of hopper/")
+    told = mock.Mock()
+    monkeypatch.setattr(relaunch.heard, "recorder", told)
+    with ahead_of_time.recorded(90), torch.no_grad():
+        kv = torch.zeros(1, 64, 1, 128, dtype=torch.bfloat16)
+        lse, out = torch.zeros(1, 64, 16), torch.zeros(1, 64, 1, 4)
+        places = torch.zeros(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+        q = torch.zeros(1, 64, 16, 128, dtype=torch.bfloat16)
+        shape = tuning.shape("hopper.scores", q, kv)
+        hopper.scores.group_probabilities(q, kv, lse, places, out, 0, 64, 1, shape, 1.0)
+    assert [one.args[2] for one in told.launched.call_args_list] == [None]
+
+
+@pytest.mark.gpu
+def test_plans_serve_a_cuda_graph_and_other_streams() -> None:
+    """Those of an eager call, recorded in it, and those that are recorded while a graph is."""
+    call, device = Call(sets=1, queries=1024, keys=1024, channels=64, dtype=torch.bfloat16), torch.device("cuda")
+    wanted = call.outcome(device, 1)
+    for forget in (True, False):
+        for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
+            with torch.cuda.stream(stream):
+                found = call.outcome(device, 1)
+            stream.synchronize()
+            assert all(torch.equal(one, true) for one, true in zip(found, wanted, strict=True))
+        leaves = call.drawn(device, 1)
+        upstream = torch.linspace(-1, 1, leaves[0].numel(), device=device).view(leaves[0].shape).to(call.dtype)
+        torch.cuda.synchronize()
+        if forget:
+            plan.forget_all()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            (o,) = call(leaves)
+            recorded = [o.detach(), *torch.autograd.grad(o, leaves, upstream)]
+        for _ in range(2):
+            graph.replay()
+            assert all(torch.equal(one, true) for one, true in zip(recorded, wanted, strict=True))
