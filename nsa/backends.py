@@ -147,6 +147,12 @@ class WholeCall(Protocol):
     ) -> tuple[Tensor, Seen | None]: ...
 
 
+class Rotator(Protocol):
+    """RoPE of q [B, S, Hq, D] and k [B, S, Hk, D] at int64 positions [S] or [B, S], or 0, 1, ... for None."""
+
+    def __call__(self, q: Tensor, k: Tensor, positions: Tensor | None, base: float) -> tuple[Tensor, Tensor]: ...
+
+
 def load(name: str) -> Backend:
     """The module that implements the parts under this name.
 
@@ -223,6 +229,11 @@ def whole_call(run: Backend) -> WholeCall:
     """The function for a whole call: the backend's own `attend` where it has one, else its parts in turn."""
     own: WholeCall | None = getattr(run, "attend", None)
     return by_parts(run) if own is None else own
+
+
+def rotator(run: Backend) -> Rotator | None:
+    """The backend's own RoPE of queries and keys; None where it has none."""
+    return getattr(run, "rotate", None)
 
 
 def by_parts(run: Backend) -> WholeCall:

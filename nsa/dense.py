@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from nsa import checks
 from nsa.config import NSAConfig
 from nsa.geometry import Layout
-from nsa.rope import rotate, rotation
+from nsa.rope import rotate_both
 
 
 class DenseAttention(nn.Module):
@@ -44,9 +44,9 @@ class DenseAttention(nn.Module):
             raise ValueError(f"cache must be None, dense attention has none here; got {type(cache).__name__}")
         x = checks.tensor("x", x, ("B", "S", self.dim))
         layout = checks.layout(x, None, NSAConfig(), cu_seqlens)  # its blocks are not asked for
-        cos_sin = rotation(layout.positions, self.head_dim_k, self.rope_base)
-        q = rotate(self.q(x).unflatten(-1, (self.num_heads, self.head_dim_k)), cos_sin)
-        k = rotate(self.k(x).unflatten(-1, (self.num_kv_heads, self.head_dim_k)), cos_sin)
+        q = self.q(x).unflatten(-1, (self.num_heads, self.head_dim_k))
+        k = self.k(x).unflatten(-1, (self.num_kv_heads, self.head_dim_k))
+        q, k = rotate_both(q, k, None if cu_seqlens is None else layout.positions, self.rope_base)
         v = self.v(x).unflatten(-1, (self.num_kv_heads, self.head_dim_v))
         mask = None if cu_seqlens is None else _own_document(layout)
         o = scaled_dot_product_attention(

@@ -13,7 +13,7 @@ from nsa import backends, checks
 from nsa.attention import Aux, nsa_attention
 from nsa.compression import compressor
 from nsa.config import NSAConfig
-from nsa.rope import rotate, rotation
+from nsa.rope import rotate_both
 
 PerBranch = tuple[Tensor, Tensor, Tensor]
 """One tensor per branch: compressed (its source), selected, window."""
@@ -163,7 +163,8 @@ class NativeSparseAttention(nn.Module):
         """(o [B, S, Hq, Dv], gates [B, S, Hq, 3], what attention did if that is observed)."""
         if self.context is not None:
             return self.context.forward(self, x, cu_seqlens, self.observer is not None)
-        q, k, v = self.project(x, checks.layout(x, None, self.config, cu_seqlens).positions)
+        own = None if cu_seqlens is None else checks.layout(x, None, self.config, cu_seqlens).positions
+        q, k, v = self.project(x, own)
         gates = self.gates(x)
         more: dict[str, Any] = {"cu_seqlens": cu_seqlens, "backend": self.backend}
         if self.config.phi == "avg":  # which the call computes with what else it does to keys and values
@@ -177,11 +178,14 @@ class NativeSparseAttention(nn.Module):
         o, aux = attend(return_aux=True)
         return o, gates, aux
 
-    def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, PerBranch, PerBranch]:
-        """q [B, S, Hq, Dk], and keys [B, S, Hkv, Dk] and values [B, S, Hkv, Dv] for each branch; RoPE on q and k."""
-        cos_sin = rotation(positions, self.head_dim_k, self.rope_base)
-        q = rotate(self.q(x).unflatten(-1, (self.num_heads, self.head_dim_k)), cos_sin)
-        k = rotate(self.k(x).unflatten(-1, (self.num_kv_sets * self.num_kv_heads, self.head_dim_k)), cos_sin)
+    def project(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, PerBranch, PerBranch]:
+        """q [B, S, Hq, Dk], and keys [B, S, Hkv, Dk] and values [B, S, Hkv, Dv] for each branch; RoPE on q and k.
+
+        `positions` int64 [S] or [B, S]; None where the tokens are the first of their sequences.
+        """
+        q = self.q(x).unflatten(-1, (self.num_heads, self.head_dim_k))
+        k = self.k(x).unflatten(-1, (self.num_kv_sets * self.num_kv_heads, self.head_dim_k))
+        q, k = rotate_both(q, k, positions, self.rope_base, self.backend)
         v = self.v(x).unflatten(-1, (self.num_kv_sets * self.num_kv_heads, self.head_dim_v))
         return q, per_branch(k.chunk(self.num_kv_sets, dim=2)), per_branch(v.chunk(self.num_kv_sets, dim=2))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa import checks
+from nsa import backends, checks
 
 
 def rotation(positions: Tensor, head_dim: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
@@ -42,3 +42,19 @@ def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = (table.to(wide.dtype)[..., None, :] for table in cos_sin)  # [S or B, S, 1, pairs]
     first, second, rest = wide.split([pairs, pairs, x.shape[-1] - 2 * pairs], dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
+
+
+def rotate_both(
+    q: Tensor, k: Tensor, positions: Tensor | None, base: float, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """`rotate` of queries [B, S, Hq, D] and keys [B, S, Hk, D], which stand at `positions`, or at 0, 1, ... if None.
+
+    By one kernel where the backend that serves them has one; a graph of torch.compile fuses what is here.
+    """
+    _, run = backends.choose(backend, q, k)
+    rotator = None if torch.compiler.is_compiling() else backends.rotator(run)
+    if rotator is not None:
+        return rotator(q, k, positions, base)
+    positions = torch.arange(q.shape[1], device=q.device) if positions is None else positions
+    cos_sin = rotation(positions, q.shape[-1], base)
+    return rotate(q, cos_sin), rotate(k, cos_sin)

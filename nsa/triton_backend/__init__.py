@@ -22,6 +22,7 @@ from nsa.triton_backend import (
     ops,
     partial_sums,
     planned,
+    rope,
     scores,
     selected,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "compressed_attention_backward",
     "decode_attention",
     "gated_rows",
+    "rotate",
     "select_blocks",
     "selected_attention",
     "selected_attention_backward",
@@ -242,3 +244,8 @@ def write_cache(
 ) -> None:
     """New rows of a cache in one launch; see `nsa.triton_backend.cache_write`."""
     cache_write.write(k, v, into, compressed, before, config)
+
+
+def rotate(q: Tensor, k: Tensor, positions: Tensor | None, base: float) -> tuple[Tensor, Tensor]:
+    """RoPE of both in one launch; see `nsa.backends.Rotator`."""
+    return rope.Rotate.apply(q, k, positions, base)

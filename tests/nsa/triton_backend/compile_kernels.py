@@ -1,4 +1,4 @@
-"""Compile every kernel of a call for one architecture, without a GPU, and print what each needs as JSON.
+"""Compile every kernel of a call and of RoPE for one architecture, without a GPU, and print what each needs as JSON.
 
 Run as a process of its own, without Triton's interpreter, with the compute capability, G, Dk and Dv:
 `python -m tests.nsa.triton_backend.compile_kernels 86 16 128 128`. A kernel's name is followed by which of its
@@ -15,20 +15,33 @@ import sys
 from collections import Counter
 from unittest import mock
 
+import torch
+
+from nsa.rope import rotate_both
 from nsa.triton_backend import dispatch, hopper
 from nsa.triton_backend.ahead_of_time import Heads, call, recorded
 
 LENGTH = 2048  # from there on small groups take the KV-stationary forward
 
 
+def rotate(group: int, dk: int, *, backward: bool) -> None:
+    """RoPE of the queries and keys of a layer."""
+    q, k = (torch.zeros(1, 8, heads, dk, dtype=torch.bfloat16, requires_grad=True) for heads in (2 * group, 6))
+    rotated = rotate_both(q, k, None, 10000.0, "triton")
+    if backward:
+        torch.autograd.grad(rotated, (q, k), [torch.zeros_like(x) for x in rotated])
+
+
 def main() -> None:
     architecture, group, dk, dv = map(int, sys.argv[1:5])
     hopper.AVAILABLE &= "portable" not in sys.argv
     by_block = {"return_value": True} if "by-block" in sys.argv else {"wraps": dispatch.sooner_by_block}
+    backward = "forward" not in sys.argv
     with recorded(architecture) as launches, mock.patch.object(dispatch, "sooner_by_block", **by_block):
         for least in (LENGTH, LENGTH + 1):  # of `selected_masked.py`
             with mock.patch.object(dispatch, "MASKED_MIN_QUERIES", least):
-                call(Heads(group, dk, dv), LENGTH, LENGTH, backward="forward" not in sys.argv)
+                call(Heads(group, dk, dv), LENGTH, LENGTH, backward=backward)
+        rotate(group, dk, backward=backward)
     needs, versions = {}, Counter[str]()
     for launch in launches:
         if "by-block" in sys.argv and not launch.name.startswith(("selected_kv_major.", "partial_sums.")):

@@ -32,10 +32,12 @@ HEADS = [
 EACH_TIME = [(86, (64, 192, 128)), (90, (16, 128, 128)), (90, (16, 192, 128)), (90, (6, 64, 64))]
 UNMEASURED_ON_HOPPER = [(64, 192, 128), (16, 256, 256), (64, 256, 256)]
 """Its table for wide rows was made for 16 heads of 192/128."""
-KERNELS = (16, 17, 18, 19)
-"""Of a call: a program per query, KV-stationary and merged, and either or both with those of short sequences."""
+KERNELS = (17, 18, 19, 20)
+"""Of a call and RoPE: a program per query, KV-stationary and merged, and either or both with those of short ones."""
 FEW_BYTES = 64
 """Per thread: 16 of 255 registers, which fit where no loop needs them."""
+OF_ANGLES = {"rope._rotate": 48}
+"""Per thread: where CUDA's cosine in float64 reduces angles of more than 10^5."""
 SPILLS = {
     "compressed_window._forward": 360,
     "compressed_window._backward_q": 200,
@@ -95,7 +97,7 @@ def test_kernels_that_have_another_on_hopper_fit_there_too() -> None:
 def test_the_tables_of_blackwell_fit_without_spills(architecture: int) -> None:
     """Of the forward pass; both passes and all heads with the nightly profile."""
     needs = answer("compile_kernels", architecture, 16, 128, 128, "forward")
-    assert not too_much(needs, architecture, spills={}, otherwise=0)
+    assert not too_much(needs, architecture, spills=OF_ANGLES, otherwise=0)
 
 
 def test_groups_of_16_fit_by_block_too() -> None:
