@@ -49,11 +49,11 @@ def rotate_both(
 ) -> tuple[Tensor, Tensor]:
     """`rotate` of queries [B, S, Hq, D] and keys [B, S, Hk, D], which stand at `positions`, or at 0, 1, ... if None.
 
-    By one kernel where the backend that serves them has one; a graph of torch.compile fuses what is here.
+    By one kernel where the backend that serves them has one, in a graph of torch.compile too: Inductor computes the
+    angles of what is here, in float64, anew for each head.
     """
     _, run = backends.choose(backend, q, k)
-    rotator = None if torch.compiler.is_compiling() else backends.rotator(run)
-    if rotator is not None:
+    if (rotator := backends.rotator(run)) is not None:
         return rotator(q, k, positions, base)
     positions = torch.arange(q.shape[1], device=q.device) if positions is None else positions
     cos_sin = rotation(positions, q.shape[-1], base)

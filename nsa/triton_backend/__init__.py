@@ -248,4 +248,6 @@ def write_cache(
 
 def rotate(q: Tensor, k: Tensor, positions: Tensor | None, base: float) -> tuple[Tensor, Tensor]:
     """RoPE of both in one launch; see `nsa.backends.Rotator`."""
+    if torch.compiler.is_compiling():
+        return ops.rotate(q, k, positions, base, False)
     return rope.Rotate.apply(q, k, positions, base)

@@ -19,6 +19,7 @@ from nsa.triton_backend.compressed_window import ENOUGH_OF_WINDOW
 from nsa.triton_backend.launch import ENOUGH_PROGRAMS, finite_keys, unit_stride
 from nsa.triton_backend.partial_sums import add_parts
 from nsa.triton_backend.places import located
+from nsa.triton_backend.recording import join, lane
 from nsa.triton_backend.selected_masked import Masks
 
 MOST_PARTS = 8
@@ -122,11 +123,13 @@ def forward(q: Tensor, given: Inputs, gates: Tensor, layout: Layout, scale: floa
     assert v_cmp is not None
     assert finite_cmp is not None
     assert finite is not None
+    with lane(1):
+        o_win, lse_win, read_win = compressed_window.forward(q, k_win, v_win, *layout.window_interval, finite, scale)
     interval = layout.compressed_interval
     o_cmp, lse_cmp, read_cmp = compressed_window.forward(q, k_cmp, v_cmp, *interval, finite_cmp, scale)
     blocks = scores.select_blocks(q, k_cmp, layout, scale, lse_cmp)
+    join()
     of_selected = finite if given.window is None else None
-    o_win, lse_win, read_win = compressed_window.forward(q, k_win, v_win, *layout.window_interval, finite, scale)
     whole = o_cmp, o_win, gates.contiguous(), torch.empty_like(o_cmp)
     o_sel, lse_sel, read_sel, masks = selected.forward(q, k, v, blocks, layout, scale, of_selected, whole)
     if given.compressed is not None:
@@ -164,14 +167,16 @@ def backward(
     )
     del saved, branches
     # a branch's do is freed behind it
-    dq_win, *window_parts = compressed_window.gradients(
-        q, k_win, v_win, finite_win, *rows.pop(), *layout.window_interval, *layout.window_queries,
-        ENOUGH_OF_WINDOW, scale,
-    )  # fmt: skip
-    dq_cmp, *parts = compressed_window.gradients(
-        q, k_cmp, v_cmp, finite_cmp, *rows.pop(0), *layout.compressed_interval, *layout.compressed_queries,
-        ENOUGH_PROGRAMS, scale,
-    )  # fmt: skip
+    with lane(1):
+        dq_win, *window_parts = compressed_window.gradients(
+            q, k_win, v_win, finite_win, *rows.pop(), *layout.window_interval, *layout.window_queries,
+            ENOUGH_OF_WINDOW, scale,
+        )  # fmt: skip
+    with lane(2):
+        dq_cmp, *parts = compressed_window.gradients(
+            q, k_cmp, v_cmp, finite_cmp, *rows.pop(0), *layout.compressed_interval, *layout.compressed_queries,
+            ENOUGH_PROGRAMS, scale,
+        )  # fmt: skip
     dq, *of_selected = selected.gradients(q, k, v, *rows.pop(), blocks, layout, scale, (dq_cmp, dq_win), masks=masks)
     of_window = add_parts(window_parts, q.dtype)
     return dq, _of_inputs(given, parts, of_selected, of_window, layout), dgates

@@ -41,6 +41,7 @@ from nsa.triton_backend.launch import (
     strides,
     unit_stride,
 )
+from nsa.triton_backend.recording import join
 from nsa.triton_backend.tile import (
     add_branches,
     dot,
@@ -335,8 +336,10 @@ def gradients(
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     with on_device(q):
-        _gradient_of_queries(q, k, v, finite, do, lo, hi, lse, delta, dq, scale, chosen, more_dq)
         parts = _parts_of_keys(q, k, v, do, lo, hi, lse, delta, seen_from, seen_to, min_programs, scale, wide, chosen)
+        if more_dq is not None:
+            join()  # they come from other lanes
+        _gradient_of_queries(q, k, v, finite, do, lo, hi, lse, delta, dq, scale, chosen, more_dq)
     return dq, *parts
 
 

@@ -18,7 +18,7 @@ from torch.library import custom_op
 from nsa.config import NSAConfig
 from nsa.geometry import Layout
 from nsa.triton_backend import attention as whole
-from nsa.triton_backend import compressed_window, compression, gated_sum, planned, scores, selected
+from nsa.triton_backend import compressed_window, compression, gated_sum, planned, rope, scores, selected
 from nsa.triton_backend.autograd import Compress, CompressedWindowAttention
 from nsa.triton_backend.plan import Place, Plans
 
@@ -200,6 +200,29 @@ combine.register_autograd(
     lambda ctx, do: combine_backward(do, *ctx.saved_tensors),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
+
+
+rotate = custom_op(
+    "nsa::rotate",
+    rope.rotate,
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor? positions, float base, bool back) -> (Tensor, Tensor)",
+)
+rotate.register_fake(lambda q, k, *_: _gradients_of(q, k))
+
+
+def _save_rotation(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    del output
+    _, _, positions, *ctx.numbers = inputs
+    ctx.save_for_backward(positions)
+
+
+def _turned_back(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+    base, back = ctx.numbers
+    return *rotate(dq, dk, *ctx.saved_tensors, base, not back), None, None, None
+
+
+rotate.register_autograd(_turned_back, setup_context=_save_rotation)
 
 
 KEYS_AND_VALUES = (

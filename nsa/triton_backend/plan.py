@@ -4,13 +4,18 @@ Which kernels a call launches, with which grids, numbers and constants, follows 
 alignment of its tensors and from its configuration: `Plans` keeps it under these. A `Plan` then makes two allocations
 and the results, and hands Triton's launcher addresses in place of tensors, which it takes and need not ask for theirs.
 
-A function can be planned if all that it does on the device are launches of `relaunch.Kernel`; `_Recording` sees any
+While a CUDA graph is captured, launches of different lanes go to streams of their own (`recording.py`): short kernels
+leave most of a GPU idle, and a graph runs them side by side for nothing. Elsewhere to fork and join would cost the host
+more than it saves.
+
+A function can be planned if all that it does on the device are launches of `relaunch.Kernel`; `recording.py` sees any
 other operation, and the function is then called each time as it is.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -20,19 +25,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver
 
 from nsa.triton_backend import architecture, relaunch, tuning
 from nsa.triton_backend.launch import on_device
+from nsa.triton_backend.recording import Recording
 
 Tensors = Sequence[Tensor | None]
 MOST_PLANS = 256
 """Of a function: then all are dropped, since most are of lengths gone by."""
 ALIGNMENT = 256
 """Bytes, of each tensor inside an allocation: as much as a kernel can make use of."""
-_ALLOCATIONS = ("empty", "new_empty")
-_NOTHING_DONE = ("alias", "detach", "_unsafe_view", "_reshape_alias")
 
 
 class Place(enum.Enum):
@@ -55,8 +58,20 @@ class View(NamedTuple):
         return kept[self.first_byte : self.first_byte + num_bytes].view(self.dtype).view(self.shape)
 
 
+class Result(NamedTuple):
+    """A contiguous tensor of its own."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class _Launch(NamedTuple):
     """One of a compiled kernel."""
+
+    lane: int
+    waits_for: tuple[int, ...]
+    """Lanes whose launches so far must have ended."""
 
     run: Callable[..., object]
     function: int
@@ -79,10 +94,13 @@ class Plan:
     """Bytes."""
     scratch_bytes: int
     kept_bytes: int
-    results: list[tuple[torch.Size, torch.dtype] | None]
+    results: list[Result | None]
     """None where the function gives none."""
     views: list[View]
     """The tensors that are kept, in the order in which the function gave them."""
+    num_lanes: int
+    waits_at_end: tuple[int, ...]
+    """Lanes that lane 0 waits for behind the last launch."""
 
     def __call__(self, given: Tensors) -> tuple[list[Tensor | None], Tensor]:
         """(the results, bytes that hold what is kept)."""
@@ -91,16 +109,33 @@ class Plan:
         device = first.device
         scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
         kept = torch.empty(self.kept_bytes, dtype=torch.uint8, device=device)
-        results = [made and torch.empty(made[0], dtype=made[1], device=device) for made in self.results]
+        # `torch.empty` takes the host twice as long
+        results = [
+            made and torch.empty_strided(made.shape, made.strides, dtype=made.dtype, device=device)
+            for made in self.results
+        ]
         bases = [x.data_ptr() for x in (*tensors, scratch, kept, *results) if x is not None]
         addresses = map(add, map(bases.__getitem__, self.sources), self.offsets)
         values = (*self.numbers, *addresses)
         with on_device(first):
             active = driver.active
+            if self.num_lanes > 1 and _capturing(device):
+                self._launch_in_lanes(values, device)
+                return results, kept
             stream = active.get_current_stream(active.get_current_device())
-            for run, function, metadata, (x, y, z), pick in self.launches:
+            for _, _, run, function, metadata, (x, y, z), pick in self.launches:
                 run(x, y, z, stream, function, metadata, None, None, None, *pick(values))
         return results, kept
+
+    def _launch_in_lanes(self, values: tuple[Any, ...], device: torch.device) -> None:
+        streams = [torch.cuda.current_stream(device), *(_side_stream(device, i) for i in range(1, self.num_lanes))]
+        for lane, waits_for, run, function, metadata, (x, y, z), pick in self.launches:
+            for other in waits_for:
+                streams[lane].wait_stream(streams[other])
+            stream = streams[lane].cuda_stream
+            run(x, y, z, stream, function, metadata, None, None, None, *pick(values))
+        for other in self.waits_at_end:
+            streams[0].wait_stream(streams[other])
 
     def copied(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         """Bytes that hold these, which are to be kept."""
@@ -110,35 +145,14 @@ class Plan:
         return kept
 
 
-class _Recording(TorchDispatchMode):
-    """What is launched inside a `with` block of this thread; `whole` is false where something else was done, too."""
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.launches: list[tuple[Any, tuple[int, ...], tuple[Any, ...]]] = []
-        self.whole = True
 
-    def __enter__(self) -> _Recording:
-        relaunch.heard.recorder = self
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        relaunch.heard.recorder = None
-
-    def launched(self, compiled: Any, grid: tuple[int, ...], arguments: tuple[Any, ...] | None) -> None:
-        """Called by kernels; no arguments where Triton launched what cannot be launched without it."""
-        if arguments is None:
-            self.whole = False
-        else:
-            self.launches.append((compiled, grid, arguments))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if not (func.is_view or name.startswith(_ALLOCATIONS) or name in _NOTHING_DONE):
-            self.whole = False
-        return func(*args, **(kwargs or {}))
+@functools.cache
+def _side_stream(device: torch.device, lane: int) -> torch.cuda.Stream:
+    del lane
+    return torch.cuda.Stream(device)
 
 
 class _Sources:
@@ -150,7 +164,7 @@ class _Sources:
         """By address of a storage: what its addresses count from, and the byte there."""
         self.sizes = [0, 0]
         """Bytes of scratch and of what is kept."""
-        self.results: list[tuple[torch.Size, torch.dtype] | None] = []
+        self.results: list[Result | None] = []
         self._num_results = 0
         self.views: list[View] = []
         self._own = {x.untyped_storage().data_ptr() for x in given}
@@ -170,7 +184,7 @@ class _Sources:
             self.views.append(View(first, x.shape, x.dtype))
             found = len(self._given) + 1, first
         else:
-            self.results.append((x.shape, x.dtype))
+            self.results.append(Result(x.shape, x.stride(), x.dtype))
             self._num_results += 1
             found = len(self._given) + 1 + self._num_results, 0
         if storage.nbytes():
@@ -263,7 +277,7 @@ class Plans:
 
     def _recorded(self, key: Hashable, given: Tensors, more: tuple[Hashable, ...]) -> tuple[Tensors, Plan | None]:
         """What the function gives, and its plan; unless launches are observed, it is known from here on."""
-        with _Recording() as recording:
+        with Recording() as recording:
             outcome = self.function(given, *more)
         plan = _plan(recording, given, outcome, self.places)
         if not relaunch.observed():
@@ -286,7 +300,7 @@ def _device(given: Tensors) -> torch.device:
     return next(x.device for x in given if x is not None)
 
 
-def _plan(recording: _Recording, given: Tensors, outcome: Tensors, places: Sequence[Place]) -> Plan | None:
+def _plan(recording: Recording, given: Tensors, outcome: Tensors, places: Sequence[Place]) -> Plan | None:
     """None where launches are not all that was done, or the place of a tensor is not known."""
     if not recording.whole:
         return None
@@ -294,9 +308,9 @@ def _plan(recording: _Recording, given: Tensors, outcome: Tensors, places: Seque
     numbers: list[Any] = []
     addresses: dict[tuple[int, int], int] = {}
     picks: list[list[tuple[bool, int]]] = []
-    for _, _, arguments in recording.launches:
+    for recorded in recording.launches:
         pick = []
-        for x in arguments:
+        for x in recorded.arguments:
             found = sources.of(x) if isinstance(x, Tensor) else None
             if found is None:
                 pick.append((False, len(numbers)))
@@ -307,10 +321,11 @@ def _plan(recording: _Recording, given: Tensors, outcome: Tensors, places: Seque
     if not sources.whole:
         return None
     launches = []
-    for (compiled, grid, _), pick in zip(recording.launches, picks, strict=True):
+    for recorded, pick in zip(recording.launches, picks, strict=True):
+        compiled, (x, y, z) = recorded.compiled, (*recorded.grid, 1, 1)[:3]
         chosen = itemgetter(*[place + len(numbers) * is_address for is_address, place in pick])
-        x, y, z = (*grid, 1, 1)[:3]
-        launches.append(_Launch(compiled.run, compiled.function, compiled.packed_metadata, (x, y, z), chosen))
+        kernel = compiled.run, compiled.function, compiled.packed_metadata
+        launches.append(_Launch(recorded.lane, recorded.waits_for, *kernel, (x, y, z), chosen))
     return Plan(
         launches=launches,
         numbers=tuple(numbers),
@@ -320,4 +335,6 @@ def _plan(recording: _Recording, given: Tensors, outcome: Tensors, places: Seque
         kept_bytes=sources.sizes[1],
         results=sources.results,
         views=sources.views,
+        num_lanes=recording.lanes.number,
+        waits_at_end=recording.lanes.left(),
     )

@@ -71,7 +71,9 @@ def _rotate(
     _turn(K + b * k_b, K_OUT + b * S * HK * D, cos, sin, token, real, k_s, k_h, HK, D, PAIRS, PP, BH)
 
 
-def _launch(q: Tensor, k: Tensor, positions: Tensor | None, base: float, *, back: bool) -> tuple[Tensor, Tensor]:
+def rotate(q: Tensor, k: Tensor, positions: Tensor | None, base: float, back: bool) -> tuple[Tensor, Tensor]:
+    """q [B, S, Hq, D] and k [B, S, Hk, D] turned by their positions, integers [S] or [B, S], or None for 0, 1, ...;
+    `back`: the other way."""
     q, k = unit_stride(q), unit_stride(k)
     (batch, length, heads, channels), of_keys = q.shape, k.shape[2]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(k.shape, dtype=k.dtype, device=k.device)
@@ -111,16 +113,16 @@ def _kept(pairs: int, base: float, device: torch.device) -> Tensor:
 
 
 class Rotate(torch.autograd.Function):
-    """q [B, S, Hq, D] and k [B, S, Hk, D] turned by their positions, int64 [S] or [B, S], or None for 0, 1, ..."""
+    """`rotate`, for an eager call; `ops.py` is the same for a graph."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, positions: Tensor | None, base: float) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(positions)
         ctx.base = base
-        return _launch(q, k, positions, base, back=False)
+        return rotate(q, k, positions, base, back=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         (positions,) = ctx.saved_tensors
-        return *_launch(dq, dk, positions, ctx.base, back=True), None, None
+        return *rotate(dq, dk, positions, ctx.base, back=True), None, None

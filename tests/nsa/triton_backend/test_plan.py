@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import ahead_of_time, plan, relaunch, tuning
+from nsa.triton_backend import ahead_of_time, plan, recording, relaunch, tuning
 from nsa.triton_backend.plan import Place, Plan, Plans, Tensors
 
 pytestmark = pytest.mark.skipif(not relaunch.SERVES, reason="this Triton launches all kernels itself")
@@ -291,3 +292,52 @@ def test_an_error_ends_the_recording(plans: Plans) -> None:
         Plans(fails, (RESULT,)).keeping((drawn(),))
     assert relaunch.heard.recorder is None
     check(plans, (drawn(), drawn()))
+
+
+def in_lanes(given: Tensors) -> Tensors:
+    """One launch, two beside one another, one behind both; and one that nothing here waits for."""
+    a, _ = given
+    assert a is not None
+    first, left, right, both, last = (torch.empty(SIZE) for _ in range(5))
+    kernel(a, None, first, 0.0)
+    with recording.lane(1):
+        kernel(first, a, left, 2.0)
+    with recording.lane(2):
+        kernel(first, a, right, 3.0)
+        kernel(right, a, right, 1.0)
+    recording.join()
+    kernel(left, right, both, 1.0)
+    with recording.lane(1):
+        kernel(both, a, last, 1.0)
+    return both, last
+
+
+@dataclass
+class Stream:
+    """Notes who waits for whom."""
+
+    cuda_stream: int
+    waits: list[tuple[int, int]]
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waits.append((self.cuda_stream, other.cuda_stream))
+
+
+def test_a_graph_that_is_captured_has_a_stream_for_each_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans, waits = Plans(in_lanes, (RESULT, RESULT)), list[tuple[int, int]]()
+    plans((drawn(), None))
+    monkeypatch.setattr(plan, "_side_stream", lambda _, lane: Stream(lane, waits))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream(0, waits))
+    for capturing, streams, wanted in (
+        (False, [0] * 6, []),
+        (True, [0, 1, 2, 2, 0, 1], [(1, 0), (2, 0), (0, 1), (0, 2), (1, 0), (0, 1)]),
+    ):
+        monkeypatch.setattr(plan, "_capturing", lambda _, it=capturing: it)
+        kernel.streams.clear()
+        waits.clear()
+        given = drawn(), None
+        found, true = plans(given), in_lanes(given)
+        assert all(one is not None and other is not None and torch.equal(one, other)
+                   for one, other in zip(found, true, strict=True))  # fmt: skip
+        assert kernel.streams[:6] == streams
+        assert waits == wanted

@@ -258,6 +258,40 @@ def test_kernels_of_hopper_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> 
     assert [one.args[2] for one in told.launched.call_args_list] == [None]
 
 
+def _before(launches: list[Any]) -> list[set[int]]:
+    """For each launch of a plan which ones have ended when it starts: by the order in its lane, and by its waits."""
+    found, last = list[set[int]](), dict[int, int]()
+    for number, launch in enumerate(launches):
+        lanes = [lane for lane in (launch.lane, *launch.waits_for) if lane in last]
+        found.append({last[lane] for lane in lanes}.union(*(found[last[lane]] for lane in lanes)))
+        last[launch.lane] = number
+    return found
+
+
+@pytest.mark.parametrize("call", [SMALL, Call(), Call(compressed=True), Call(observed=True)])
+def test_no_launch_of_another_lane_runs_before_what_it_reads_is_written(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, call: Call
+) -> None:
+    """Of each tensor that the call makes, all launches but the one that writes it wait for that."""
+    masking.serve(monkeypatch)
+    call.outcome(device, 0)
+    forward = planned.OBSERVED_FORWARD if call.observed else planned.FORWARD
+    for plans in (forward, planned.BACKWARD):
+        (found,) = plans._known.values()
+        assert found is not None
+        assert found.num_lanes > 1
+        num_results = sum(x is not None for x in found.results)
+        scratch = max(found.sources) - num_results - 1  # behind what is given; then what is kept, and the results
+        values: list[Any] = [("number", i) for i in range(len(found.numbers))]
+        values += [("given" if source < scratch else "made", i) for i, source in enumerate(found.sources)]
+        writer, before = dict[Any, int](), _before(found.launches)
+        for number, launch in enumerate(found.launches):
+            for place in [value for value in launch.pick(tuple(values)) if value[0] == "made"]:
+                assert writer.setdefault(place, number) in {number, *before[number]}
+        others = {launch.lane for launch in found.launches} - {0, *found.waits_at_end}
+        assert others <= {found.launches[number].lane for number in before[-1]}
+
+
 @pytest.mark.gpu
 def test_plans_serve_a_cuda_graph_and_other_streams() -> None:
     """Those of an eager call, recorded in it, and those that are recorded while a graph is."""
