@@ -269,3 +269,16 @@ def test_a_comparison_takes_what_was_compared_longest_ago(tmp_path: Path, capsys
     assert [one.case for one in plan.chosen] == [keys[1].case, keys[2].case]  # 3 pairs of 10 s each
     assert f"UNMEASURED: {keys[0].case}" in capsys.readouterr().out
     assert compare._planned(asked, machines.recognise(None), keys, rules, None) is None
+
+
+def test_a_gpu_without_records_takes_the_times_of_another(tmp_path: Path) -> None:
+    """Or each case counts for 15 s, and most of a comparison that would fit is left out."""
+    fast = key(length=64)
+    stored.write(tmp_path, dataclasses.replace(passed(fast), case_s=2.0))
+    h100 = dataclasses.replace(machines.recognise(None), id="h100-sxm", device="cuda")
+    assert compare._visits(tmp_path, h100) == {}  # a CPU's are no GPU's
+    record = passed(fast)
+    fingerprint = dataclasses.replace(record.fingerprint, machine="h200")
+    stored.write(tmp_path, dataclasses.replace(record, fingerprint=fingerprint, case_s=3.0))
+    assert [visit.case_s for visit in compare._visits(tmp_path, h100)[fast.name]] == [3.0]
+    assert [visit.case_s for visit in compare._visits(tmp_path, machines.recognise(None))[fast.name]] == [2.0]
