@@ -122,7 +122,7 @@ class CacheWriter(Protocol):
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values."""
-Seen = tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]
+Observation = tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]
 """(block indices, lse of each branch, keys read by each)."""
 
 
@@ -144,13 +144,16 @@ class WholeCall(Protocol):
         layout: Layout,
         scale: float,
         observed: bool,
-    ) -> tuple[Tensor, Seen | None]: ...
+    ) -> tuple[Tensor, Observation | None]: ...
 
 
 class Rotator(Protocol):
-    """RoPE of q [B, S, Hq, D] and k [B, S, Hk, D] at int64 positions [S] or [B, S], or 0, 1, ... for None."""
+    """RoPE of q [B, S, Hq, D] and k [B, S, Hk, D] at integer positions [S] or [B, S], or 0, 1, ... for None, with
+    `nsa.rope.frequencies`, float64 [D // 2]. Arguments are checked."""
 
-    def __call__(self, q: Tensor, k: Tensor, positions: Tensor | None, base: float) -> tuple[Tensor, Tensor]: ...
+    def __call__(
+        self, q: Tensor, k: Tensor, positions: Tensor | None, frequencies: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 def load(name: str) -> Backend:
@@ -242,7 +245,7 @@ def by_parts(run: Backend) -> WholeCall:
     def call(
         q: Tensor, selected: Pair, window: Pair, compressed: Pair, pools: bool, gates: Tensor, layout: Layout,
         scale: float, observed: bool,
-    ) -> tuple[Tensor, Seen | None]:  # fmt: skip
+    ) -> tuple[Tensor, Observation | None]:  # fmt: skip
         k_cmp, v_cmp = (run.compress(x, layout) for x in compressed) if pools else compressed
         o_cmp, lse_cmp, read_cmp = run.compressed_attention(q, k_cmp, v_cmp, layout, scale)
         with torch.no_grad():

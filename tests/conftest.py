@@ -94,8 +94,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def no_plans_of_earlier_tests() -> None:
     """Tests change what kernels and their launches do, which a plan has recorded."""
-    if plan := sys.modules.get("nsa.triton_backend.plan"):
-        plan.forget_all()
+    if plans := sys.modules.get("nsa.triton_backend.plans"):
+        plans.forget_all()
 
 
 @pytest.fixture(scope="session")

@@ -246,8 +246,8 @@ def write_cache(
     cache_write.write(k, v, into, compressed, before, config)
 
 
-def rotate(q: Tensor, k: Tensor, positions: Tensor | None, base: float) -> tuple[Tensor, Tensor]:
+def rotate(q: Tensor, k: Tensor, positions: Tensor | None, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """RoPE of both in one launch; see `nsa.backends.Rotator`."""
     if torch.compiler.is_compiling():
-        return ops.rotate(q, k, positions, base, False)
-    return rope.Rotate.apply(q, k, positions, base)
+        return ops.rotate(q, k, positions, frequencies, False)
+    return rope.Rotate.apply(q, k, positions, frequencies)

@@ -39,8 +39,12 @@ class Inputs(NamedTuple):
     """[B, slots, Hkv, D], which the caller compressed; `source` is then None."""
 
 
+NUM_KEYS_AND_VALUES = 2 * len(Inputs._fields)
+"""Tensors of `flat`."""
+
+
 def flat(pairs: Inputs) -> list[Tensor | None]:
-    """Eight tensors, one after the other."""
+    """All of them, one after the other."""
     return [x for pair in pairs for x in ((None, None) if pair is None else pair)]
 
 

@@ -115,7 +115,8 @@ class Attention(torch.autograd.Function):
         q, *tensors = ctx.saved_tensors
         last = not graph_is_kept()
         ctx.maybe_clear_saved_tensors()
-        given, gates, saved = attention.paired(tensors[:8]), tensors[8], tensors[9:]
+        num = attention.NUM_KEYS_AND_VALUES
+        given, gates, saved = attention.paired(tensors[:num]), tensors[num], tensors[num + 1 :]
         del tensors
         upstream, (layout, scale) = gradients[: attention.NUM_DIFFERENTIABLE], ctx.more
         dq, of_given, dgates = attention.backward(upstream, q, given, gates, saved, layout, scale, last)

@@ -20,7 +20,8 @@ from nsa.geometry import Layout
 from nsa.triton_backend import attention as whole
 from nsa.triton_backend import compressed_window, compression, gated_sum, planned, rope, scores, selected
 from nsa.triton_backend.autograd import Compress, CompressedWindowAttention
-from nsa.triton_backend.plan import Place, Plans
+from nsa.triton_backend.plans import Plans
+from nsa.triton_backend.recording import Memory
 
 FIELDS = [field.name for field in dataclasses.fields(NSAConfig) if field.name != "phi"]
 """The numbers of a configuration; phi is applied before any kernel."""
@@ -206,20 +207,19 @@ rotate = custom_op(
     "nsa::rotate",
     rope.rotate,
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor? positions, float base, bool back) -> (Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor? positions, Tensor frequencies, bool back) -> (Tensor, Tensor)",
 )
 rotate.register_fake(lambda q, k, *_: _gradients_of(q, k))
 
 
 def _save_rotation(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     del output
-    _, _, positions, *ctx.numbers = inputs
-    ctx.save_for_backward(positions)
+    _, _, positions, frequencies, ctx.back = inputs
+    ctx.save_for_backward(positions, frequencies)
 
 
 def _turned_back(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
-    base, back = ctx.numbers
-    return *rotate(dq, dk, *ctx.saved_tensors, base, not back), None, None, None
+    return *rotate(dq, dk, *ctx.saved_tensors, not ctx.back), None, None, None
 
 
 rotate.register_autograd(_turned_back, setup_context=_save_rotation)
@@ -228,7 +228,6 @@ rotate.register_autograd(_turned_back, setup_context=_save_rotation)
 KEYS_AND_VALUES = (
     "Tensor k, Tensor v, Tensor? k_win, Tensor? v_win, Tensor? k_src, Tensor? v_src, Tensor? k_cmp, Tensor? v_cmp"
 )
-NUM_TENSORS = 8
 REST = "Tensor gates, Tensor? cu_seqlens, int[] numbers, float scale"
 SAVED = ", ".join(f"Tensor {name}" for name in whole.Saved._fields)
 
@@ -240,7 +239,7 @@ SAVED = ", ".join(f"Tensor {name}" for name in whole.Saved._fields)
 )
 def _attention(*inputs: Any) -> tuple[Tensor | None, ...]:
     *given, numbers, scale = inputs
-    forward = _FORWARD if planned.serves(given[0]) else _FORWARD.function
+    forward = _FORWARD if planned.serves(*given[:3]) else _FORWARD.function
     return tuple(forward(given, tuple(numbers), scale))
 
 
@@ -253,7 +252,7 @@ def _forward(given: Sequence[Any], numbers: tuple[int, ...], scale: float) -> Se
     return output._replace(bits=q.new_empty(0), finite_selected=q.new_empty(0))
 
 
-_FORWARD = Plans(_forward, len(whole.Output._fields) * [Place.RESULT])
+_FORWARD = Plans(_forward, len(whole.Output._fields) * [Memory.RESULT])
 
 
 @_attention.register_fake
@@ -279,11 +278,12 @@ def _(q: Tensor, *more: Any) -> tuple[Tensor, ...]:
     "nsa::attention_backward",
     mutates_args=(),
     schema=f"(Tensor? do, Tensor? dlse_cmp, Tensor? dlse_sel, Tensor? dlse_win, Tensor q, {KEYS_AND_VALUES}, {SAVED},"
-    f" {REST}) -> ({', '.join((NUM_TENSORS + 2) * ['Tensor'])})",
+    f" {REST}) -> ({', '.join((whole.NUM_KEYS_AND_VALUES + 2) * ['Tensor'])})",
 )
 def _attention_backward(*inputs: Any) -> tuple[Tensor | None, ...]:
     *given, numbers, scale = inputs
-    backward = _BACKWARD if planned.serves(given[whole.NUM_DIFFERENTIABLE]) else _BACKWARD.function
+    q, k, v = given[whole.NUM_DIFFERENTIABLE :][:3]
+    backward = _BACKWARD if planned.serves(q, k, v) else _BACKWARD.function
     return tuple(backward(given, tuple(numbers), scale))
 
 
@@ -297,7 +297,7 @@ def _backward(given: Sequence[Any], numbers: tuple[int, ...], scale: float) -> S
     return dq, *(q.new_empty(0) if x is None else x for x in whole.flat(of_given)), dgates
 
 
-_BACKWARD = Plans(_backward, (NUM_TENSORS + 2) * [Place.RESULT])
+_BACKWARD = Plans(_backward, (whole.NUM_KEYS_AND_VALUES + 2) * [Memory.RESULT])
 
 
 _attention_backward.register_fake(
@@ -317,7 +317,7 @@ def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
 
 def _attention_gradients(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     q, *tensors = ctx.saved_tensors
-    tensors, (gates, cu_seqlens), saved = tensors[:NUM_TENSORS], tensors[8:10], tensors[10:]
+    tensors, (gates, cu_seqlens), saved = tensors[: whole.NUM_KEYS_AND_VALUES], tensors[8:10], tensors[10:]
     upstream = gradients[: whole.NUM_DIFFERENTIABLE]
     dq, *found = _attention_backward(*upstream, q, *tensors, *saved, gates, cu_seqlens, *ctx.more)
     of_given = (None if x is None else dx for x, dx in zip(tensors, found[:-1], strict=True))

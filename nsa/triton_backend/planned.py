@@ -16,26 +16,26 @@ from torch.autograd.function import once_differentiable
 
 from nsa.config import NSAConfig
 from nsa.geometry import Layout
-from nsa.triton_backend import attention, autograd, gated_sum, places, relaunch
-from nsa.triton_backend.attention import Output, Saved
-from nsa.triton_backend.plan import Place, Plan, Plans, Tensors
+from nsa.triton_backend import attention, autograd, dispatch, gated_sum, places, relaunch
+from nsa.triton_backend.attention import NUM_KEYS_AND_VALUES, Output, Saved
+from nsa.triton_backend.plan import Plan, Tensors
+from nsa.triton_backend.plans import Plans
+from nsa.triton_backend.recording import Memory
 
 MOST_BYTES = 16 * 2**20
-"""Of queries: from some 8,192 tokens of 12 heads of 64 on, the GPU takes longer than the host."""
+"""Of queries, and of keys: from some 10,000 tokens of 12 heads of 64 on, the GPU takes longer than the host."""
 AVAILABLE = isinstance(gated_sum._forward, relaunch.Kernel)
 """Whether launches can be recorded: neither in the interpreter nor with a version of Triton that was not tried."""
 NUM_SAVED = 5
 """Fields of `Output` up to the last that the backward pass needs of those that may be results."""
-NUM_GIVEN = 8
-"""Keys and values of `attention.Inputs`."""
 
-Numbers = tuple[int, int, NSAConfig, "int | None", float]
-"""Queries, keys, the configuration, `Layout.sequence_tokens` and the scale."""
+Numbers = tuple[int, int, NSAConfig, float]
+"""Queries, keys, the configuration and the scale."""
 
 
 def _layout(device: torch.device, cu_seqlens: Tensor | None, numbers: Numbers) -> Layout:
-    queries, keys, config, sequence_tokens, _ = numbers
-    return Layout(queries, keys, config, device, cu_seqlens, None, sequence_tokens)
+    queries, keys, config, _ = numbers
+    return Layout(queries, keys, config, device, cu_seqlens)
 
 
 def _forward(given: Tensors, numbers: Numbers) -> Tensors:
@@ -56,20 +56,20 @@ OBSERVED = Output._fields[: Output._fields.index("o_compressed")]
 def _plans_of_forward(results: Sequence[str]) -> Plans:
     """Those that give these fields of `Output`, and keep what else of it the backward pass needs."""
 
-    def place(name: str) -> Place:
+    def memory(name: str) -> Memory:
         if name in results:
-            return Place.RESULT
-        return Place.KEPT if name in Saved._fields else Place.SCRATCH
+            return Memory.RESULT
+        return Memory.KEPT if name in Saved._fields else Memory.WORKSPACE
 
-    return Plans(_forward, [*map(place, Output._fields), *NUM_PLACES * [Place.KEPT]])
+    return Plans(_forward, [*map(memory, Output._fields), *NUM_PLACES * [Memory.KEPT]])
 
 
 def _backward(given: Tensors, numbers: Numbers, plan: Plan, last: bool) -> Tensors:
     """(dq, those of `attention.flat`, of the gates) of (do, dlse, q, `attention.flat`, gates, cu_seqlens, what `plan`
     gave of `Saved`, what it kept)."""
     *upstream, q = given[:5]
-    *tensors, gates, cu_seqlens = given[5 : 5 + NUM_GIVEN + 2]
-    *saved, kept = given[5 + NUM_GIVEN + 2 :]
+    *tensors, gates, cu_seqlens = given[5 : 5 + NUM_KEYS_AND_VALUES + 2]
+    *saved, kept = given[5 + NUM_KEYS_AND_VALUES + 2 :]
     assert q is not None
     assert gates is not None
     assert kept is not None
@@ -82,12 +82,18 @@ def _backward(given: Tensors, numbers: Numbers, plan: Plan, last: bool) -> Tenso
 
 
 FORWARD, OBSERVED_FORWARD = _plans_of_forward(("o",)), _plans_of_forward(OBSERVED)
-BACKWARD = Plans(_backward, (2 + NUM_GIVEN) * [Place.RESULT])
+BACKWARD = Plans(_backward, (2 + NUM_KEYS_AND_VALUES) * [Memory.RESULT])
 
 
-def serves(q: Tensor) -> bool:
-    """Whether calls of these queries [B, S, Hq, Dk] go by plans."""
-    return AVAILABLE and 0 < q.numel() * q.itemsize <= MOST_BYTES
+def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether calls of these queries [B, S, Hq, Dk], keys [B, T, Hkv, Dk] and values [B, T, Hkv, Dv] go by plans.
+
+    Where kernels of `hopper/` serve, there would be none.
+    """
+    if not AVAILABLE or not 0 < max(q.numel(), k.numel()) * q.itemsize <= MOST_BYTES or not q.numel():
+        return False
+    group = q.shape[2] // k.shape[2]
+    return not dispatch.hopper_serves("compressed_window_forward", group, k, v)
 
 
 def attend(
@@ -97,10 +103,13 @@ def attend(
 
     Arguments as of `autograd.Attention`.
     """
-    if not serves(q):
+    k, v, *_ = given
+    assert k is not None
+    assert v is not None
+    if not serves(q, k, v):
         return None
     tensors = (q, *given, gates, layout.cu_seqlens)
-    numbers = layout.num_queries, layout.num_keys, layout.config, layout.sequence_tokens, scale
+    numbers = layout.num_queries, layout.num_keys, layout.config, scale
     with torch.no_grad():
         found = (OBSERVED_FORWARD if observed else FORWARD).keeping(tensors, numbers)
     if found is None:

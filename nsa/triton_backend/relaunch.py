@@ -43,12 +43,12 @@ class Recorder(Protocol):
         """What Triton compiled was launched; no arguments where these do not suffice to launch it again."""
 
 
-class _Heard(threading.local):
+class _Thread(threading.local):
     recorder: Recorder | None = None
 
 
-heard = _Heard()
-"""Of each thread; `plan.py` records here."""
+thread = _Thread()
+"""What each thread has of its own; `recording.py` sets the recorder."""
 
 
 class _Arguments(NamedTuple):
@@ -80,8 +80,8 @@ class Kernel(JITFunction):  # type: ignore[misc] # Triton has no types
         except KeyError:
             known = self._by_types[types] = self._of_types(types)
         if known is None or self.pre_run_hooks or observed():
-            if heard.recorder is not None:
-                heard.recorder.launched(None, grid, None)
+            if thread.recorder is not None:
+                thread.recorder.launched(None, grid, None)
             return self.run(*arguments, grid=grid, warmup=False, **options)
         active = driver.active
         device = active.get_current_device()
@@ -101,15 +101,15 @@ class Kernel(JITFunction):  # type: ignore[misc] # Triton has no types
                 if len(known.launched) >= MOST_KEYS:
                     known.launched.clear()
                 known.launched[key] = compiled
-            if heard.recorder is not None:
-                heard.recorder.launched(compiled, grid, arguments if launched else None)
+            if thread.recorder is not None:
+                thread.recorder.launched(compiled, grid, arguments if launched else None)
             return compiled
         x, y, z = (*grid, 1, 1)[:3]
         stream = active.get_current_stream(device)
         # as Triton does, with no metadata for hooks and no hooks
         compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
-        if heard.recorder is not None:
-            heard.recorder.launched(compiled, grid, arguments)
+        if thread.recorder is not None:
+            thread.recorder.launched(compiled, grid, arguments)
         return compiled
 
     def _of_types(self, types: tuple[type, ...]) -> _Arguments | None:

@@ -6,7 +6,6 @@ the angles of its tokens once for all heads. Backward, the same kernel turns the
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -71,9 +70,9 @@ def _rotate(
     _turn(K + b * k_b, K_OUT + b * S * HK * D, cos, sin, token, real, k_s, k_h, HK, D, PAIRS, PP, BH)
 
 
-def rotate(q: Tensor, k: Tensor, positions: Tensor | None, base: float, back: bool) -> tuple[Tensor, Tensor]:
+def rotate(q: Tensor, k: Tensor, positions: Tensor | None, frequencies: Tensor, back: bool) -> tuple[Tensor, Tensor]:
     """q [B, S, Hq, D] and k [B, S, Hk, D] turned by their positions, integers [S] or [B, S], or None for 0, 1, ...;
-    `back`: the other way."""
+    `back`: the other way. `frequencies`: float64 [D // 2]."""
     q, k = unit_stride(q), unit_stride(k)
     (batch, length, heads, channels), of_keys = q.shape, k.shape[2]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(k.shape, dtype=k.dtype, device=k.device)
@@ -86,43 +85,23 @@ def rotate(q: Tensor, k: Tensor, positions: Tensor | None, base: float, back: bo
             rows = length if positions.dim() == 2 else 0
         with on_device(q):
             _rotate[cdiv(length, tokens), batch](
-                q, k, *out, positions, frequencies(pairs, base, q.device), *strides(q), *strides(k), rows,
+                q, k, *out, positions, frequencies, *strides(q), *strides(k), rows,
                 length, heads, of_keys, back, channels, pairs, padded, tokens, HEADS, **_LAUNCH,
             )  # fmt: skip
     return out
 
 
-def frequencies(pairs: int, base: float, device: torch.device) -> Tensor:
-    """float64 [pairs]: of each pair of channels, as `nsa.rope.rotation` has them; kept, but where a graph is captured,
-    which owns what is allocated in it."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return _frequencies(pairs, base, device)
-    return _kept(pairs, base, device)
-
-
-def _frequencies(pairs: int, base: float, device: torch.device) -> Tensor:
-    return torch.pow(base, -torch.arange(max(pairs, 1), dtype=torch.float64, device=device) / max(pairs, 1))
-
-
-@functools.cache
-def _kept(pairs: int, base: float, device: torch.device) -> Tensor:
-    found = _frequencies(pairs, base, device)
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # for other streams, which do not wait for this one
-    return found
-
-
 class Rotate(torch.autograd.Function):
-    """`rotate`, for an eager call; `ops.py` is the same for a graph."""
+    """`rotate`, for an eager call; `ops.py` is the same for a graph. Neither has a second gradient."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, positions: Tensor | None, base: float) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, positions: Tensor | None, frequencies: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(positions)
-        ctx.base = base
-        return rotate(q, k, positions, base, back=False)
+        ctx.frequencies = frequencies  # not saved: it may have been made in inference mode
+        return rotate(q, k, positions, frequencies, back=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         (positions,) = ctx.saved_tensors
-        return *rotate(dq, dk, positions, ctx.base, back=True), None, None
+        return *rotate(dq, dk, positions, ctx.frequencies, back=True), None, None

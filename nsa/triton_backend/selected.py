@@ -16,7 +16,6 @@ from nsa.triton_backend import hopper, selected_kv_major, selected_masked, tunin
 from nsa.triton_backend.dispatch import SelectionBlocks, Variant, variant
 from nsa.triton_backend.gated_sum import gated
 from nsa.triton_backend.launch import LOG2E, MAX_TILE, backward_rows, on_device, strides, unit_stride
-from nsa.triton_backend.recording import join
 from nsa.triton_backend.selected_masked import NO_MASKS, Masks
 from nsa.triton_backend.tile import (
     add_branches,
@@ -191,7 +190,6 @@ def gradients(
     rows = do, lse, delta, block_indices, layout, scale
     if kernel is Variant.MASKED:
         return selected_masked.gradients(q, k, v, *rows, more_dq, wide, masks)
-    join()  # `more_dq` comes from other lanes
     # in the place of the compressed branch's, of which each program reads what it overwrites
     dq = None if more_dq is None else more_dq[0]
     if kernel is Variant.KV_MAJOR:

@@ -25,8 +25,8 @@ GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 class _Kernel(GluonJITFunction):  # type: ignore[misc] # Triton has no types
     def run(self, *arguments, grid, **options):
         """Launch; descriptors are made anew for each launch, so that its arguments do not suffice to repeat it."""
-        if relaunch.heard.recorder is not None:
-            relaunch.heard.recorder.launched(None, grid, None)
+        if relaunch.thread.recorder is not None:
+            relaunch.thread.recorder.launched(None, grid, None)
         return super().run(*arguments, grid=grid, **options)
 
 

@@ -18,10 +18,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from nsa.triton_backend import ahead_of_time, plan, recording, relaunch, tuning
-from nsa.triton_backend.plan import Place, Plan, Plans, Tensors
+from nsa.triton_backend import plans as plans_module
+from nsa.triton_backend.plan import Plan, Tensors
+from nsa.triton_backend.plans import Plans
+from nsa.triton_backend.recording import Memory
 
 pytestmark = pytest.mark.skipif(not relaunch.SERVES, reason="this Triton launches all kernels itself")
-RESULT, KEPT, SCRATCH = Place.RESULT, Place.KEPT, Place.SCRATCH
+RESULT, KEPT, WORKSPACE = Memory.RESULT, Memory.KEPT, Memory.WORKSPACE
 SIZE = 6
 
 
@@ -42,8 +45,8 @@ class Kernel:
     def __call__(self, a: Tensor, b: Tensor | None, out: Tensor, scale: float) -> None:
         arguments = (a, b, out, out.numel(), scale)
         self.run(1, 1, 1, 0, self.function, self.packed_metadata, None, None, None, *arguments)
-        if relaunch.heard.recorder is not None:
-            relaunch.heard.recorder.launched(self, (1,), arguments)
+        if relaunch.thread.recorder is not None:
+            relaunch.thread.recorder.launched(self, (1,), arguments)
 
     def run(self, x: int, y: int, z: int, stream: int, *more: Any) -> None:
         function, metadata, *hooks, a, b, out, count, scale = more
@@ -57,14 +60,14 @@ kernel = Kernel()
 
 
 def chained(given: Tensors, scale: float = 2.0) -> Tensors:
-    """(a + scale b, what lies between, a + scale b + scale a): by way of scratch."""
+    """(a + scale b, what lies between, a + scale b + scale a): by way of workspace."""
     a, b = given
     assert a is not None
-    between, scratch, total = torch.empty(SIZE), torch.empty(SIZE), torch.empty(SIZE)
+    between, workspace, total = torch.empty(SIZE), torch.empty(SIZE), torch.empty(SIZE)
     kernel(a, b, between, scale)
-    kernel(between, a, scratch, scale)
-    kernel(scratch, None, total, scale)
-    return between, scratch, total
+    kernel(between, a, workspace, scale)
+    kernel(workspace, None, total, scale)
+    return between, workspace, total
 
 
 def wanted(given: Tensors, scale: float = 2.0) -> list[Tensor]:
@@ -82,7 +85,7 @@ def gpu() -> Iterator[None]:
 
 @pytest.fixture
 def plans() -> Plans:
-    return Plans(chained, (RESULT, SCRATCH, KEPT))
+    return Plans(chained, (RESULT, WORKSPACE, KEPT))
 
 
 def drawn(*, offset: int = 0) -> Tensor:
@@ -144,10 +147,10 @@ def test_results_alone(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(plans, "function", None)
 
 
-def test_what_is_kept_and_scratch_do_not_overlap(plans: Plans) -> None:
+def test_what_is_kept_and_workspace_do_not_overlap(plans: Plans) -> None:
     found = check(plans, (drawn(), drawn()))
-    assert found.kept_bytes == found.scratch_bytes == plan.ALIGNMENT
-    assert all(view.first_byte % plan.ALIGNMENT == 0 for view in found.views)
+    assert found.kept_bytes == found.workspace_bytes == recording.ALIGNMENT
+    assert all(view.first_byte % recording.ALIGNMENT == 0 for view in found.views)
 
 
 def test_the_same_tensor_twice_is_no_two_tensors(plans: Plans) -> None:
@@ -161,7 +164,12 @@ def test_the_same_tensor_twice_is_no_two_tensors(plans: Plans) -> None:
 
 
 def _another_table(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(tuning, "table", lambda _: SimpleNamespace())
+    other = SimpleNamespace()
+    patch.setattr(tuning, "table", lambda _: other)
+
+
+def _another_device(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(plan.driver.active, "device", plan.driver.active.device - 10**6)
 
 
 OTHER: dict[str, Callable[[pytest.MonkeyPatch], dict[str, Any]]] = {
@@ -169,6 +177,7 @@ OTHER: dict[str, Callable[[pytest.MonkeyPatch], dict[str, Any]]] = {
     "the second's": lambda _: {"given": (drawn(), drawn(offset=1))},
     "another number": lambda _: {"scale": 3.0},
     "one is missing": lambda _: {"given": (drawn(), None)},
+    "another current device": lambda patch: _another_device(patch) or {},  # type: ignore[func-returns-value]
     "another table of launches": lambda patch: _another_table(patch) or {},  # type: ignore[func-returns-value]
 }
 
@@ -199,9 +208,9 @@ def test_launches_go_to_the_stream_that_is_current(plans: Plans, monkeypatch: py
 
 
 def _an_operation(given: Tensors) -> Tensors:
-    between, scratch, total = chained(given)
+    between, workspace, total = chained(given)
     assert total is not None
-    return between, scratch, total + 0.0
+    return between, workspace, total + 0.0
 
 
 def _a_copy(given: Tensors) -> Tensors:
@@ -215,21 +224,21 @@ def _a_given_tensor(given: Tensors) -> Tensors:
 
 
 def _one_result_twice(given: Tensors) -> Tensors:
-    between, scratch, _ = chained(given)
-    return between, scratch, between
+    between, workspace, _ = chained(given)
+    return between, workspace, between
 
 
 def _part_of_an_allocation(given: Tensors) -> Tensors:
-    between, scratch, total = chained(given)
+    between, workspace, total = chained(given)
     wide = torch.empty(2 * SIZE)
     kernel(total, None, wide[:SIZE], 0.0)  # type: ignore[arg-type]
-    return between, scratch, wide[:SIZE]
+    return between, workspace, wide[:SIZE]
 
 
 def _a_launch_of_triton(given: Tensors) -> Tensors:
     found = chained(given)
-    if relaunch.heard.recorder is not None:
-        relaunch.heard.recorder.launched(None, (1,), None)
+    if relaunch.thread.recorder is not None:
+        relaunch.thread.recorder.launched(None, (1,), None)
     return found
 
 
@@ -238,7 +247,7 @@ UNPLANNED = _an_operation, _a_copy, _a_given_tensor, _one_result_twice, _part_of
 
 @pytest.mark.parametrize("function", UNPLANNED)
 def test_what_does_more_than_launch_is_called_each_time(function: Callable[[Tensors], Tensors]) -> None:
-    keeping, resulting = Plans(function, (RESULT, SCRATCH, KEPT)), Plans(function, (RESULT, RESULT, RESULT))
+    keeping, resulting = Plans(function, (RESULT, WORKSPACE, KEPT)), Plans(function, (RESULT, RESULT, RESULT))
     for _ in range(3):
         given = drawn(), drawn()
         assert keeping.keeping(given) is None
@@ -263,6 +272,7 @@ def test_a_part_of_one_of_two_tensors_of_a_storage_is_not_planned() -> None:
 
 
 def test_while_launches_are_observed_the_function_is_called(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each call, and no plan is made of it."""
     found = check(plans, (drawn(), drawn()))
     calls: list[Tensors] = []
     monkeypatch.setattr(plans, "function", lambda given, scale: (calls.append(given), chained(given, scale))[1])
@@ -270,15 +280,61 @@ def test_while_launches_are_observed_the_function_is_called(plans: Plans, monkey
         patch.setattr(relaunch, "observed", lambda: True)
         assert check(plans, (drawn(), drawn())) is found  # what is kept lies where the plan says
         assert len(calls) == 1
-        check(plans, (drawn(), None))
+        assert plans.keeping((drawn(), None), 2.0) is None
+        assert len(calls) == 1
+        plans((drawn(), None), 2.0)
+        assert len(calls) == 2
     assert check(plans, (drawn(), drawn())) is found
-    assert len(calls) == 2
-    check(plans, (drawn(), None))  # nothing was learnt from what was observed
+    check(plans, (drawn(), None))
     assert len(calls) == 3
 
 
+def test_a_table_that_is_gone_is_not_taken_for_a_newer_one(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python gives its address to another object."""
+    found = []
+    for _ in range(8):
+        table = SimpleNamespace()
+        monkeypatch.setattr(tuning, "table", lambda _, it=table: it)
+        found.append(check(plans, (drawn(), drawn())))
+        del table
+    assert len({id(one) for one in found}) == len(found)
+
+
+def test_a_part_that_begins_where_another_tensor_does_is_none_of_it() -> None:
+    def function(given: Tensors) -> Tensors:
+        a, _ = given
+        assert a is not None
+        out = torch.empty(SIZE)
+        kernel(a[SIZE:], None, out, 0.0)
+        return (out,)
+
+    plans = Plans(function, (RESULT,))
+    for second in (SIZE, SIZE + 4):
+        both = torch.randn(3 * SIZE)
+        (out,) = plans((both[: 2 * SIZE], both[second : second + SIZE + 1]))
+        assert out is not None
+        assert torch.equal(out, both[SIZE : 2 * SIZE])
+
+
+def test_a_call_inside_a_recording_makes_it_incomplete(plans: Plans) -> None:
+    """The outer one does not hear what the inner one launches."""
+
+    def outer(given: Tensors) -> Tensors:
+        return plans((given[0], given[1]), 2.0)
+
+    plans.memories = (RESULT, RESULT, RESULT)
+    around = Plans(outer, (RESULT, RESULT, RESULT))
+    for _ in range(3):
+        given = drawn(), drawn()
+        first, _, last = around(given)
+        for one, true in zip((first, last), wanted(given), strict=True):
+            assert one is not None
+            torch.testing.assert_close(one, true)
+    assert [*around._known.values()] == [None]
+
+
 def test_what_is_kept_of_plans_is_bounded(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "MOST_PLANS", 3)
+    monkeypatch.setattr(plans_module, "MOST_PLANS", 3)
     for scale in range(10):
         check(plans, (drawn(), drawn()), scale=float(scale))
         assert 1 <= len(plans._known) <= 3
@@ -290,7 +346,7 @@ def test_an_error_ends_the_recording(plans: Plans) -> None:
 
     with pytest.raises(RuntimeError, match="no"):
         Plans(fails, (RESULT,)).keeping((drawn(),))
-    assert relaunch.heard.recorder is None
+    assert relaunch.thread.recorder is None
     check(plans, (drawn(), drawn()))
 
 
@@ -326,7 +382,7 @@ class Stream:
 def test_a_graph_that_is_captured_has_a_stream_for_each_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     plans, waits = Plans(in_lanes, (RESULT, RESULT)), list[tuple[int, int]]()
     plans((drawn(), None))
-    monkeypatch.setattr(plan, "_side_stream", lambda _, lane: Stream(lane, waits))
+    monkeypatch.setattr(plan, "_side_stream", lambda _, beside, lane: Stream(lane + beside, waits))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream(0, waits))
     for capturing, streams, wanted in (
         (False, [0] * 6, []),

@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 
 from triton.runtime.interpreter import InterpretedFunction
 
-from nsa.triton_backend import ahead_of_time, dispatch, hopper, ops, plan, planned, relaunch, tuning
+from nsa.triton_backend import ahead_of_time, dispatch, hopper, ops, planned, plans, relaunch, tuning
 from tests.nsa.triton_backend import masking
 
 CONFIG = nsa.NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=13)
@@ -57,7 +57,7 @@ def _at(address: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def planned_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In the interpreter too."""
     if not dispatch.interpreted():
         yield
@@ -67,8 +67,8 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def run(kernel: InterpretedFunction, *arguments: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
         with _disable_current_modes():  # the interpreter's own operations are no part of a call
             launch(kernel, *arguments, grid=grid, warmup=warmup, **options)
-        if relaunch.heard.recorder is not None:
-            relaunch.heard.recorder.launched(_Interpreted(kernel, launch, arguments, options), grid, arguments)
+        if relaunch.thread.recorder is not None:
+            relaunch.thread.recorder.launched(_Interpreted(kernel, launch, arguments, options), grid, arguments)
 
     monkeypatch.setattr(InterpretedFunction, "run", run)
     monkeypatch.setattr(planned, "AVAILABLE", True)
@@ -160,8 +160,8 @@ def test_a_call_by_plan_has_the_bits_of_one_without(
     call.outcome(device, 0)  # is recorded
     for one, true in zip(call.outcome(device, 1), wanted, strict=True):
         assert torch.equal(one, true)
-    plans = planned.OBSERVED_FORWARD if call.observed else planned.FORWARD
-    for known, is_planned in ((plans._known, True), (planned.BACKWARD._known, call.masked)):
+    forward = planned.OBSERVED_FORWARD if call.observed else planned.FORWARD
+    for known, is_planned in ((forward._known, True), (planned.BACKWARD._known, call.masked)):
         assert [found is not None for found in known.values()] == [is_planned]
 
 
@@ -213,7 +213,7 @@ def test_a_recomputed_call_saves_as_many_tensors_as_the_first(device: torch.devi
         leaves = small.drawn(device, seed)
         (o,) = small(leaves)
         wanted = torch.autograd.grad(o, leaves, torch.ones_like(o))
-        plan.forget_all()
+        plans.forget_all()
         recomputed = checkpoint(lambda *x: small([*x])[0], *leaves, use_reentrant=False)
         for one, true in zip(torch.autograd.grad(recomputed, leaves, torch.ones_like(o)), wanted, strict=True):
             assert torch.equal(one, true)
@@ -238,8 +238,8 @@ def test_an_operator_of_a_graph_goes_by_plan(device: torch.device, small: Call) 
         found = o, *torch.autograd.grad(o, leaves, torch.ones_like(o))
         for one, true in zip(found, small.outcome(device, seed, upstream=1.0), strict=True):
             assert torch.equal(one, true)
-    for plans in (ops._FORWARD, ops._BACKWARD):
-        assert [found is not None for found in plans._known.values()] == [True]
+    for of_pass in (ops._FORWARD, ops._BACKWARD):
+        assert [found is not None for found in of_pass._known.values()] == [True]
 
 
 def test_kernels_of_hopper_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ def test_kernels_of_hopper_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> 
     if not hopper.AVAILABLE:
         pytest.skip("this Triton has no kernels of hopper/")
     told = mock.Mock()
-    monkeypatch.setattr(relaunch.heard, "recorder", told)
+    monkeypatch.setattr(relaunch.thread, "recorder", told)
     with ahead_of_time.recorded(90), torch.no_grad():
         kv = torch.zeros(1, 64, 1, 128, dtype=torch.bfloat16)
         lse, out = torch.zeros(1, 64, 16), torch.zeros(1, 64, 1, 4)
@@ -276,14 +276,14 @@ def test_no_launch_of_another_lane_runs_before_what_it_reads_is_written(
     masking.serve(monkeypatch)
     call.outcome(device, 0)
     forward = planned.OBSERVED_FORWARD if call.observed else planned.FORWARD
-    for plans in (forward, planned.BACKWARD):
-        (found,) = plans._known.values()
+    for of_pass in (forward, planned.BACKWARD):
+        (found,) = of_pass._known.values()
         assert found is not None
         assert found.num_lanes > 1
         num_results = sum(x is not None for x in found.results)
-        scratch = max(found.sources) - num_results - 1  # behind what is given; then what is kept, and the results
+        workspace = max(found.sources) - num_results - 1  # behind what is given; then what is kept, and the results
         values: list[Any] = [("number", i) for i in range(len(found.numbers))]
-        values += [("given" if source < scratch else "made", i) for i, source in enumerate(found.sources)]
+        values += [("given" if source < workspace else "made", i) for i, source in enumerate(found.sources)]
         writer, before = dict[Any, int](), _before(found.launches)
         for number, launch in enumerate(found.launches):
             for place in [value for value in launch.pick(tuple(values)) if value[0] == "made"]:
@@ -307,7 +307,7 @@ def test_plans_serve_a_cuda_graph_and_other_streams() -> None:
         upstream = torch.linspace(-1, 1, leaves[0].numel(), device=device).view(leaves[0].shape).to(call.dtype)
         torch.cuda.synchronize()
         if forget:
-            plan.forget_all()
+            plans.forget_all()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             (o,) = call(leaves)
