@@ -117,6 +117,7 @@ def test_frequencies_that_a_graph_made_are_not_kept() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # of the one that Inductor begins with
 def test_the_first_call_of_a_process_may_be_in_a_graph_of_the_compiler() -> None:
     """Whose memory nothing may keep."""
     _FREQUENCIES.clear()
