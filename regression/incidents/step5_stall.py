@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from nsa import layer, nsa_attention
-from nsa.geometry import num_compressed_blocks
 from regression.contract import Evidence, Incident, ReproVerdict, Step
 from regression.detectors import host_cost
 from regression.detectors.backends import COMPILING_S
@@ -33,18 +32,14 @@ INCIDENT = Incident(
 
 def token_by_token(q: Tensor, k: Any, v: Any, gates: Tensor, config: Any, **more: Any) -> Tensor:
     """Prefill as a loop of decode steps, each of which asks the GPU how much it has read."""
-    k_compressed, v_compressed = more.pop("k_compressed"), more.pop("v_compressed")
     rows = []
     for t in range(q.shape[1]):
-        blocks = num_compressed_blocks(t + 1, config)
         row, aux = nsa_attention(
             q[:, t : t + 1],
-            tuple(x if x is None else x[:, : t + 1] for x in k),
-            tuple(x if x is None else x[:, : t + 1] for x in v),
+            tuple(x[:, : t + 1] for x in k),
+            tuple(x[:, : t + 1] for x in v),
             gates[:, t : t + 1],
             config,
-            k_compressed=k_compressed[:, :blocks],
-            v_compressed=v_compressed[:, :blocks],
             return_aux=True,
             **more,
         )
