@@ -83,6 +83,17 @@ def of_call(
     return forward, backward
 
 
+def of_layer(length: int) -> tuple[Launches, Launches]:
+    """What the forward pass of a layer launches, and the backward pass, on [1, length, 16], projections included."""
+    layer = nsa.NativeSparseAttention(16, 4, 2, 16, 16, nsa.NSAConfig(), backend="triton")
+    x = torch.zeros(1, length, 16)
+    with Launches() as forward:
+        o = layer(x)
+    with Launches() as backward:
+        torch.autograd.grad(o, [*layer.parameters()], torch.zeros_like(o))
+    return forward, backward
+
+
 def of_cache_write(*, paged: bool, length: int, phi: str = "avg", layers: int = 1) -> Launches:
     """What the writes of one decode step launch, in each of `layers`: a token behind `length` in two sequences.
 

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from nsa import backends, triton_backend
 from nsa.triton_backend import dispatch
 from tests.nsa.triton_backend import masking
-from tests.nsa.triton_backend.launches import Launches, of_cache_write, of_call
+from tests.nsa.triton_backend.launches import Launches, of_cache_write, of_call, of_layer
 
 needs_interpreter = pytest.mark.skipif(not dispatch.interpreted(), reason="kernels are counted in the interpreter")
 FORWARD = {
@@ -137,6 +137,18 @@ def test_packed_documents_add_what_checks_their_bounds_and_no_more() -> None:
     """On a GPU the host may not read them, so that the device checks them; on a CPU it may."""
     documents = torch.tensor([0, 5, 1000, 2048], dtype=torch.int32)
     assert [Counter(names) for names in names_of(12, 2, 64, 2048, cu_seqlens=documents)] == [FORWARD, BACKWARD]
+
+
+@needs_interpreter
+def test_a_layer_rotates_by_one_kernel_and_lets_the_call_compress() -> None:
+    """In each pass; PyTorch projects, and does nothing for positions, keys or values."""
+    forward, backward = (Counter(found.names) for found in of_layer(64))
+    assert forward["rope._rotate"] == backward["rope._rotate"] == 1
+    assert forward["compression._prepare"] == backward["compression._gradient"] == 1
+    once = {"aten.arange": 1, "aten.div": 1, "aten.neg": 1, "aten.pow": 1}  # RoPE's frequencies, made once in a process
+    of_pytorch = Counter({name: count for name, count in forward.items() if name.startswith("aten.")})
+    projections = {"aten.mm": 4, "aten.addmm": 1, "aten.sigmoid": 1}
+    assert of_pytorch - Counter(projections) - Counter(once) == Counter(), printed([*forward.elements()])
 
 
 @needs_interpreter
