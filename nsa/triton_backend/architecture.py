@@ -30,6 +30,10 @@ _HOPPER_ONLY = re.compile(r"\bwgmma\b|\bcp\.async\.bulk\b|\bcp\.reduce\.async\.b
 """Instructions of PTX that no forceable architecture has (PTX ISA, "target notes")."""
 
 
+OF_WARPGROUPS = (0, 90)
+"""Compute capabilities whose products are of four warps together (wgmma); 0: the interpreter."""
+
+
 def forced_by(variables: Mapping[str, str]) -> int | None:
     """The architecture that the variables ask for, as in 86; None where they ask for none. Raises ValueError."""
     text = variables.get(VARIABLE) or None

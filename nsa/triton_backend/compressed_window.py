@@ -50,9 +50,13 @@ from nsa.triton_backend.tile import (
     load_rows,
     nonfinite,
     online_softmax,
+    per_key,
+    per_row,
     product,
     rows_of,
+    scores_of,
     store_rows,
+    transposed,
 )
 from nsa.triton_backend.tuning import Shape, cdiv
 
@@ -80,6 +84,7 @@ def _forward(
     ROWS: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr, STRETCHES: tl.constexpr,
 ):  # fmt: skip
     BT: tl.constexpr = ROWS // GP
+    ALIGNED: tl.constexpr = ROWS % GP != 0
     # the last queries see the most keys, so they start first
     first_token = (tl.num_programs(0) - 1 - tl.program_id(0)) * BT
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -88,7 +93,7 @@ def _forward(
     lo, hi = interval_of(LO, HI, token, real, ahead)
     q = load_rows(Q + b * q_b, token * q_s + (h * G + g) * q_h, real, DK, DKP)
     k_base, v_base, finite_base = K + b * k_b + h * k_h, V + b * v_b + h * v_h, FINITE + b * T * HKV + h
-    first, end, some, most = key_range(LO, HI, first_token, last_token, ahead, BN)
+    first, first_key, end, some, most = key_range(LO, HI, first_token, last_token, ahead, BN, ALIGNED)
     if CHOSEN is not None:
         bits = tl.load(CHOSEN + (b * S + token) * HKV + h, mask=real, other=0)
         clean_end = tl.where(all_finite(finite_base, HKV, first, end, CHECKED), end, first)
@@ -109,9 +114,10 @@ def _forward(
                 if CHOSEN is not None:
                     begin, stop = (first, clean_end) if careful == 0 else (clean_end, end)
                 for at in range(begin, stop, BN):
-                    inside = (
-                        are_finite_keys(finite_base, HKV, at, end, BN) if careful == 1 else at + tl.arange(0, BN) < end
-                    )
+                    if careful == 1:
+                        inside = are_finite_keys(finite_base, HKV, at, first_key, end, BN, ALIGNED)
+                    else:
+                        inside = at + tl.arange(0, BN) < end
                     visible = visible_keys(at, lo, hi, BN)
                     seen = tl.maximum(tl.minimum(hi, at + BN) - tl.maximum(lo, at), 0)
                     if CHOSEN is not None:
@@ -143,6 +149,7 @@ def _backward_q(
     ROWS: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr, STRETCHES: tl.constexpr,
 ):  # fmt: skip
     BT: tl.constexpr = ROWS // GP
+    ALIGNED: tl.constexpr = ROWS % GP != 0
     # the last queries see the most keys, so they start first
     first_token = (tl.num_programs(0) - 1 - tl.program_id(0)) * BT
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -154,7 +161,7 @@ def _backward_q(
     do = load_rows(DO, row * DV, real, DV, DVP)
     lse, delta = tl.load(LSE + row, mask=real, other=0.0), tl.load(DELTA + row, mask=real, other=0.0)
     k_base, v_base, finite_base = K + b * k_b + h * k_h, V + b * v_b + h * v_h, FINITE + b * T * HKV + h
-    first, end, some, most = key_range(LO, HI, first_token, last_token, ahead, BN)
+    first, first_key, end, some, most = key_range(LO, HI, first_token, last_token, ahead, BN, ALIGNED)
     if CHOSEN is not None:
         bits = tl.load(CHOSEN + (b * S + token) * HKV + h, mask=real, other=0)
         clean_end = tl.where(all_finite(finite_base, HKV, first, end, CHECKED), end, first)
@@ -175,9 +182,10 @@ def _backward_q(
                 if CHOSEN is not None:
                     begin, stop = (first, clean_end) if careful == 0 else (clean_end, end)
                 for at in range(begin, stop, BN):
-                    inside = (
-                        are_finite_keys(finite_base, HKV, at, end, BN) if careful == 1 else at + tl.arange(0, BN) < end
-                    )
+                    if careful == 1:
+                        inside = are_finite_keys(finite_base, HKV, at, first_key, end, BN, ALIGNED)
+                    else:
+                        inside = at + tl.arange(0, BN) < end
                     visible = visible_keys(at, lo, hi, BN)
                     if CHOSEN is not None:
                         visible &= among_chosen(bits, at, SIZE)[:, None]
@@ -194,7 +202,7 @@ def _backward_kv(
     Q, K, V, DO, LO, HI, CHOSEN, LSE, DELTA, SEEN_FROM, SEEN_TO, DK_OUT, DV_OUT,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, S, num_keys, HQ, HKV, G, ahead, scale, to_base_2, parts,
     SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
-    ROWS: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr, STRETCHES: tl.constexpr,
+    ROWS: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr, ROWS_FIRST: tl.constexpr, STRETCHES: tl.constexpr,
 ):  # fmt: skip
     BT: tl.constexpr = ROWS // GP
     # `num_keys` and `parts` are no LENGTHS: not to know that they are multiples of 16, or 1, costs 100 bytes more of
@@ -235,19 +243,19 @@ def _backward_kv(
             loaded = real if stretch == 1 or (CHOSEN is not None and part == 0) else real & (lse == lse)
             q = load_rows(Q + b * q_b, token * q_s + (h * G + g) * q_h, loaded, DK, DKP)
             do = load_rows(DO, row * DV, loaded, DV, DVP)
-            # [keys, rows], as dv and dk take p and ds: no operand is transposed through shared memory
-            p = tl.exp2(product(k, q) * to_base_2 - lse[None, :])
-            ds = p * (product(v, do) - delta[None, :])
+            p = tl.exp2(scores_of(q, k, ROWS_FIRST) * to_base_2 - per_row(lse, ROWS_FIRST))
+            ds = p * (scores_of(do, v, ROWS_FIRST) - per_row(delta, ROWS_FIRST))
             if stretch != 1:
                 lo, hi = interval_of(LO, HI, token, real, ahead)
-                visible = (key[:, None] >= lo[None, :]) & (key[:, None] < hi[None, :])
+                seen_from, seen_to = per_row(lo, ROWS_FIRST), per_row(hi, ROWS_FIRST)
+                visible = (per_key(key, ROWS_FIRST) >= seen_from) & (per_key(key, ROWS_FIRST) < seen_to)
                 if CHOSEN is not None:
                     bits = tl.load(CHOSEN + (b * S + token) * HKV + h, mask=real, other=0)
-                    visible &= among_chosen(bits, first_key, SIZE)[None, :]
+                    visible &= per_row(among_chosen(bits, first_key, SIZE), ROWS_FIRST)
                 # after the exponential: that of a pair that is not seen may overflow, since lse does not bound it
                 p, ds = tl.where(visible, p, 0.0), tl.where(visible, ds, 0.0)
-            dv = dot(p.to(do.dtype), do, dv)
-            dk = dot(ds.to(q.dtype), q, dk)
+            dv = dot(transposed(p.to(do.dtype), ROWS_FIRST), do, dv)
+            dk = dot(transposed(ds.to(q.dtype), ROWS_FIRST), q, dk)
     out = ((tl.program_id(0) % parts * tl.num_programs(2) + b) * num_keys + key.to(tl.int64)) * HKV + h
     store_rows(DK_OUT, out * DK, key < num_keys, dk * scale, DK, DKP)
     store_rows(DV_OUT, out * DV, key < num_keys, dv, DV, DVP)
@@ -391,7 +399,7 @@ def _parts_of_keys(
             q, k, v, do, lo, hi, _bits(chosen), lse, delta, seen_from, seen_to, of_k, of_v,
             *strides(q), *strides(k), *strides(v),
             length, num_keys, heads, num_kv_heads, heads // num_kv_heads, _ahead(chosen), scale, scale * LOG2E, splits,
-            *sizes, _stretches_of(chosen), **shape.launch,
+            *sizes, shape.rows_first, _stretches_of(chosen), **shape.launch,
         )  # fmt: skip
     return of_k, of_v
 

@@ -22,7 +22,19 @@ from nsa.geometry import Layout
 from nsa.triton_backend import index, tuning
 from nsa.triton_backend.launch import LOG2E, finite_keys, on_device, strides
 from nsa.triton_backend.partial_sums import merge_blocks, sum_dkdv, sum_dq
-from nsa.triton_backend.tile import dot, kernel, load_rows, nonfinite, product, store_rows
+from nsa.triton_backend.tile import (
+    dot,
+    kernel,
+    load_rows,
+    nonfinite,
+    per_key,
+    per_row,
+    product,
+    rows_of,
+    scores_of,
+    store_rows,
+    transposed,
+)
 from nsa.triton_backend.tuning import cdiv, next_power_of_2
 
 CHUNK = 32768  # queries whose partial outputs exist at a time (fewer leave tiles half empty), or fewer where they pass
@@ -39,9 +51,10 @@ def _forward(
     Q, K, V, FINITE, QUERY_SLOT, BEGIN, END, CELL, FIRST_TILE, BLOCK_FROM, BLOCK_TO, O_PART, LSE_PART, READ_PART,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, first_cell, cells, first_query, count, ahead, T, HKV, G, max_blocks,
     to_base_2, N: tl.constexpr, SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr,
-    DVP: tl.constexpr, BT: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
+    DVP: tl.constexpr, ROWS: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries that chose one block: O_PART [B, Hkv, count, n, G, Dv], LSE_PART (base 2) and READ_PART."""
+    BT: tl.constexpr = ROWS // GP
     tile = tl.load(FIRST_TILE + first_cell) + tl.program_id(0)
     if tile >= tl.load(FIRST_TILE + first_cell + cells):
         return
@@ -63,11 +76,14 @@ def _forward(
     whole = begin + tl.cdiv(partly, BT) * BT if BN == SIZE else end
 
     for stretch in tl.static_range(2):
-        for at in range(begin if stretch == 0 else whole, tl.minimum(whole, end) if stretch == 0 else end, BT):
-            pair = at + tl.arange(0, BT * GP) // GP
-            g = tl.arange(0, BT * GP) % GP
-            real = (pair < end) & (g < G)
-            query_slot = tl.load(QUERY_SLOT + pair, mask=real, other=0)
+        start = begin if stretch == 0 else whole
+        stop = tl.minimum(whole, end) if stretch == 0 else end
+        pair, g, real = rows_of(start, end, G, ROWS, GP)
+        query_slot = tl.load(QUERY_SLOT + pair, mask=real, other=0)
+        for at in range(start, stop, BT):
+            pair, g, real = rows_of(at, end, G, ROWS, GP)
+            later = pair + BT  # asked for a step ahead, so that the addresses of the next queries are there in time
+            next_query_slot = tl.load(QUERY_SLOT + later, mask=real & (later < end), other=0)
             i = (query_slot // N).to(tl.int64)
             q = load_rows(Q + b * q_b, i * q_s + (h * G + g) * q_h, real, DK, DKP)
             s = tl.where(finite[None, :], product(q, k), float("nan"))  # before the mask, as in `compressed_window`
@@ -79,12 +95,13 @@ def _forward(
             m = tl.max(s, axis=1) * to_base_2
             p = tl.exp2(s * to_base_2 - m[:, None])
             l = tl.sum(p, axis=1)
-            o = dot(p.to(v.dtype), v, tl.zeros([BT * GP, DVP], tl.float32)) * (1.0 / l)[:, None]
+            o = dot(p.to(v.dtype), v, tl.zeros([ROWS, DVP], tl.float32)) * (1.0 / l)[:, None]
             row = (kv_row * count + i - first_query) * N + query_slot % N
             store_rows(O_PART, (row * G + g) * DV, real, o, DV, DVP)
             # a query that is not finite has no finite score, and its l is NaN
             tl.store(LSE_PART + row * G + g, m + tl.log2(l), mask=real)
             tl.store(READ_PART + row, read, mask=real & (g == 0))
+            query_slot = next_query_slot
 
 
 def forward(
@@ -117,7 +134,7 @@ def forward(
                     *layout.block_tokens, o_part, lse_part, read_part, *strides(q), *strides(k), *strides(v),
                     (first - start) // chunk * cells, cells, first, count, num_keys - length, num_keys, num_kv_heads,
                     group, max_blocks, scale * LOG2E,
-                    n, size, dk, dv, shape.dk, shape.dv, shape.tokens, shape.group, tuning.padded(size), **shape.launch,
+                    n, size, dk, dv, shape.dk, shape.dv, shape.rows, shape.group, tuning.padded(size), **shape.launch,
                 )  # fmt: skip
                 merge_blocks[count, num_kv_heads, batch](
                     o_part, lse_part, read_part, block_indices, o, lse, read, *(whole or 4 * (None,)),
@@ -131,10 +148,14 @@ def _backward(
     Q, K, V, DO, QUERIES, PAIR, BEGIN, END, BLOCK, BLOCK_FROM, BLOCK_TO, LSE, DELTA, DK_PART, DV_PART, DQ_PART,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, S, ahead, HQ, HKV, G, max_blocks, scale, to_base_2,
     SIZE: tl.constexpr, SIZEP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    DKP: tl.constexpr, DVP: tl.constexpr, BT: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
+    DKP: tl.constexpr, DVP: tl.constexpr, ROWS: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """DK_PART and DV_PART float32 [tiles, SIZE, D]; DQ_PART [B, Hkv, count, n, G, Dk], or None where no
     dq is wanted."""
+    BT: tl.constexpr = ROWS // GP
+    # as in `_forward`; but dq beside p and ds by key leaves no registers for it, and takes 7 % longer with it
+    AHEAD: tl.constexpr = ROWS_FIRST or DQ_PART is None
     tile = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BN + tl.arange(0, BN)
     begin, end, number = tl.load(BEGIN + tile), tl.load(END + tile), tl.load(BLOCK + tile)
@@ -157,30 +178,40 @@ def _backward(
 
     dk, dv = tl.zeros([BN, DKP], tl.float32), tl.zeros([BN, DVP], tl.float32)
     for stretch in tl.static_range(2):
-        for at in range(begin if stretch == 0 else whole, whole if stretch == 0 else end, BT):
-            pair = at + tl.arange(0, BT * GP) // GP
-            g = tl.arange(0, BT * GP) % GP
-            real = (pair < end) & (g < G)
+        start = begin if stretch == 0 else whole
+        stop = whole if stretch == 0 else end
+        if AHEAD:
+            pair, g, real = rows_of(start, end, G, ROWS, GP)
             i = tl.load(QUERIES + pair, mask=real, other=0).to(tl.int64)
+        for at in range(start, stop, BT):
+            pair, g, real = rows_of(at, end, G, ROWS, GP)
+            if AHEAD:
+                later = pair + BT
+                next_i = tl.load(QUERIES + later, mask=real & (later < end), other=0).to(tl.int64)
+            else:
+                i = tl.load(QUERIES + pair, mask=real, other=0).to(tl.int64)
             row = (b * S + i) * HQ + h * G + g
             lse, delta = tl.load(LSE + row, mask=real, other=0.0), tl.load(DELTA + row, mask=real, other=0.0)
             loaded = real & (lse == lse) if stretch == 0 else real  # an lse of NaN: `launch.backward_rows`
             q = load_rows(Q + b * q_b, i * q_s + (h * G + g) * q_h, loaded, DK, DKP)
             do = load_rows(DO, row * DV, loaded, DV, DVP)
-            p = tl.exp2(product(k, q) * to_base_2 - lse[None, :])  # [keys, rows]
-            ds = p * (product(v, do) - delta[None, :])
+            p = tl.exp2(scores_of(q, k, ROWS_FIRST) * to_base_2 - per_row(lse, ROWS_FIRST))
+            ds = p * (scores_of(do, v, ROWS_FIRST) - per_row(delta, ROWS_FIRST))
             if stretch == 0:
-                visible = inside[:, None] & (key[:, None] <= (i + ahead)[None, :])
+                seen_to = per_row(i + ahead, ROWS_FIRST)
+                visible = per_key(inside, ROWS_FIRST) & (per_key(key, ROWS_FIRST) <= seen_to)
                 p, ds = tl.where(visible, p, 0.0), tl.where(visible, ds, 0.0)
             elif SIZE < BN:  # beyond the block p may overflow, and dq adds up over all places
-                ds = tl.where(inside[:, None], ds, 0.0)
-            dv = dot(p.to(do.dtype), do, dv)
-            dk = dot(ds.to(q.dtype), q, dk)
+                ds = tl.where(per_key(inside, ROWS_FIRST), ds, 0.0)
+            dv = dot(transposed(p.to(do.dtype), ROWS_FIRST), do, dv)
+            dk = dot(transposed(ds.to(q.dtype), ROWS_FIRST), q, dk)
             if DQ_PART is not None:
-                dq = dot(tl.trans(ds.to(k.dtype)), finite_k, tl.zeros([BT * GP, DKP], tl.float32))
+                dq = dot(transposed(ds.to(k.dtype), not ROWS_FIRST), finite_k, tl.zeros([ROWS, DKP], tl.float32))
                 # written where its query and slot stand, so that `sum_dq` adds in the order of the choice
                 unsorted = tl.load(PAIR + pair, mask=real, other=0).to(tl.int64)
                 store_rows(DQ_PART, (unsorted * G + g) * DK, real, dq, DK, DKP)
+            if AHEAD:
+                i = next_i
     out = tile * SIZE + place
     store_rows(DK_PART, out * DK, place < SIZE, dk * scale, DK, DKP)
     store_rows(DV_PART, out * DV, place < SIZE, dv, DV, DVP)
@@ -234,7 +265,8 @@ def _backward_chunk(
             q, k, v, do, tiles.query, None if dq_part is None else tiles.pair, tiles.begin, tiles.end, tiles.cell,
             block_from, block_to, lse, delta, *parts, dq_part, *strides(q), *strides(k), *strides(v),
             length, num_keys - length, heads, num_kv_heads, heads // num_kv_heads, max_blocks, scale, scale * LOG2E,
-            size, tuning.padded(size), dk, dv, shape.dk, shape.dv, shape.tokens, shape.group, keys, **shape.launch,
+            size, tuning.padded(size), dk, dv, shape.dk, shape.dv, shape.rows, shape.group, keys, shape.rows_first,
+            **shape.launch,
         )  # fmt: skip
         sum_dkdv[batch * num_kv_heads * max_blocks, cdiv(size, keys), 2](
             *parts, tiles.first_tile, tiles.begin, tiles.end, block_from, block_to, *sums, num_keys, num_kv_heads,

@@ -119,6 +119,30 @@ def product(a, b):
 
 
 @triton.jit
+def scores_of(rows, keys, ROWS_FIRST: tl.constexpr):
+    """rows @ keys^T in float32: [rows, keys] or, not ROWS_FIRST, [keys, rows] (`tuning.Shape.rows_first`)."""
+    return product(rows, keys) if ROWS_FIRST else product(keys, rows)
+
+
+@triton.jit
+def per_row(x, ROWS_FIRST: tl.constexpr):
+    """x [rows], to be broadcast to the shape of `scores_of`."""
+    return x[:, None] if ROWS_FIRST else x[None, :]
+
+
+@triton.jit
+def per_key(x, ROWS_FIRST: tl.constexpr):
+    """x [keys], to be broadcast to the shape of `scores_of`."""
+    return x[None, :] if ROWS_FIRST else x[:, None]
+
+
+@triton.jit
+def transposed(x, WANTED: tl.constexpr):
+    """x transposed where that is WANTED, else x."""
+    return tl.trans(x) if WANTED else x
+
+
+@triton.jit
 def rows_of(first, S, G, ROWS: tl.constexpr, GP: tl.constexpr):
     """(token, head in its group, whether there is one) of each row of a tile of ROWS // GP tokens × GP heads.
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from nsa.triton_backend import tuning
-from nsa.triton_backend.tuning import next_power_of_2
 
 DRAM_SHARE = 0.89
 """Of the data sheet's bandwidth: what a copy reaches (H200: 4.27 of 4.8 TB/s, `ceilings` of results/runs/h200)."""
@@ -110,11 +109,6 @@ class SelectedCall:
     forced_share: float
     """Of the n blocks of a choice, those that neighbours share because they are forced."""
 
-    @property
-    def rows(self) -> int:
-        """Heads of a group, padded as tiles are."""
-        return int(next_power_of_2(self.group))
-
 
 def missed_share(call: SelectedCall, l2_bytes: int) -> float:
     """Of the blocks that are read by query, what L2 does not hold, on average over the queries.
@@ -140,7 +134,7 @@ def by_query_ns(call: SelectedCall, memory: MemorySystem) -> float:
 def by_block_ns(call: SelectedCall, memory: MemorySystem, *, backward: bool) -> float:
     """Per choice of a block, over all the GPU: device memory's time and then the multiprocessors'."""
     channels = 2 * call.dk if backward else call.dk + 2 * call.dv
-    moved = call.rows * channels * call.element_bytes
+    moved = call.group * channels * call.element_bytes
     return moved / _dram_gb_per_s(memory) + moved / (memory.num_sms * KV_MAJOR_GB_PER_S_PER_SM)
 
 

@@ -23,6 +23,13 @@ MIN_DOT = 16  # tensor cores take no smaller side
 # is right without its optimiser, and from the ptxas of CUDA 13. So values are padded as far as keys are, up to 64.
 ENOUGH_VALUES = 64
 NARROW = 512  # bytes of q and o, or of k and v, per row that the table is made for: bfloat16, head sizes of 128
+PACKED = frozenset({"compressed_window_forward", "compressed_window_backward_q", "selected_kv_major"})
+PACKED_WITH_ROWS_FIRST = frozenset({"compressed_window_backward_kv", "selected_backward_kv"})
+"""Kernels whose tiles hold the heads of a group as they are: no sum over heads, which a power of two is needed for.
+
+Those that write dk and dv only with `rows_first`: else each thread has to know of all rows which head they are of, and
+5 or 12 heads of 128 took 8 % longer on an H100 than padded ones.
+"""
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,7 @@ class Shape:
     rows: int
     """Rows of a tile, a power of two: those of each token in turn; where some are left at the end, they are idle."""
     group: int
-    """Rows per token: the heads of a group, padded to a power of two, but for some of `masked_shape`."""
+    """Rows per token: the heads of a group, padded to a power of two unless that leaves room for more tokens."""
     keys: int
     dk: int
     """Dk, padded to a power of two."""
@@ -133,6 +140,8 @@ class Shape:
     """Tiles of values on their way at a time; num_stages those of keys."""
     stretches: int = 3
     """Loops of `compressed_window._backward_q`: 3, or 1 where the rows, which each needs in shared memory, are wide."""
+    rows_first: bool = False
+    """Whether the kernels that write dk and dv compute p and ds as [rows, keys], not as [keys, rows]: `rows_first`."""
 
     @property
     def tokens(self) -> int:
@@ -200,28 +209,47 @@ def masked_shape(kernel: str, q: Tensor, v: Tensor) -> Shape:
     """The tiles of that launch, which there must be."""
     launch = masked_launch(kernel, q, v)
     assert launch is not None, kernel
-    return _masked_shape(launch, q.shape[2] // v.shape[2], q.shape[3], v.shape[3])
+    return _masked_shape(launch, architecture.of(q.device), q.shape[2] // v.shape[2], q.shape[3], v.shape[3])
+
+
+def rows_per_token(rows: int, group: int) -> int:
+    """The heads of a group, padded to a power of two where a tile of so many rows holds no more tokens without."""
+    padded_group = next_power_of_2(group)
+    return group if rows // group > rows // padded_group else padded_group
+
+
+def rows_first(capability: int, rows: int, num_warps: int) -> bool:
+    """Whether kernels that write dk and dv do better with p and ds as [rows, keys] than as [keys, rows].
+
+    Hopper's products give each warp 16 of the first side, and a thread all of the second. With rows first a thread
+    needs lse and delta of two rows in place of all, which takes longer than to transpose p and ds in shared memory,
+    from where dk and dv take them then; but a warp without rows of its own would share those of another. Measured on
+    Hopper alone; the interpreter takes both.
+    """
+    return capability in architecture.OF_WARPGROUPS and rows >= MIN_DOT * num_warps
 
 
 @functools.cache
-def _masked_shape(launch: MaskedLaunch, group: int, dk: int, dv: int) -> Shape:
-    rows, padded_group = max(launch.rows, padded(group)), next_power_of_2(group)
-    in_tile = group if rows // group > rows // padded_group else padded_group  # as more tokens find room
-    sizes = rows, in_tile, launch.keys, *padded_channels(dk, dv)
-    return Shape(*sizes, launch.num_warps, launch.num_stages, launch.max_registers)
+def _masked_shape(launch: MaskedLaunch, capability: int, group: int, dk: int, dv: int) -> Shape:
+    rows = max(launch.rows, padded(group))
+    sizes = rows, rows_per_token(rows, group), launch.keys, *padded_channels(dk, dv)
+    upright = rows_first(capability, rows, launch.num_warps)
+    return Shape(*sizes, launch.num_warps, launch.num_stages, launch.max_registers, rows_first=upright)
 
 
 def fit(kernel: str, capability: int, group: int, dk: int, dv: int, dtype: torch.dtype) -> Shape:
     """Tiles of the table, made smaller as far as head sizes and dtype make rows wider than the tables assume."""
     tables, shared_kib = table(capability), architecture.shared_kib(capability)
-    asked = kernel, group, dk, dv, dtype, shared_kib
+    asked = kernel, capability, group, dk, dv, dtype, shared_kib
     found = tables.shapes.get(asked)
     if found is None:
         found = tables.shapes[asked] = _fit(tables, *asked)
     return found
 
 
-def _fit(tables: Table, kernel: str, group: int, dk: int, dv: int, dtype: torch.dtype, shared_kib: int) -> Shape:
+def _fit(
+    tables: Table, kernel: str, capability: int, group: int, dk: int, dv: int, dtype: torch.dtype, shared_kib: int
+) -> Shape:
     padded_group, (padded_k, padded_v) = next_power_of_2(group), padded_channels(dk, dv)
     of_width, excess = width(dk, dv, dtype)
     if of_width == "wide" and (excess > 1 or kernel not in tables.wide):
@@ -235,4 +263,7 @@ def _fit(tables: Table, kernel: str, group: int, dk: int, dv: int, dtype: torch.
     # where products do not take them from shared memory, q and do stand there for masked and for other loops apart
     twice_kib = 2 * rows * (padded_k + padded_v) * dtype.itemsize / 1024
     stretches = 1 if twice_kib > 2 / 3 * shared_kib else 3
-    return Shape(rows, padded_group, keys, padded_k, padded_v, *launch, value_stages, stretches)
+    upright = rows_first(capability, rows, launch[0])
+    packed = kernel in PACKED or (upright and kernel in PACKED_WITH_ROWS_FIRST)
+    in_tile = rows_per_token(rows, group) if packed else padded_group
+    return Shape(rows, in_tile, keys, padded_k, padded_v, *launch, value_stages, stretches, upright)

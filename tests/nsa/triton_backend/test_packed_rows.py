@@ -1,4 +1,4 @@
-"""Tiles of `selected_masked.py` that hold the heads of a group as they are, where padded ones leave less room.
+"""Tiles that hold the heads of a group as they are, where padded ones leave less room.
 
 What could go wrong there: rows behind the last whole group that are taken for heads of the next tile's first token, a
 step that is not as long as a tile, and a last token that is not the tile's last.
@@ -49,11 +49,45 @@ def test_a_tile_holds_as_many_tokens_as_find_room() -> None:
     assert {shape.rows for shape in shapes.values()} == {64}
 
 
-@pytest.mark.parametrize("kernel", ["compressed_window_forward", "compressed_window_backward_kv", "scores"])
-def test_other_kernels_pad_a_group(kernel: str) -> None:
-    """Where steps begin with the tiles, pieces of a sequence must begin where its tiles do: at multiples of 128."""
-    shape = tuning.fit(kernel, 86, 6, 64, 64, torch.bfloat16)
-    assert (shape.tokens, shape.group) == (8, 8)
+@pytest.mark.parametrize("capability", [90, 86])
+@pytest.mark.parametrize("kernel", [*sorted(tuning.PACKED), *sorted(tuning.PACKED_WITH_ROWS_FIRST), "scores"])
+def test_a_group_is_padded_for_sums_over_its_heads_and_where_threads_hold_all_rows(
+    kernel: str, capability: int
+) -> None:
+    shape = tuning.fit(kernel, capability, 6, 64, 64, torch.bfloat16)
+    packed = kernel in tuning.PACKED or (capability == 90 and kernel in tuning.PACKED_WITH_ROWS_FIRST)
+    assert (shape.tokens, shape.group) == ((10, 6) if packed else (8, 8))
+
+
+@pytest.mark.gpu  # the interpreter multiplies with NumPy, whose bits depend on where in a tile a row stands
+@pytest.mark.parametrize("branch", ["compressed", "window"])
+@pytest.mark.parametrize("queries", [9, 30, 45])
+def test_a_piece_has_the_bits_of_the_whole(device: torch.device, branch: str, queries: int) -> None:
+    """The last queries alone: their tiles begin elsewhere, the steps over keys must not."""
+    case = Case(config=replace(CONFIG, w=37), group=6, queries=71, keys=71)  # windows begin inside a step of 16 keys
+    x, parts = case.inputs(device), Parts("triton", device)
+    piece = x._replace(q=x.q[:, -queries:], gates=x.gates[:, -queries:])
+    whole = parts.forward(case, x, branch)[:, -queries:]
+    assert torch.equal(whole, parts.forward(replace(case, queries=queries), piece, branch))
+
+
+def test_keys_before_the_window_do_not_matter(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """A step begins two keys before the window, where no flag says that they are not finite."""
+    empty = torch.empty
+
+    def all_true(*size: object, **options: object) -> Tensor:
+        found = empty(*size, **options)
+        return found.fill_(True) if found.dtype == torch.bool else found
+
+    monkeypatch.setattr(torch, "empty", all_true)
+    case = Case(config=CONFIG, group=6, queries=9, keys=71)
+    first = case.keys - case.queries - CONFIG.w + 1
+    x, parts = case.inputs(device), Parts("triton", device)
+    wanted = parts.forward(case, x, "window")
+    for keys in (x.k, x.v):
+        keys[:, :first] = float("nan")
+    assert first % 16 == 2
+    assert torch.equal(parts.forward(case, x, "window"), wanted)
 
 
 @pytest.mark.parametrize("group", GROUPS)

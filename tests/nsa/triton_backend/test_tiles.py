@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -50,16 +52,33 @@ def test_rows_that_are_too_wide_for_three_loops_take_one(monkeypatch: pytest.Mon
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_padded_group_has_a_launch_of_its_own() -> None:
-    """Measured for groups of 6: others keep the tile of their width."""
-    slim = tuning.table(90).slim
-    own, others = slim["selected_backward_kv/8"], slim["selected_backward_kv"]
-    assert own != others
-    for group in (1, 4, 5, 6, 8, 9, 16):
-        shape = tuning.fit("selected_backward_kv", 90, group, 64, 64, torch.bfloat16)
-        assert shape.tokens * shape.group == (own if group in (5, 6, 8) else others).rows
-    narrow = tuning.fit("selected_backward_kv", 90, 6, 128, 128, torch.bfloat16)
-    assert narrow.tokens * narrow.group == tuning.table(90).narrow["selected_backward_kv"].rows
+def test_a_padded_group_has_a_launch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of groups padded to 4 heads: others keep the tile of their width."""
+    own, shipped = LaunchConfig(128, 64, 4, 1), tuning.table(90)
+    cut = replace(shipped, narrow={**shipped.narrow, "selected_backward_kv/4": own})
+    monkeypatch.setattr(tuning, "table", lambda _: cut)
+    for group in (1, 2, 3, 4, 5, 8, 16):
+        shape = tuning.fit("selected_backward_kv", 90, group, 128, 128, torch.bfloat16)
+        assert shape.rows == (own if group in (3, 4) else shipped.narrow["selected_backward_kv"]).rows
+    slim = tuning.fit("selected_backward_kv", 90, 4, 64, 64, torch.bfloat16)
+    assert slim.rows == shipped.slim["selected_backward_kv"].rows
+
+
+@pytest.mark.parametrize(
+    ("capability", "rows", "num_warps", "wanted"),
+    [
+        (90, 64, 4, True),
+        (90, 32, 4, False),
+        (90, 64, 8, False),
+        (90, 128, 8, True),
+        (86, 64, 4, False),
+        (0, 16, 1, True),
+    ],
+)
+def test_rows_come_first_where_each_warp_has_some_and_products_are_of_warpgroups(
+    capability: int, rows: int, num_warps: int, wanted: bool
+) -> None:
+    assert tuning.rows_first(capability, rows, num_warps) is wanted
 
 
 def test_slim_rows_have_launches_of_their_own() -> None:
