@@ -165,6 +165,17 @@ def test_partial_sums_add_up(device: torch.device, splits: int) -> None:
         torch.testing.assert_close(found, part.sum(0))
 
 
+@pytest.mark.parametrize(
+    ("tiles", "queries", "wanted"),
+    [(64, 2048, 8), (128, 2048, 6), (512, 2048, 4), (4096, 2048, 1), (32, 1024, 16), (0, 64, 1)],
+)
+def test_no_program_takes_many_queries_unless_there_are_many_programs(
+    monkeypatch: pytest.MonkeyPatch, tiles: int, queries: int, wanted: int
+) -> None:
+    monkeypatch.undo()
+    assert compressed_window._splits(tiles, queries, 512, masked=True) == wanted
+
+
 def test_a_table_says_up_to_which_length_it_is_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of Hopper, with 12/2 heads of 64 and 32/8 of 128; one that was not measured never is."""
     monkeypatch.undo()
