@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nsa.triton_backend import tuning
+from nsa.triton_backend.tuning import next_power_of_2
 
 DRAM_SHARE = 0.89
 """Of the data sheet's bandwidth: what a copy reaches (H200: 4.27 of 4.8 TB/s, `ceilings` of results/runs/h200)."""
@@ -133,8 +134,9 @@ def by_query_ns(call: SelectedCall, memory: MemorySystem) -> float:
 
 def by_block_ns(call: SelectedCall, memory: MemorySystem, *, backward: bool) -> float:
     """Per choice of a block, over all the GPU: device memory's time and then the multiprocessors'."""
-    channels = 2 * call.dk if backward else call.dk + 2 * call.dv
-    moved = call.group * channels * call.element_bytes
+    # forward no group is padded; backward some are, by `tuning.rows_first`
+    rows = next_power_of_2(call.group) * 2 * call.dk if backward else call.group * (call.dk + 2 * call.dv)
+    moved = rows * call.element_bytes
     return moved / _dram_gb_per_s(memory) + moved / (memory.num_sms * KV_MAJOR_GB_PER_S_PER_SM)
 
 

@@ -44,6 +44,7 @@ SPILLS = {
     "compressed_window._backward_kv": 360,
     "selected._forward": 360,
     "selected._backward_q": 200,
+    "selected_kv_major._forward": 128,
     "selected_kv_major._backward": 360,
     "topk._topk": 224,
 }
