@@ -71,9 +71,9 @@ def test_a_choice_changes_its_own_width_alone() -> None:
 
 @pytest.mark.parametrize("group", [6, 16])
 def test_a_candidate_is_launched_also_where_the_group_has_a_launch_of_its_own(group: int) -> None:
-    table = tuning.table(90)
+    shipped, kernel, others = tuning.table(90), "selected_backward_kv", 22 - group
+    table = replace(shipped, slim={**shipped.slim, f"{kernel}/8": LaunchConfig(128, 64, 4, 2)})
     workload = trials.Workload(90, "slim", group, 64, 64, 2, 256)
-    kernel, others = "selected_backward_kv", 22 - group
     with trials.using(kernel, OWN, table, workload):
         used = tuning.table(90)
     assert used.of(kernel, "slim", group) == OWN
