@@ -30,7 +30,7 @@ _HOPPER_ONLY = re.compile(r"\bwgmma\b|\bcp\.async\.bulk\b|\bcp\.reduce\.async\.b
 """Instructions of PTX that no forceable architecture has (PTX ISA, "target notes")."""
 
 
-OF_WARPGROUPS = (0, 90)
+WGMMA = (0, 90)
 """Compute capabilities whose products are of four warps together (wgmma); 0: the interpreter."""
 
 

@@ -62,8 +62,8 @@ from nsa.triton_backend.tuning import Shape, cdiv
 
 MIN_TOKENS_PER_SPLIT = 64
 MASKED_QUERIES, MASKED_PROGRAMS = 384, 2048
-"""Under a mask a program takes at most so many queries, unless that makes more programs than these: with 512 queries
-each dk and dv of 2 x 2048 tokens, 12/2 heads of 64, took 144 us on an H100, with 342 121 us and 4 us more to add up."""
+"""Under a mask a program takes at most so many queries, unless that makes more programs than these. With 512 queries
+each, dk and dv of 2 x 2048 tokens (12/2 heads of 64) took 144 µs on an H100; with 342, 121 µs and 4 more to add up."""
 ENOUGH_OF_WINDOW = 256
 """Programs: a window with so many tiles of keys is not split, since partial sums of all its keys would cost more."""
 
@@ -87,7 +87,6 @@ def _forward(
     ROWS: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr, STRETCHES: tl.constexpr,
 ):  # fmt: skip
     BT: tl.constexpr = ROWS // GP
-    ALIGNED: tl.constexpr = ROWS % GP != 0
     # the last queries see the most keys, so they start first
     first_token = (tl.num_programs(0) - 1 - tl.program_id(0)) * BT
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -96,7 +95,7 @@ def _forward(
     lo, hi = interval_of(LO, HI, token, real, ahead)
     q = load_rows(Q + b * q_b, token * q_s + (h * G + g) * q_h, real, DK, DKP)
     k_base, v_base, finite_base = K + b * k_b + h * k_h, V + b * v_b + h * v_h, FINITE + b * T * HKV + h
-    first, first_key, end, some, most = key_range(LO, HI, first_token, last_token, ahead, BN, ALIGNED)
+    first, end, some, most = key_range(LO, HI, first_token, last_token, ahead, BN)
     if CHOSEN is not None:
         bits = tl.load(CHOSEN + (b * S + token) * HKV + h, mask=real, other=0)
         clean_end = tl.where(all_finite(finite_base, HKV, first, end, CHECKED), end, first)
@@ -117,10 +116,9 @@ def _forward(
                 if CHOSEN is not None:
                     begin, stop = (first, clean_end) if careful == 0 else (clean_end, end)
                 for at in range(begin, stop, BN):
-                    if careful == 1:
-                        inside = are_finite_keys(finite_base, HKV, at, first_key, end, BN, ALIGNED)
-                    else:
-                        inside = at + tl.arange(0, BN) < end
+                    inside = (
+                        are_finite_keys(finite_base, HKV, at, end, BN) if careful == 1 else at + tl.arange(0, BN) < end
+                    )
                     visible = visible_keys(at, lo, hi, BN)
                     seen = tl.maximum(tl.minimum(hi, at + BN) - tl.maximum(lo, at), 0)
                     if CHOSEN is not None:
@@ -152,7 +150,6 @@ def _backward_q(
     ROWS: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr, STRETCHES: tl.constexpr,
 ):  # fmt: skip
     BT: tl.constexpr = ROWS // GP
-    ALIGNED: tl.constexpr = ROWS % GP != 0
     # the last queries see the most keys, so they start first
     first_token = (tl.num_programs(0) - 1 - tl.program_id(0)) * BT
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -164,7 +161,7 @@ def _backward_q(
     do = load_rows(DO, row * DV, real, DV, DVP)
     lse, delta = tl.load(LSE + row, mask=real, other=0.0), tl.load(DELTA + row, mask=real, other=0.0)
     k_base, v_base, finite_base = K + b * k_b + h * k_h, V + b * v_b + h * v_h, FINITE + b * T * HKV + h
-    first, first_key, end, some, most = key_range(LO, HI, first_token, last_token, ahead, BN, ALIGNED)
+    first, end, some, most = key_range(LO, HI, first_token, last_token, ahead, BN)
     if CHOSEN is not None:
         bits = tl.load(CHOSEN + (b * S + token) * HKV + h, mask=real, other=0)
         clean_end = tl.where(all_finite(finite_base, HKV, first, end, CHECKED), end, first)
@@ -185,10 +182,9 @@ def _backward_q(
                 if CHOSEN is not None:
                     begin, stop = (first, clean_end) if careful == 0 else (clean_end, end)
                 for at in range(begin, stop, BN):
-                    if careful == 1:
-                        inside = are_finite_keys(finite_base, HKV, at, first_key, end, BN, ALIGNED)
-                    else:
-                        inside = at + tl.arange(0, BN) < end
+                    inside = (
+                        are_finite_keys(finite_base, HKV, at, end, BN) if careful == 1 else at + tl.arange(0, BN) < end
+                    )
                     visible = visible_keys(at, lo, hi, BN)
                     if CHOSEN is not None:
                         visible &= among_chosen(bits, at, SIZE)[:, None]
@@ -410,7 +406,8 @@ def _parts_of_keys(
 def _splits(tiles: int, num_queries: int, min_programs: int, *, masked: bool) -> int:
     """How many programs share the queries of one tile of keys: as many as keep the GPU busy.
 
-    `masked`: the first keys are seen by all queries, and their programs are the last to end; none is to be long.
+    `masked`: the first keys are seen by all queries, and their programs end last; so no program takes more than
+    MASKED_QUERIES.
     """
     tiles = max(tiles, 1)
     busy = min(cdiv(min_programs, tiles), num_queries // MIN_TOKENS_PER_SPLIT)

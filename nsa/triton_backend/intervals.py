@@ -19,11 +19,10 @@ def stretches(first, last, all_from, all_to, STEP: tl.constexpr):
 
 
 @triton.jit
-def are_finite_keys(finite_base, HKV, first, begin, end, BN: tl.constexpr, ALIGNED: tl.constexpr):
-    """Whether each of the keys first <= key < first + BN is finite and one of begin <= key < end (`key_range`)."""
+def are_finite_keys(finite_base, HKV, first, end, BN: tl.constexpr):
+    """Whether each of the keys first <= key < first + BN is finite and before `end`."""
     key = first + tl.arange(0, BN)
-    inside = (key >= begin) & (key < end) if ALIGNED else key < end
-    return tl.load(finite_base + key.to(tl.int64) * HKV, mask=inside, other=0) != 0
+    return tl.load(finite_base + key.to(tl.int64) * HKV, mask=key < end, other=0) != 0
 
 
 @triton.jit
@@ -75,20 +74,15 @@ def interval_of(LO, HI, token, real, ahead):
 
 
 @triton.jit
-def key_range(LO, HI, first_token, last_token, ahead, BN: tl.constexpr, ALIGNED: tl.constexpr):
-    """(first step, first key, end, ends of the first two stretches) of a tile of tokens.
-
-    One stretch where LO and HI are None. ALIGNED: steps begin at multiples of BN, so that the bits of a row do not
-    depend on where its tile begins; else with the first key, so that no step has a key before it.
-    """
+def key_range(LO, HI, first_token, last_token, ahead, BN: tl.constexpr):
+    """(first key, end, ends of the first two stretches) of a tile of tokens; one stretch where LO and HI are None."""
     if LO is None:
-        begin, end = tl.zeros_like(first_token), last_token + ahead + 1
-        first, some, most = begin, end, end
+        first, end = tl.zeros_like(first_token), last_token + ahead + 1
+        some, most = end, end
     else:
-        begin, end = tl.load(LO + first_token), tl.load(HI + last_token)
-        first = begin // BN * BN if ALIGNED else begin
+        first, end = tl.load(LO + first_token), tl.load(HI + last_token)
         some, most = stretches(first, end, tl.load(LO + last_token), tl.load(HI + first_token), BN)
-    return first, begin, end, some, most
+    return first, end, some, most
 
 
 @triton.jit

@@ -82,7 +82,7 @@ def _forward(
         query_slot = tl.load(QUERY_SLOT + pair, mask=real, other=0)
         for at in range(start, stop, BT):
             pair, g, real = rows_of(at, end, G, ROWS, GP)
-            later = pair + BT  # asked for a step ahead, so that the addresses of the next queries are there in time
+            later = pair + BT  # prefetched one step ahead: what is loaded next depends on it
             next_query_slot = tl.load(QUERY_SLOT + later, mask=real & (later < end), other=0)
             i = (query_slot // N).to(tl.int64)
             q = load_rows(Q + b * q_b, i * q_s + (h * G + g) * q_h, real, DK, DKP)
@@ -154,8 +154,8 @@ def _backward(
     """DK_PART and DV_PART float32 [tiles, SIZE, D]; DQ_PART [B, Hkv, count, n, G, Dk], or None where no
     dq is wanted."""
     BT: tl.constexpr = ROWS // GP
-    # as in `_forward`; but dq beside p and ds by key leaves no registers for it, and takes 7 % longer with it
-    AHEAD: tl.constexpr = ROWS_FIRST or DQ_PART is None
+    # The next queries, as in `_forward`. Beside dq and keys first no registers are left for it: 7 % slower.
+    PREFETCH: tl.constexpr = ROWS_FIRST or DQ_PART is None
     tile = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BN + tl.arange(0, BN)
     begin, end, number = tl.load(BEGIN + tile), tl.load(END + tile), tl.load(BLOCK + tile)
@@ -180,12 +180,12 @@ def _backward(
     for stretch in tl.static_range(2):
         start = begin if stretch == 0 else whole
         stop = whole if stretch == 0 else end
-        if AHEAD:
+        if PREFETCH:
             pair, g, real = rows_of(start, end, G, ROWS, GP)
             i = tl.load(QUERIES + pair, mask=real, other=0).to(tl.int64)
         for at in range(start, stop, BT):
             pair, g, real = rows_of(at, end, G, ROWS, GP)
-            if AHEAD:
+            if PREFETCH:
                 later = pair + BT
                 next_i = tl.load(QUERIES + later, mask=real & (later < end), other=0).to(tl.int64)
             else:
@@ -210,7 +210,7 @@ def _backward(
                 # written where its query and slot stand, so that `sum_dq` adds in the order of the choice
                 unsorted = tl.load(PAIR + pair, mask=real, other=0).to(tl.int64)
                 store_rows(DQ_PART, (unsorted * G + g) * DK, real, dq, DK, DKP)
-            if AHEAD:
+            if PREFETCH:
                 i = next_i
     out = tile * SIZE + place
     store_rows(DK_PART, out * DK, place < SIZE, dk * scale, DK, DKP)

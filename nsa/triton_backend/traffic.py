@@ -134,7 +134,7 @@ def by_query_ns(call: SelectedCall, memory: MemorySystem) -> float:
 
 def by_block_ns(call: SelectedCall, memory: MemorySystem, *, backward: bool) -> float:
     """Per choice of a block, over all the GPU: device memory's time and then the multiprocessors'."""
-    # forward no group is padded; backward some are, by `tuning.rows_first`
+    # backward the padded group is counted: most of these kernels pad it (`tuning.rows_first`)
     rows = next_power_of_2(call.group) * 2 * call.dk if backward else call.group * (call.dk + 2 * call.dv)
     moved = rows * call.element_bytes
     return moved / _dram_gb_per_s(memory) + moved / (memory.num_sms * KV_MAJOR_GB_PER_S_PER_SM)

@@ -23,13 +23,8 @@ MIN_DOT = 16  # tensor cores take no smaller side
 # is right without its optimiser, and from the ptxas of CUDA 13. So values are padded as far as keys are, up to 64.
 ENOUGH_VALUES = 64
 NARROW = 512  # bytes of q and o, or of k and v, per row that the table is made for: bfloat16, head sizes of 128
-PACKED = frozenset({"compressed_window_forward", "compressed_window_backward_q", "selected_kv_major"})
-PACKED_WITH_ROWS_FIRST = frozenset({"compressed_window_backward_kv", "selected_backward_kv"})
-"""Kernels whose tiles hold the heads of a group as they are: no sum over heads, which a power of two is needed for.
-
-Those that write dk and dv only with `rows_first`: else each thread has to know of all rows which head they are of, and
-5 or 12 heads of 128 took 8 % longer on an H100 than padded ones.
-"""
+BY_ROW_OR_BY_KEY = frozenset({"compressed_window_backward_kv", "selected_backward_kv"})
+"""Kernels that write dk and dv; see `rows_first`."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +122,7 @@ class Shape:
     rows: int
     """Rows of a tile, a power of two: those of each token in turn; where some are left at the end, they are idle."""
     group: int
-    """Rows per token: the heads of a group, padded to a power of two unless that leaves room for more tokens."""
+    """Rows per token: the heads of a group, in some kernels padded to a power of two (`_fit`)."""
     keys: int
     dk: int
     """Dk, padded to a power of two."""
@@ -209,7 +204,8 @@ def masked_shape(kernel: str, q: Tensor, v: Tensor) -> Shape:
     """The tiles of that launch, which there must be."""
     launch = masked_launch(kernel, q, v)
     assert launch is not None, kernel
-    return _masked_shape(launch, architecture.of(q.device), q.shape[2] // v.shape[2], q.shape[3], v.shape[3])
+    group, capability = q.shape[2] // v.shape[2], architecture.of(q.device)
+    return _masked_shape(launch, capability, group, q.shape[3], v.shape[3], q.dtype)
 
 
 def rows_per_token(rows: int, group: int) -> int:
@@ -218,23 +214,24 @@ def rows_per_token(rows: int, group: int) -> int:
     return group if rows // group > rows // padded_group else padded_group
 
 
-def rows_first(capability: int, rows: int, num_warps: int) -> bool:
+def rows_first(capability: int, rows: int, num_warps: int, dtype: torch.dtype) -> bool:
     """Whether kernels that write dk and dv do better with p and ds as [rows, keys] than as [keys, rows].
 
-    Hopper's products give each warp 16 of the first side, and a thread all of the second. With rows first a thread
-    needs lse and delta of two rows in place of all, which takes longer than to transpose p and ds in shared memory,
-    from where dk and dv take them then; but a warp without rows of its own would share those of another. Measured on
-    Hopper alone; the interpreter takes both.
+    In a product of Hopper's a thread holds two of the first side and a quarter of the second. With rows first it needs
+    lse and delta of two rows in place of a quarter of all. That is sooner, although p and ds go through shared memory
+    to be transposed, where each warp has 16 rows of its own; where it has none, later. Measured on Hopper with 16-bit
+    types alone (others use no such product); the interpreter takes both.
     """
-    return capability in architecture.OF_WARPGROUPS and rows >= MIN_DOT * num_warps
+    of_warpgroups = capability in architecture.WGMMA and (capability == 0 or dtype.itemsize == 2)
+    return of_warpgroups and rows >= MIN_DOT * num_warps
 
 
 @functools.cache
-def _masked_shape(launch: MaskedLaunch, capability: int, group: int, dk: int, dv: int) -> Shape:
+def _masked_shape(launch: MaskedLaunch, capability: int, group: int, dk: int, dv: int, dtype: torch.dtype) -> Shape:
     rows = max(launch.rows, padded(group))
     sizes = rows, rows_per_token(rows, group), launch.keys, *padded_channels(dk, dv)
-    upright = rows_first(capability, rows, launch.num_warps)
-    return Shape(*sizes, launch.num_warps, launch.num_stages, launch.max_registers, rows_first=upright)
+    by_row = rows_first(capability, rows, launch.num_warps, dtype)
+    return Shape(*sizes, launch.num_warps, launch.num_stages, launch.max_registers, rows_first=by_row)
 
 
 def fit(kernel: str, capability: int, group: int, dk: int, dv: int, dtype: torch.dtype) -> Shape:
@@ -263,7 +260,10 @@ def _fit(
     # where products do not take them from shared memory, q and do stand there for masked and for other loops apart
     twice_kib = 2 * rows * (padded_k + padded_v) * dtype.itemsize / 1024
     stretches = 1 if twice_kib > 2 / 3 * shared_kib else 3
-    upright = rows_first(capability, rows, launch[0])
-    packed = kernel in PACKED or (upright and kernel in PACKED_WITH_ROWS_FIRST)
-    in_tile = rows_per_token(rows, group) if packed else padded_group
-    return Shape(rows, in_tile, keys, padded_k, padded_v, *launch, value_stages, stretches, upright)
+    by_row = kernel in BY_ROW_OR_BY_KEY and rows_first(capability, rows, launch[0], dtype)
+    # Compressed attention and window take steps that begin with their tiles: pieces of a sequence have its bits only if
+    # tiles begin at powers of two. By key a thread would have to know of many rows which head they are of: 5 and 12
+    # heads of 128 took 8 % longer so.
+    unpadded = kernel == "selected_kv_major" or by_row
+    in_tile = rows_per_token(rows, group) if unpadded else padded_group
+    return Shape(rows, in_tile, keys, padded_k, padded_v, *launch, value_stages, stretches, by_row)

@@ -50,44 +50,20 @@ def test_a_tile_holds_as_many_tokens_as_find_room() -> None:
 
 
 @pytest.mark.parametrize("capability", [90, 86])
-@pytest.mark.parametrize("kernel", [*sorted(tuning.PACKED), *sorted(tuning.PACKED_WITH_ROWS_FIRST), "scores"])
-def test_a_group_is_padded_for_sums_over_its_heads_and_where_threads_hold_all_rows(
-    kernel: str, capability: int
-) -> None:
+@pytest.mark.parametrize("kernel", [*sorted(tuning.BY_ROW_OR_BY_KEY), "selected_kv_major", "scores"])
+def test_which_kernels_pad_a_group(kernel: str, capability: int) -> None:
+    """Scores, which are summed over a group, and dk and dv where a thread holds many rows."""
     shape = tuning.fit(kernel, capability, 6, 64, 64, torch.bfloat16)
-    packed = kernel in tuning.PACKED or (capability == 90 and kernel in tuning.PACKED_WITH_ROWS_FIRST)
-    assert (shape.tokens, shape.group) == ((10, 6) if packed else (8, 8))
+    unpadded = kernel == "selected_kv_major" or (capability == 90 and kernel in tuning.BY_ROW_OR_BY_KEY)
+    assert (shape.tokens, shape.group) == ((shape.rows // 6, 6) if unpadded else (shape.rows // 8, 8))
 
 
-@pytest.mark.gpu  # the interpreter multiplies with NumPy, whose bits depend on where in a tile a row stands
-@pytest.mark.parametrize("branch", ["compressed", "window"])
-@pytest.mark.parametrize("queries", [9, 30, 45])
-def test_a_piece_has_the_bits_of_the_whole(device: torch.device, branch: str, queries: int) -> None:
-    """The last queries alone: their tiles begin elsewhere, the steps over keys must not."""
-    case = Case(config=replace(CONFIG, w=37), group=6, queries=71, keys=71)  # windows begin inside a step of 16 keys
-    x, parts = case.inputs(device), Parts("triton", device)
-    piece = x._replace(q=x.q[:, -queries:], gates=x.gates[:, -queries:])
-    whole = parts.forward(case, x, branch)[:, -queries:]
-    assert torch.equal(whole, parts.forward(replace(case, queries=queries), piece, branch))
-
-
-def test_keys_before_the_window_do_not_matter(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """A step begins two keys before the window, where no flag says that they are not finite."""
-    empty = torch.empty
-
-    def all_true(*size: object, **options: object) -> Tensor:
-        found = empty(*size, **options)
-        return found.fill_(True) if found.dtype == torch.bool else found
-
-    monkeypatch.setattr(torch, "empty", all_true)
-    case = Case(config=CONFIG, group=6, queries=9, keys=71)
-    first = case.keys - case.queries - CONFIG.w + 1
-    x, parts = case.inputs(device), Parts("triton", device)
-    wanted = parts.forward(case, x, "window")
-    for keys in (x.k, x.v):
-        keys[:, :first] = float("nan")
-    assert first % 16 == 2
-    assert torch.equal(parts.forward(case, x, "window"), wanted)
+@pytest.mark.parametrize("kernel", ["compressed_window_forward", "compressed_window_backward_q"])
+def test_where_steps_begin_with_the_tiles_a_group_is_padded(kernel: str) -> None:
+    """Pieces of a sequence must begin where its tiles do: at multiples of 128."""
+    shape = tuning.fit(kernel, 90, 6, 64, 64, torch.bfloat16)
+    assert shape.group == 8
+    assert 128 % shape.tokens == 0
 
 
 @pytest.mark.parametrize("group", GROUPS)

@@ -12,7 +12,7 @@ import nsa
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import dispatch, selected, selected_kv_major
+from nsa.triton_backend import dispatch, selected, selected_kv_major, tuning
 
 CONFIG = nsa.NSAConfig(l=4, d=2, l_sel=8, n_sel=4, w=13)
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -30,6 +30,16 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         selected_kv_major, "BACKWARD_SCRATCH", 24 * 4 * 4 * 16
     )  # 24 queries of 4 heads, 4 blocks, 16 channels
     monkeypatch.setattr(selected_kv_major, "BACKWARD_PAIRS", 8)
+
+
+@pytest.fixture(params=["keys first", "rows first"])
+def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 16 rows, of which one warp has all, or four warps have none each; several of them to a partial sum."""
+    launch = tuning.LaunchConfig(16, 64, 1 if request.param == "rows first" else 4, 1)
+    table = tuning.Table("", dict.fromkeys(tuning.table(86).narrow, launch), {})
+    monkeypatch.setattr(tuning, "table", lambda _: table)
+    shape = tuning.fit("selected_backward_kv", 0, 5, 16, 16, torch.float32)
+    assert (shape.rows_first, shape.group) == ((True, 5) if request.param == "rows first" else (False, 8))
 
 
 def draw(device: torch.device, queries: int, keys: int, heads: int, num_kv_heads: int, dv: int) -> Inputs:
@@ -63,6 +73,25 @@ def test_it_agrees_with_the_oracle(
 ) -> None:
     inputs = draw(device, queries, keys, heads, num_kv_heads, dv)
     agree(run("triton", inputs), run("reference", inputs))
+
+
+@pytest.mark.usefixtures("order")
+@pytest.mark.parametrize("heads", [2, 3, 5])
+def test_several_tiles_of_a_block_agree_with_the_oracle(device: torch.device, heads: int) -> None:
+    """Of 8 queries that chose it; 3 and 5 heads are padded only with keys first."""
+    inputs = draw(device, 70, 70, heads, 1, 24)
+    agree(run("triton", inputs), run("reference", inputs))
+
+
+@pytest.mark.usefixtures("order")
+def test_a_query_that_is_not_finite_gives_nothing_to_keys_it_does_not_see(device: torch.device) -> None:
+    """Keys 22 and 23 are of the block that query 21 stands in."""
+    inputs = draw(device, 40, 40, 3, 1, 16)
+    with torch.no_grad():
+        inputs[0][0, 21, 0, 3] = float("nan")
+    *_, dk, dv = run("triton", inputs)
+    assert dk[0, 22:].isfinite().all()
+    assert dv[0, 22:].isfinite().all()
 
 
 @pytest.mark.parametrize("size", [12, 16, 32])
@@ -148,6 +177,7 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(
     assert not (found & ~sees).any()  # the oracle ignores a score of -inf, which makes a row nonfinite here
 
 
+@pytest.mark.usefixtures("order")
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("by_query", [False, True])
 @pytest.mark.parametrize("operand", ["k", "v"])
@@ -167,6 +197,7 @@ def test_gradients_beside_what_is_not_finite_are_the_oracles(
     torch.testing.assert_close(found[2][both], true[2][both], rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.usefixtures("order")
 @pytest.mark.parametrize("size", [12, 16])
 def test_scores_far_below_zero_leave_the_gradients_finite(device: torch.device, size: int) -> None:
     """Places beyond a block of 12 have a score of 0, so that their p overflows where every true score is below -88."""

@@ -65,20 +65,21 @@ def test_a_padded_group_has_a_launch_of_its_own(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("capability", "rows", "num_warps", "wanted"),
+    ("capability", "rows", "num_warps", "dtype", "wanted"),
     [
-        (90, 64, 4, True),
-        (90, 32, 4, False),
-        (90, 64, 8, False),
-        (90, 128, 8, True),
-        (86, 64, 4, False),
-        (0, 16, 1, True),
+        (90, 64, 4, torch.bfloat16, True),
+        (90, 32, 4, torch.bfloat16, False),
+        (90, 64, 8, torch.float16, False),
+        (90, 128, 8, torch.float16, True),
+        (90, 64, 4, torch.float32, False),
+        (86, 64, 4, torch.bfloat16, False),
+        (0, 16, 1, torch.float32, True),
     ],
 )
 def test_rows_come_first_where_each_warp_has_some_and_products_are_of_warpgroups(
-    capability: int, rows: int, num_warps: int, wanted: bool
+    capability: int, rows: int, num_warps: int, dtype: torch.dtype, wanted: bool
 ) -> None:
-    assert tuning.rows_first(capability, rows, num_warps) is wanted
+    assert tuning.rows_first(capability, rows, num_warps, dtype) is wanted
 
 
 def test_slim_rows_have_launches_of_their_own() -> None:
