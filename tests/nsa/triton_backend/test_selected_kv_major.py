@@ -12,7 +12,7 @@ import nsa
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import dispatch, selected, selected_kv_major, tuning
+from nsa.triton_backend import compressed_window, dispatch, selected, selected_kv_major, tuning
 
 CONFIG = nsa.NSAConfig(l=4, d=2, l_sel=8, n_sel=4, w=13)
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -33,13 +33,28 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=["keys first", "rows first"])
-def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 16 rows, of which one warp has all, or four warps have none each; several of them to a partial sum."""
+def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Tiles of 16 rows, of which one warp has all, or four warps have too few; several of them to a partial sum."""
     launch = tuning.LaunchConfig(16, 64, 1 if request.param == "rows first" else 4, 1)
     table = tuning.Table("", dict.fromkeys(tuning.table(86).narrow, launch), {})
     monkeypatch.setattr(tuning, "table", lambda _: table)
     shape = tuning.fit("selected_backward_kv", 0, 5, 16, 16, torch.float32)
     assert (shape.rows_first, shape.group) == ((True, 5) if request.param == "rows first" else (False, 8))
+    return str(request.param)
+
+
+class Launched:
+    """A kernel, and by name what its launches were given."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.arguments = kernel, list[dict[str, Any]]()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def launch(*arguments: Any, **options: Any) -> Any:
+            self.arguments.append(dict(zip(self.kernel.arg_names, arguments, strict=False)))
+            return self.kernel[grid](*arguments, **options)
+
+        return launch
 
 
 def draw(device: torch.device, queries: int, keys: int, heads: int, num_kv_heads: int, dv: int) -> Inputs:
@@ -81,6 +96,24 @@ def test_several_tiles_of_a_block_agree_with_the_oracle(device: torch.device, he
     """Of 8 queries that chose it; 3 and 5 heads are padded only with keys first."""
     inputs = draw(device, 70, 70, heads, 1, 24)
     agree(run("triton", inputs), run("reference", inputs))
+
+
+def test_kernels_that_write_dk_and_dv_are_told_the_order(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, order: str
+) -> None:
+    """In both orders they give the same, so that nothing else would notice."""
+    if device.type == "cuda":
+        pytest.skip("float32 has no rows first on a GPU")
+    kernels = {"_backward": selected_kv_major, "_backward_kv": compressed_window}
+    launched = {name: Launched(getattr(module, name)) for name, module in kernels.items()}
+    for name, module in kernels.items():
+        monkeypatch.setattr(module, name, launched[name])
+    q, k, v, blocks = draw(device, 40, 40, 5, 1, 16)
+    run("triton", (q, k, v, blocks))
+    nsa.window_attention(q, k, v, CONFIG, backend="triton")[0].sum().backward()
+    wanted = (True, 5) if order == "rows first" else (False, 8)
+    for one in launched.values():
+        assert {(given["ROWS_FIRST"], given["GP"]) for given in one.arguments} == {wanted}
 
 
 @pytest.mark.usefixtures("order")

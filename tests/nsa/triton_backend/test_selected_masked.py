@@ -176,6 +176,21 @@ def test_no_program_takes_many_queries_unless_there_are_many_programs(
     assert compressed_window._splits(tiles, queries, 512, masked=True) == wanted
 
 
+def test_only_masked_queries_are_cut_so(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """However they are cut the sums are the same, so that nothing else would notice."""
+    told, splits = list[bool](), compressed_window._splits
+
+    def listening(*numbers: int, masked: bool) -> int:
+        told.append(masked)
+        return splits(*numbers, masked=masked)
+
+    monkeypatch.setattr(compressed_window, "_splits", listening)
+    q, k, v, blocks = draw_masked(device, 40, 40, 2, 1, 16)
+    run_masked("triton", (q, k, v, blocks))
+    nsa.window_attention(q, k, v, MASKED, backend="triton")[0].sum().backward()
+    assert told == [True, False]
+
+
 def test_a_table_says_up_to_which_length_it_is_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of Hopper, with 12/2 heads of 64 and 32/8 of 128; one that was not measured never is."""
     monkeypatch.undo()

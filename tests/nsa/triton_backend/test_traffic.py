@@ -72,6 +72,13 @@ def test_the_h200_keeps_what_was_measured(group: int, dk: int, dv: int, wanted: 
     assert measured == (LENGTHS[:7] if wanted else [])
 
 
+@pytest.mark.parametrize(("group", "channels"), [(5, 128), (6, 64)])
+def test_a_group_that_is_not_padded_goes_by_block_on_an_h100(group: int, channels: int) -> None:
+    """Forward at the lengths of the records; by query took half as long again and more at 8k."""
+    call = replace(PAPER, group=group, dk=channels, dv=channels)
+    assert by_block(call, GPUS["H100 SXM"], backward=False)[:7] == LENGTHS[:7]
+
+
 def test_the_model_gives_the_measured_times_of_the_h200() -> None:
     """part-selected of results/runs/h200 (commit c8f3ca1): by query 13.6 ms at 64k, by block 5.8 with 32/8 at 32k."""
     queries, blocks = 4 * 65536 * 16, 8 * 32768 * 16
