@@ -253,14 +253,17 @@ def _fit(
         of_width, excess = "narrow", 2 * excess
     tuned = tables.of(kernel, of_width, group)
     rows, keys = max(tuned.rows // excess, MIN_DOT), max(tuned.keys // excess, MIN_DOT)
+    more = padded_group // rows
+    as_measured = excess == 1 and more <= 1
     launch = (tuned.num_warps, tuned.num_stages, tuned.max_registers) if excess == 1 else (4, 2, None)
-    if (more := padded_group // rows) > 1:  # a group is never cut, so that keys make up for its rows
+    if more > 1:  # a group is never cut, so that keys make up for its rows
         rows, keys, launch = padded_group, max(keys // more, MIN_DOT), (4, 1, None)
     value_stages = tuned.value_stages or launch[1]
     # where products do not take them from shared memory, q and do stand there for masked and for other loops apart
     twice_kib = 2 * rows * (padded_k + padded_v) * dtype.itemsize / 1024
     stretches = 1 if twice_kib > 2 / 3 * shared_kib else 3
-    by_row = kernel in BY_ROW_OR_BY_KEY and rows_first(capability, rows, launch[0], dtype)
+    # by row takes more shared memory: 288 KiB for 128 heads of 256, where no more than 227 are
+    by_row = as_measured and kernel in BY_ROW_OR_BY_KEY and rows_first(capability, rows, launch[0], dtype)
     # Compressed attention and window take steps that begin with their tiles: pieces of a sequence have its bits only if
     # tiles begin at powers of two. By key a thread would have to know of many rows which head they are of: 5 and 12
     # heads of 128 took 8 % longer so.

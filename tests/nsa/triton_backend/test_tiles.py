@@ -82,6 +82,15 @@ def test_rows_come_first_where_each_warp_has_some_and_products_are_of_warpgroups
     assert tuning.rows_first(capability, rows, num_warps, dtype) is wanted
 
 
+@pytest.mark.parametrize(
+    ("group", "channels", "wanted"), [(16, 64, True), (64, 64, True), (128, 64, False), (128, 256, False)]
+)
+def test_rows_come_first_only_in_tiles_of_the_table(group: int, channels: int, wanted: bool) -> None:
+    """Those made for larger groups were not measured; 128 heads of 256 would need 288 KiB of shared memory."""
+    shape = tuning.fit("selected_backward_kv", 90, group, channels, channels, torch.bfloat16)
+    assert shape.rows_first is wanted
+
+
 def test_slim_rows_have_launches_of_their_own() -> None:
     """12/2 heads of 64 in bfloat16 are half as wide as the table's usual rows; in float32 they are as wide."""
     assert tuning.width(64, 64, torch.bfloat16) == ("slim", 1)
