@@ -54,6 +54,7 @@ from nsa.triton_backend.tile import (
     per_row,
     product,
     rows_of,
+    rows_of_tile,
     scores_of,
     store_rows,
     transposed,
@@ -86,12 +87,11 @@ def _forward(
     SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
     ROWS: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr, STRETCHES: tl.constexpr,
 ):  # fmt: skip
-    BT: tl.constexpr = ROWS // GP
     # the last queries see the most keys, so they start first
-    first_token = (tl.num_programs(0) - 1 - tl.program_id(0)) * BT
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    last_token = tl.minimum(first_token + BT, S) - 1
-    token, g, real = rows_of(first_token, S, G, ROWS, GP)
+    first_token, last_token = tile * ROWS // GP, tl.minimum((tile * ROWS + ROWS - 1) // GP, S - 1)
+    token, g, real = rows_of_tile(tile, S, G, ROWS, GP)
     lo, hi = interval_of(LO, HI, token, real, ahead)
     q = load_rows(Q + b * q_b, token * q_s + (h * G + g) * q_h, real, DK, DKP)
     k_base, v_base, finite_base = K + b * k_b + h * k_h, V + b * v_b + h * v_h, FINITE + b * T * HKV + h
@@ -149,12 +149,11 @@ def _backward_q(
     SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
     ROWS: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr, STRETCHES: tl.constexpr,
 ):  # fmt: skip
-    BT: tl.constexpr = ROWS // GP
     # the last queries see the most keys, so they start first
-    first_token = (tl.num_programs(0) - 1 - tl.program_id(0)) * BT
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    last_token = tl.minimum(first_token + BT, S) - 1
-    token, g, real = rows_of(first_token, S, G, ROWS, GP)
+    first_token, last_token = tile * ROWS // GP, tl.minimum((tile * ROWS + ROWS - 1) // GP, S - 1)
+    token, g, real = rows_of_tile(tile, S, G, ROWS, GP)
     lo, hi = interval_of(LO, HI, token, real, ahead)
     row = (b * S + token) * HQ + h * G + g
     q = load_rows(Q + b * q_b, token * q_s + (h * G + g) * q_h, real, DK, DKP)
@@ -287,7 +286,7 @@ def forward(
         return o, lse, read
     shape = _shape("forward", q, v, chosen)
     with on_device(q):
-        _forward[cdiv(length, shape.tokens), num_kv_heads, batch](
+        _forward[shape.tiles(length), num_kv_heads, batch](
             q, k, v, finite, lo, hi, _bits(chosen), o, lse, read, *(whole or 4 * (None,)),
             *strides(q), *strides(k), *strides(v),
             length, k.shape[1], heads, num_kv_heads, heads // num_kv_heads, _ahead(chosen), scale * LOG2E,
@@ -373,7 +372,7 @@ def _gradient_of_queries(
         hopper.compressed_window.backward_q(q, k, v, finite, do, lo, hi, lse, delta, dq, scale)
         return
     shape = _shape("backward_q", q, v, chosen)
-    _backward_q[cdiv(length, shape.tokens), num_kv_heads, batch](
+    _backward_q[shape.tiles(length), num_kv_heads, batch](
         q, k, v, finite, do, lo, hi, _bits(chosen), lse, delta, dq, *(more_dq or (None, None)),
         *strides(q), *strides(k), *strides(v),
         length, num_keys, heads, num_kv_heads, heads // num_kv_heads, _ahead(chosen), scale, scale * LOG2E,

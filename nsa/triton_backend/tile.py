@@ -155,6 +155,22 @@ def rows_of(first, S, G, ROWS: tl.constexpr, GP: tl.constexpr):
 
 
 @triton.jit
+def rows_of_tile(tile, S, G, ROWS: tl.constexpr, GP: tl.constexpr):
+    """As `rows_of`, of tile number `tile`, with no idle rows: tiles that GP does not divide cut groups.
+
+    So a tile begins at a multiple of ROWS rows, whatever the group: pieces of a sequence that begin at multiples of
+    ROWS tokens (`parallel.plan.GRID`) have the tiles of the whole, and its bits.
+    """
+    if ROWS % GP == 0:
+        token, head, real = rows_of(tile * (ROWS // GP), S, G, ROWS, GP)
+    else:
+        row = tile * ROWS + tl.arange(0, ROWS)
+        token, head = (row // GP).to(tl.int64), row % GP
+        real = token < S
+    return token, head, real
+
+
+@triton.jit
 def online_softmax(s, v, m, l, acc, to_base_2):
     """Add the scores s [rows, keys] and values v [keys, Dv] to the running softmax; `to_base_2` > 0 scales scores.
 

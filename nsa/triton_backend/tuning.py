@@ -23,6 +23,8 @@ MIN_DOT = 16  # tensor cores take no smaller side
 # is right without its optimiser, and from the ptxas of CUDA 13. So values are padded as far as keys are, up to 64.
 ENOUGH_VALUES = 64
 NARROW = 512  # bytes of q and o, or of k and v, per row that the table is made for: bfloat16, head sizes of 128
+UNPADDED = frozenset({"compressed_window_forward", "compressed_window_backward_q", "selected_kv_major"})
+"""Kernels whose tiles hold the heads of a group as they are."""
 BY_ROW_OR_BY_KEY = frozenset({"compressed_window_backward_kv", "selected_backward_kv"})
 """Kernels that write dk and dv; see `rows_first`."""
 
@@ -120,7 +122,8 @@ class Shape:
     """How one kernel cuts the work of one call."""
 
     rows: int
-    """Rows of a tile, a power of two: those of each token in turn; where some are left at the end, they are idle."""
+    """Rows of a tile, a power of two: those of each token in turn. Where some are left at the end, they are idle, or of a
+    part of the next group (`tile.rows_of_tile`)."""
     group: int
     """Rows per token: the heads of a group, in some kernels padded to a power of two (`_fit`)."""
     keys: int
@@ -140,8 +143,12 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Queries per program; where heads are padded, a power of two."""
+        """Whole queries per tile; where heads are padded, a power of two."""
         return self.rows // self.group
+
+    def tiles(self, num_queries: int) -> int:
+        """Of all rows of so many queries, where tiles may cut a group (`tile.rows_of_tile`)."""
+        return cdiv(num_queries * self.group, self.rows)
 
     def sizes(self, dk: int, dv: int) -> tuple[int, ...]:
         """The constants DK, DV, DKP, DVP, ROWS, GP, BN of a kernel of `compressed_window.py`."""
@@ -264,9 +271,8 @@ def _fit(
     stretches = 1 if twice_kib > 2 / 3 * shared_kib else 3
     # by row takes more shared memory: 288 KiB for 128 heads of 256, where no more than 227 are
     by_row = as_measured and kernel in BY_ROW_OR_BY_KEY and rows_first(capability, rows, launch[0], dtype)
-    # Compressed attention and window take steps that begin with their tiles: pieces of a sequence have its bits only if
-    # tiles begin at powers of two. By key a thread would have to know of many rows which head they are of: 5 and 12
-    # heads of 128 took 8 % longer so.
-    unpadded = kernel == "selected_kv_major" or by_row
+    # Not where scores are summed over a group. By key a thread would have to know of many rows which head they are of:
+    # 5 and 12 heads of 128 took 8 % longer so.
+    unpadded = kernel in UNPADDED or by_row
     in_tile = rows_per_token(rows, group) if unpadded else padded_group
     return Shape(rows, in_tile, keys, padded_k, padded_v, *launch, value_stages, stretches, by_row)

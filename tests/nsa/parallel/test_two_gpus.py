@@ -26,7 +26,7 @@ ON_GPU = Case(
 )  # fmt: skip
 CASES = {
     "head-tail": dataclasses.replace(ON_GPU, dv=32),
-    "two sequences": dataclasses.replace(ON_GPU, batch=2, seed=1),
+    "two sequences, six heads in a group": dataclasses.replace(ON_GPU, batch=2, heads=12, seed=1),
     "sixteen heads in a group": dataclasses.replace(ON_GPU, heads=32, dk=128, dv=128, seed=2),
     "the paper's heads": dataclasses.replace(ON_GPU, heads=16, num_kv_heads=1, dk=192, dv=128, seed=3),
     "documents": dataclasses.replace(

@@ -1,7 +1,7 @@
 """Tiles that hold the heads of a group as they are, where padded ones leave less room.
 
 What could go wrong there: rows behind the last whole group that are taken for heads of the next tile's first token, a
-step that is not as long as a tile, and a last token that is not the tile's last.
+step that is not as long as a tile, a last token that is not the tile's last, and a group that two tiles share.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 import nsa
 from nsa import NSAConfig
+from nsa.parallel.plan import GRID
 from tests.laws.cases import Case
 from tests.laws.parts import Parts
 from tests.laws.test_precision import STEADY, values_and_gradients_within_budget
@@ -50,27 +51,38 @@ def test_a_tile_holds_as_many_tokens_as_find_room() -> None:
 
 
 @pytest.mark.parametrize("capability", [90, 86])
-@pytest.mark.parametrize("kernel", [*sorted(tuning.BY_ROW_OR_BY_KEY), "selected_kv_major", "scores"])
+@pytest.mark.parametrize("kernel", [*sorted(tuning.BY_ROW_OR_BY_KEY), *sorted(tuning.UNPADDED), "scores"])
 def test_which_kernels_pad_a_group(kernel: str, capability: int) -> None:
     """Scores, which are summed over a group, and dk and dv where a thread holds many rows."""
     shape = tuning.fit(kernel, capability, 6, 64, 64, torch.bfloat16)
-    unpadded = kernel == "selected_kv_major" or (capability == 90 and kernel in tuning.BY_ROW_OR_BY_KEY)
+    unpadded = kernel in tuning.UNPADDED or (capability == 90 and kernel in tuning.BY_ROW_OR_BY_KEY)
     assert (shape.tokens, shape.group) == ((shape.rows // 6, 6) if unpadded else (shape.rows // 8, 8))
 
 
-@pytest.mark.parametrize("kernel", ["compressed_window_forward", "compressed_window_backward_q"])
-def test_where_steps_begin_with_the_tiles_a_group_is_padded(kernel: str) -> None:
-    """Pieces of a sequence must begin where its tiles do: at multiples of 128."""
-    shape = tuning.fit(kernel, 90, 6, 64, 64, torch.bfloat16)
-    assert shape.group == 8
-    assert 128 % shape.tokens == 0
+@pytest.mark.parametrize("group", GROUPS)
+def test_tiles_begin_at_every_step_of_the_pieces_of_a_sequence(group: int) -> None:
+    """And none has an idle row but the last."""
+    shape = tuning.fit("compressed_window_forward", 90, group, 64, 64, torch.bfloat16)
+    assert GRID["triton"] * shape.group % shape.rows == 0
+    assert shape.tiles(1000) == -(-1000 * shape.group // shape.rows)
+
+
+@pytest.mark.gpu  # the interpreter multiplies with NumPy, whose bits depend on where in a tile a row stands
+@pytest.mark.parametrize("branch", ["compressed", "window"])
+def test_a_piece_has_the_bits_of_the_whole(device: torch.device, branch: str) -> None:
+    """The last 256 queries alone, with the keys that they see: a tile of 64 rows begins where they do."""
+    case = Case(config=replace(CONFIG, w=37), group=6, queries=512, keys=512)
+    x, parts = case.inputs(device), Parts("triton", device)
+    piece = x._replace(q=x.q[:, 256:], gates=x.gates[:, 256:])
+    whole = parts.forward(case, x, branch)[:, 256:]
+    assert torch.equal(whole, parts.forward(replace(case, queries=256), piece, branch))
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_values_and_gradients_stay_within_the_budget(device: torch.device, group: int) -> None:
     """Of 64 tokens in two sequences: no whole number of tiles but where a group is a power of two."""
     case = replace(STEADY, config=CONFIG, group=group, batch=2, num_kv_heads=1, dk=16)
-    values_and_gradients_within_budget(Parts("triton", device), case, "selected", steady=True)
+    values_and_gradients_within_budget(Parts("triton", device), case, "all", steady=True)
 
 
 @pytest.mark.parametrize("group", [3, 6])
@@ -79,9 +91,9 @@ def test_so_they_do_in_pieces(device: torch.device, group: int) -> None:
     values_and_gradients_within_budget(Parts("triton", device), case, "selected")
 
 
-@pytest.mark.parametrize("tokens", [1, 9, 10, 11, 20, 21])
+@pytest.mark.parametrize("tokens", [1, 9, 10, 11, 20, 21, 22, 32, 33])
 def test_the_last_tokens_have_rows(device: torch.device, tokens: int) -> None:
-    """A tile has ten tokens: the sequence ends inside one, with one, and a token behind one."""
+    """A tile has ten tokens, or ten and two thirds: the sequence ends inside one, with one, and a token behind one."""
     case = Case(config=CONFIG, group=6, queries=tokens, keys=tokens, dtype=torch.bfloat16)
     values_and_gradients_within_budget(Parts("triton", device), case, "all")
 
@@ -97,9 +109,9 @@ def run(backend: str, case: Case, device: torch.device, name: str, token: int) -
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "do"])
-@pytest.mark.parametrize("token", [9, 10])
+@pytest.mark.parametrize("token", [9, 10, 11])
 def test_what_is_not_finite_stays_in_its_token(device: torch.device, name: str, token: int) -> None:
-    """The last token of a tile and the first of the next one, whose heads rows behind the last group could be."""
+    """The last whole token of a tile, the first of the next one, which it may share, and the one behind."""
     case = Case(config=replace(CONFIG, n_sel=5), num_kv_heads=1, group=6, queries=33, keys=33)
     (found, *gradients), (wanted, *_) = (run(backend, case, device, name, token) for backend in ("triton", "reference"))
     assert torch.equal(found.isfinite().all(-1), wanted.isfinite().all(-1))
