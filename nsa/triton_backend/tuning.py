@@ -122,8 +122,8 @@ class Shape:
     """How one kernel cuts the work of one call."""
 
     rows: int
-    """Rows of a tile, a power of two: those of each token in turn. Where some are left at the end, they are idle, or of a
-    part of the next group (`tile.rows_of_tile`)."""
+    """Rows of a tile, a power of two: those of each token in turn. Where some are left at the end, they are idle, or a
+    part of the next group's (`tile.rows_of_tile`)."""
     group: int
     """Rows per token: the heads of a group, in some kernels padded to a power of two (`_fit`)."""
     keys: int
