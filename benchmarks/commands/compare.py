@@ -192,13 +192,13 @@ def _planned(
 
 
 def _visits(results: Path, machine: Machine) -> dict[str, list[CaseVisit]]:
-    """This machine's; of a GPU that has none those of the GPU with the most, whose times are near enough."""
+    """This machine's; of cases that a GPU has none of, those of the GPU with the most, whose times are near enough."""
     own = Store(results, machine.id).visits(machine.id)
-    if own or machine.device == "cpu":
+    if machine.device == "cpu":
         return own
     stored = Store(results)
-    gpus = [one for one in stored.machines() if machines.is_id(one) and one != machines.CPU]
-    return max(map(stored.visits, gpus), key=len, default={})
+    others = [one for one in stored.machines() if machines.is_id(one) and one not in (machines.CPU, machine.id)]
+    return {**max(map(stored.visits, others), key=len, default={}), **own}
 
 
 def rules_for(results: Path, machine: Machine, pairs: int) -> CaseRules:

@@ -271,9 +271,9 @@ def test_a_comparison_takes_what_was_compared_longest_ago(tmp_path: Path, capsys
     assert compare._planned(asked, machines.recognise(None), keys, rules, None) is None
 
 
-def test_a_gpu_without_records_takes_the_times_of_another(tmp_path: Path) -> None:
-    """Or each case counts for 15 s, and most of a comparison that would fit is left out."""
-    fast = key(length=64)
+def test_a_gpu_takes_the_times_of_another_for_cases_that_it_has_no_record_of(tmp_path: Path) -> None:
+    """Or each counts for 15 s, and most of a comparison that would fit is left out."""
+    fast, other = key(length=64), key(length=128)
     stored.write(tmp_path, dataclasses.replace(passed(fast), case_s=2.0))
     h100 = dataclasses.replace(machines.recognise(None), id="h100-sxm", device="cuda")
     assert compare._visits(tmp_path, h100) == {}  # a CPU's are no GPU's
@@ -282,3 +282,10 @@ def test_a_gpu_without_records_takes_the_times_of_another(tmp_path: Path) -> Non
     stored.write(tmp_path, dataclasses.replace(record, fingerprint=fingerprint, case_s=3.0))
     assert [visit.case_s for visit in compare._visits(tmp_path, h100)[fast.name]] == [3.0]
     assert [visit.case_s for visit in compare._visits(tmp_path, machines.recognise(None))[fast.name]] == [2.0]
+    fingerprint = dataclasses.replace(record.fingerprint, machine="h100-sxm")
+    own = dataclasses.replace(passed(other), fingerprint=fingerprint, case_s=4.0)
+    stored.write(tmp_path, own)
+    found = compare._visits(tmp_path, h100)
+    assert {name: [visit.case_s for visit in of_case] for name, of_case in found.items()} == {
+        fast.name: [3.0], other.name: [4.0]
+    }  # fmt: skip
