@@ -192,13 +192,14 @@ def _planned(
 
 
 def _visits(results: Path, machine: Machine) -> dict[str, list[CaseVisit]]:
-    """This machine's; of cases that a GPU has none of, those of the GPU with the most, whose times are near enough."""
+    """This machine's; for cases that a GPU has no record of, those of the GPU with most cases: near enough in time."""
     own = Store(results, machine.id).visits(machine.id)
     if machine.device == "cpu":
         return own
     stored = Store(results)
     others = [one for one in stored.machines() if machines.is_id(one) and one not in (machines.CPU, machine.id)]
-    return {**max(map(stored.visits, others), key=len, default={}), **own}
+    of_another: dict[str, list[CaseVisit]] = max(map(stored.visits, others), key=len, default={})
+    return of_another | own
 
 
 def rules_for(results: Path, machine: Machine, pairs: int) -> CaseRules:

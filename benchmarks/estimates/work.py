@@ -85,8 +85,9 @@ def interval(shape: PrefillShape, branch: str, kernel: str, architecture: int, p
     keys = geometry.num_compressed_blocks(shape.tokens, CONFIG) if branch == "compressed" else shape.tokens
     per_query = getattr(pairs(shape), branch) / shape.tokens
     # a tile takes what any of its rows sees, in whole steps: half a step more at each end, and its own queries
-    more = tile.keys + tile.tokens / (CONFIG.d if branch == "compressed" else 1)
-    computed = shape.tokens * shape.num_kv_heads * tile.rows / tile.tokens * (per_query + more)
+    rows_per_query = tile.group if kernel in tuning.CUT_GROUPS else tile.rows / tile.tokens
+    more = tile.keys + tile.rows / rows_per_query / (CONFIG.d if branch == "compressed" else 1)
+    computed = shape.tokens * shape.num_kv_heads * rows_per_query * (per_query + more)
     by_keys = kernel.endswith("backward_kv")
     sharing = tile.keys if by_keys else tile.rows
     flop = computed * 2 * (products[0] * dk + products[1] * dv)

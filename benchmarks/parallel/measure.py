@@ -88,7 +88,7 @@ def measure(
     calls: list[Callable[[], object]] = [together]
     if alone:
         calls.insert(0, partial(_one, key, whole, d_o, cu_seqlens))
-    del whole, d_o  # otherwise no call has them, and a rank needs no more than its own part
+    del whole, d_o  # unless one rank is timed alone, each needs no more than its own part
     *alone_ms, times_ms = _samples(calls, samples, context.group)
     times = _most(times_ms, context.group, device)
     fastest_ms, slowest_ms = _fastest_and_slowest(alone_ms[0], context, device) if alone else (None, None)

@@ -24,8 +24,8 @@ from nsa.parallel.exchange import Gather, Halo
 from nsa.parallel.order import Piece, TokenOrder, arange_of
 
 GRID = {"torch": torch_backend.COMPRESSED_CHUNK, "triton": 128}
-"""Tokens to whose multiples a backend's steps are aligned: the window's of the PyTorch backend divide them, and so do
-most tiles of the kernels."""
+"""Tokens to whose multiples a backend's steps are aligned: the window's of the PyTorch backend divide them, and the
+rows of every tile of the kernels divide the rows of so many tokens."""
 KEYS_FROM_DOCUMENT = {"torch": False, "triton": True}
 """Whether a piece's keys may begin with its first document: the kernels read no others, and PyTorch's sums over keys
 that are masked round otherwise where there are fewer of them."""

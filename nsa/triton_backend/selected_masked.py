@@ -2,8 +2,9 @@
 
 Where most of what a query sees is chosen, an index (a sort of n · Hkv · S choices, tiles, partial outputs and their
 merge) takes longer than the keys that are read in vain. The kernels are those of `compressed_window.py`. A query's
-blocks are the bits of one number. A group is not padded where a tile holds more tokens so: the keys of a step do not
-depend on where tiles begin, so that a piece of a sequence still gives the bits of the whole.
+blocks are the bits of one number. Tiles of forward and dq may cut a group, and those of dk and dv do not pad it where
+they hold more tokens so: the keys of a step do not depend on where tiles begin, so that a piece of a sequence still
+gives the bits of the whole.
 """
 
 from __future__ import annotations

@@ -156,10 +156,11 @@ def rows_of(first, S, G, ROWS: tl.constexpr, GP: tl.constexpr):
 
 @triton.jit
 def rows_of_tile(tile, S, G, ROWS: tl.constexpr, GP: tl.constexpr):
-    """As `rows_of`, of tile number `tile`, with no idle rows: tiles that GP does not divide cut groups.
+    """As `rows_of`, of tile number `tile` of the rows of all tokens: it may begin and end inside a group.
 
     So a tile begins at a multiple of ROWS rows, whatever the group: pieces of a sequence that begin at multiples of
-    ROWS tokens (`parallel.plan.GRID`) have the tiles of the whole, and its bits.
+    ROWS tokens (`parallel.plan.GRID`) have the tiles of the whole, and its bits. Only rows behind the last token, and
+    of heads that are padding, are idle.
     """
     if ROWS % GP == 0:
         token, head, real = rows_of(tile * (ROWS // GP), S, G, ROWS, GP)

@@ -23,8 +23,8 @@ MIN_DOT = 16  # tensor cores take no smaller side
 # is right without its optimiser, and from the ptxas of CUDA 13. So values are padded as far as keys are, up to 64.
 ENOUGH_VALUES = 64
 NARROW = 512  # bytes of q and o, or of k and v, per row that the table is made for: bfloat16, head sizes of 128
-UNPADDED = frozenset({"compressed_window_forward", "compressed_window_backward_q", "selected_kv_major"})
-"""Kernels whose tiles hold the heads of a group as they are."""
+CUT_GROUPS = frozenset({"compressed_window_forward", "compressed_window_backward_q"})
+"""Kernels whose tiles may cut a group (`tile.rows_of_tile`), which is never padded there."""
 BY_ROW_OR_BY_KEY = frozenset({"compressed_window_backward_kv", "selected_backward_kv"})
 """Kernels that write dk and dv; see `rows_first`."""
 
@@ -147,7 +147,7 @@ class Shape:
         return self.rows // self.group
 
     def tiles(self, num_queries: int) -> int:
-        """Of all rows of so many queries, where tiles may cut a group (`tile.rows_of_tile`)."""
+        """How many tiles hold the rows of so many queries, where a tile may cut a group (`tile.rows_of_tile`)."""
         return cdiv(num_queries * self.group, self.rows)
 
     def sizes(self, dk: int, dv: int) -> tuple[int, ...]:
@@ -212,7 +212,7 @@ def masked_shape(kernel: str, q: Tensor, v: Tensor) -> Shape:
     launch = masked_launch(kernel, q, v)
     assert launch is not None, kernel
     group, capability = q.shape[2] // v.shape[2], architecture.of(q.device)
-    return _masked_shape(launch, capability, group, q.shape[3], v.shape[3], q.dtype)
+    return _masked_shape(kernel, launch, capability, group, q.shape[3], v.shape[3], q.dtype)
 
 
 def rows_per_token(rows: int, group: int) -> int:
@@ -234,9 +234,12 @@ def rows_first(capability: int, rows: int, num_warps: int, dtype: torch.dtype) -
 
 
 @functools.cache
-def _masked_shape(launch: MaskedLaunch, capability: int, group: int, dk: int, dv: int, dtype: torch.dtype) -> Shape:
+def _masked_shape(
+    kernel: str, launch: MaskedLaunch, capability: int, group: int, dk: int, dv: int, dtype: torch.dtype
+) -> Shape:
     rows = max(launch.rows, padded(group))
-    sizes = rows, rows_per_token(rows, group), launch.keys, *padded_channels(dk, dv)
+    in_tile = group if f"compressed_window_{kernel}" in CUT_GROUPS else rows_per_token(rows, group)
+    sizes = rows, in_tile, launch.keys, *padded_channels(dk, dv)
     by_row = rows_first(capability, rows, launch.num_warps, dtype)
     return Shape(*sizes, launch.num_warps, launch.num_stages, launch.max_registers, rows_first=by_row)
 
@@ -263,16 +266,18 @@ def _fit(
     more = padded_group // rows
     as_measured = excess == 1 and more <= 1
     launch = (tuned.num_warps, tuned.num_stages, tuned.max_registers) if excess == 1 else (4, 2, None)
-    if more > 1:  # a group is never cut, so that keys make up for its rows
+    if more > 1:  # a tile holds a group at least, and keys make up for its rows
         rows, keys, launch = padded_group, max(keys // more, MIN_DOT), (4, 1, None)
     value_stages = tuned.value_stages or launch[1]
     # where products do not take them from shared memory, q and do stand there for masked and for other loops apart
     twice_kib = 2 * rows * (padded_k + padded_v) * dtype.itemsize / 1024
     stretches = 1 if twice_kib > 2 / 3 * shared_kib else 3
-    # by row takes more shared memory: 288 KiB for 128 heads of 256, where no more than 227 are
+    # by row takes more shared memory: 128 heads of 256 need 288 KiB, and Hopper has 227
     by_row = as_measured and kernel in BY_ROW_OR_BY_KEY and rows_first(capability, rows, launch[0], dtype)
-    # Not where scores are summed over a group. By key a thread would have to know of many rows which head they are of:
-    # 5 and 12 heads of 128 took 8 % longer so.
-    unpadded = kernel in UNPADDED or by_row
-    in_tile = rows_per_token(rows, group) if unpadded else padded_group
+    if kernel in CUT_GROUPS:
+        in_tile = group
+    elif kernel == "selected_kv_major" or by_row:
+        in_tile = rows_per_token(rows, group)
+    else:  # Scores are summed over a group, which takes a power of two. By key a thread would have to know of many rows
+        in_tile = padded_group  # which head they are of: 5 and 12 heads of 128 took 8 % longer so.
     return Shape(rows, in_tile, keys, padded_k, padded_v, *launch, value_stages, stretches, by_row)

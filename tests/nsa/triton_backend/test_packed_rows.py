@@ -14,7 +14,6 @@ from torch import Tensor
 
 import nsa
 from nsa import NSAConfig
-from nsa.parallel.plan import GRID
 from tests.laws.cases import Case
 from tests.laws.parts import Parts
 from tests.laws.test_precision import STEADY, values_and_gradients_within_budget
@@ -28,7 +27,8 @@ IN_TILE = {
     **{group: (64 // group, group) for group in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 16)},
     **{13: (4, 16), 15: (4, 16), 24: (2, 32)},
 }
-"""By group: (tokens, rows per token) of a tile of 64 rows; padded where it holds no more tokens without."""
+"""By group: (tokens, rows per token) of a tile of 64 rows that cuts no group; padded where it holds no more tokens
+without."""
 GROUPS = (1, 2, 3, 5, 6, 7, 12, 16)
 CONFIG = NSAConfig(l=4, d=2, l_sel=16, n_sel=3, w=13)
 
@@ -45,37 +45,51 @@ def several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_tile_holds_as_many_tokens_as_find_room() -> None:
     v = torch.empty(1, 1, 1, 64)
-    shapes = {group: tuning.masked_shape("forward", torch.empty(1, 1, group, 64), v) for group in IN_TILE}
+    shapes = {group: tuning.masked_shape("backward_kv", torch.empty(1, 1, group, 64), v) for group in IN_TILE}
     assert {group: (shape.tokens, shape.group) for group, shape in shapes.items()} == IN_TILE
     assert {shape.rows for shape in shapes.values()} == {64}
 
 
+@pytest.mark.parametrize("group", IN_TILE)
+@pytest.mark.parametrize("kernel", ["forward", "backward_q"])
+def test_where_tiles_cut_groups_none_is_padded(kernel: str, group: int) -> None:
+    q, v = torch.empty(1, 1, group, 64), torch.empty(1, 1, 1, 64)
+    for shape in (tuning.masked_shape(kernel, q, v), tuning.shape(f"compressed_window_{kernel}", q, v)):
+        assert shape.group == group
+        assert shape.tiles(1000) == -(-1000 * group // 64)
+
+
 @pytest.mark.parametrize("capability", [90, 86])
-@pytest.mark.parametrize("kernel", [*sorted(tuning.BY_ROW_OR_BY_KEY), *sorted(tuning.UNPADDED), "scores"])
-def test_which_kernels_pad_a_group(kernel: str, capability: int) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "padded_on"),
+    [
+        ("selected_kv_major", ()),
+        ("compressed_window_backward_kv", (86,)),
+        ("selected_backward_kv", (86,)),
+        ("scores", (86, 90)),
+    ],
+)
+def test_which_other_kernels_pad_a_group(kernel: str, padded_on: tuple[int, ...], capability: int) -> None:
     """Scores, which are summed over a group, and dk and dv where a thread holds many rows."""
     shape = tuning.fit(kernel, capability, 6, 64, 64, torch.bfloat16)
-    unpadded = kernel in tuning.UNPADDED or (capability == 90 and kernel in tuning.BY_ROW_OR_BY_KEY)
-    assert (shape.tokens, shape.group) == ((shape.rows // 6, 6) if unpadded else (shape.rows // 8, 8))
+    assert (shape.tokens, shape.group) == ((8, 8) if capability in padded_on else (10, 6))
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_tiles_begin_at_every_step_of_the_pieces_of_a_sequence(group: int) -> None:
-    """And none has an idle row but the last."""
-    shape = tuning.fit("compressed_window_forward", 90, group, 64, 64, torch.bfloat16)
-    assert GRID["triton"] * shape.group % shape.rows == 0
-    assert shape.tiles(1000) == -(-1000 * shape.group // shape.rows)
-
-
-@pytest.mark.gpu  # the interpreter multiplies with NumPy, whose bits depend on where in a tile a row stands
 @pytest.mark.parametrize("branch", ["compressed", "window"])
 def test_a_piece_has_the_bits_of_the_whole(device: torch.device, branch: str) -> None:
-    """The last 256 queries alone, with the keys that they see: a tile of 64 rows begins where they do."""
-    case = Case(config=replace(CONFIG, w=37), group=6, queries=512, keys=512)
+    """Output and dq of the last 128 queries alone, with the keys that they see: a tile of 64 rows begins where they do.
+    In the window its steps over keys begin where the first of its queries sees one."""
+    case = Case(config=replace(CONFIG, w=37), group=6, queries=256, keys=256)
     x, parts = case.inputs(device), Parts("triton", device)
-    piece = x._replace(q=x.q[:, 256:], gates=x.gates[:, 256:])
-    whole = parts.forward(case, x, branch)[:, 256:]
-    assert torch.equal(whole, parts.forward(replace(case, queries=256), piece, branch))
+    upstream = case.noise(x.q[..., : case.dv])
+    bits = []
+    for queries in (256, 128):
+        q = x.q[:, -queries:].detach().requires_grad_()
+        piece = x._replace(q=q, gates=x.gates[:, -queries:])
+        o = parts.forward(replace(case, queries=queries), piece, branch)
+        (dq,) = torch.autograd.grad(o, q, upstream[:, -queries:])
+        bits.append((o[:, -128:], dq[:, -128:]))
+    assert all(torch.equal(*both) for both in zip(*bits, strict=True))
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -98,22 +112,24 @@ def test_the_last_tokens_have_rows(device: torch.device, tokens: int) -> None:
     values_and_gradients_within_budget(Parts("triton", device), case, "all")
 
 
-def run(backend: str, case: Case, device: torch.device, name: str, token: int) -> list[Tensor]:
+def run(backend: str, case: Case, device: torch.device, name: str, token: int, head: int) -> list[Tensor]:
     """Output and gradients of a whole call with a NaN in one token of q, k, v or the upstream gradient."""
     x = case.inputs(device)
     tensors = {"q": x.q, "k": x.k, "v": x.v, "gates": x.gates, "do": case.noise(x.q[..., : case.dv])}
-    tensors[name][0, token, 0, 3] = float("nan")
+    tensors[name][0, token, head % tensors[name].shape[2], 3] = float("nan")
     leaves = [tensors[one].requires_grad_() for one in ("q", "k", "v", "gates")]
     o = nsa.nsa_attention(*leaves, case.config, backend=backend)
     return [o, *torch.autograd.grad(o, leaves, tensors["do"])]
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "do"])
-@pytest.mark.parametrize("token", [9, 10, 11])
-def test_what_is_not_finite_stays_in_its_token(device: torch.device, name: str, token: int) -> None:
+@pytest.mark.parametrize(("token", "head"), [(9, 0), (10, 0), (10, 5), (11, 0)])
+def test_what_is_not_finite_stays_in_its_token(device: torch.device, name: str, token: int, head: int) -> None:
     """The last whole token of a tile, the first of the next one, which it may share, and the one behind."""
     case = Case(config=replace(CONFIG, n_sel=5), num_kv_heads=1, group=6, queries=33, keys=33)
-    (found, *gradients), (wanted, *_) = (run(backend, case, device, name, token) for backend in ("triton", "reference"))
+    (found, *gradients), (wanted, *_) = (
+        run(backend, case, device, name, token, head) for backend in ("triton", "reference")
+    )
     assert torch.equal(found.isfinite().all(-1), wanted.isfinite().all(-1))
     dq, dk, dv, _ = gradients
     assert dq[:, :token].isfinite().all()

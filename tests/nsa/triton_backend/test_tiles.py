@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 
 import nsa
+from nsa.parallel.plan import GRID
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import architecture, tuning
+from nsa.triton_backend import architecture, candidates, tuning
+from nsa.triton_backend.architecture import SHARED_MEMORY_KIB
 from nsa.triton_backend.tuning import LaunchConfig, Table
 
 CONFIG = nsa.NSAConfig(l=8, d=4, l_sel=32, n_sel=3, w=21)
@@ -89,6 +92,17 @@ def test_rows_come_first_only_in_tiles_of_the_table(group: int, channels: int, w
     """Those made for larger groups were not measured; 128 heads of 256 would need 288 KiB of shared memory."""
     shape = tuning.fit("selected_backward_kv", 90, group, channels, channels, torch.bfloat16)
     assert shape.rows_first is wanted
+
+
+@pytest.mark.parametrize("kernel", sorted(tuning.CUT_GROUPS))
+def test_pieces_of_a_sequence_begin_where_tiles_do(kernel: str) -> None:
+    """Whatever the architecture, the heads and the type, and whatever `nsa.tune` may choose."""
+    for capability, group, channels, dtype in itertools.product(
+        SHARED_MEMORY_KIB, (*range(1, 33), 64, 128), (64, 128, 192, 256), (torch.bfloat16, torch.float32)
+    ):
+        shape = tuning.fit(kernel, capability, group, channels, channels, dtype)
+        assert GRID["triton"] * shape.group % shape.rows == 0
+    assert GRID["triton"] % candidates.MAX_ROWS == 0
 
 
 def test_slim_rows_have_launches_of_their_own() -> None:
