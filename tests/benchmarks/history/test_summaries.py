@@ -15,10 +15,12 @@ JUNIT = """<testsuites><testsuite name="pytest" time="1.5" timestamp="2026-11-22
 <testcase classname="tests.a" name="two"><failure message="wrong">where</failure></testcase>
 <testcase classname="tests.b" name="three"><skipped message="needs a GPU"/></testcase>
 <testcase classname="tests.b" name="four"><error message="no fixture"/></testcase>
+<testcase time="0.001"/>
 </testsuite></testsuites>"""
 
 
 def test_junit_in_small(tmp_path: Path) -> None:
+    """The last test had not ended when its run was interrupted."""
     (tmp_path / "a.xml").write_text(JUNIT)
     assert conversion.summarize_junit(tmp_path / "a.xml") == {
         "utc": "2026-11-22T00:00:00+00:00",
