@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from benchmarks.history import mutants
 from benchmarks.history.mutants import MutantOutcome, MutantResult
 from harness.interrupt import INTERRUPTED
 from harness.repository import ROOT
+from tests.harness.processes import alive, until
 from tests.mutants import standing, suites, tree, trials
 from tests.mutants.__main__ import main
 from tests.mutants.standing import Mutant, Planned, Suite
@@ -60,7 +60,7 @@ def test_leaves_a_process():
     if product.unseen() != 1:
         code = "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(600)"
         subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True)
-        while not pathlib.Path("pid").exists():
+        while not pathlib.Path("pid").exists() or not pathlib.Path("pid").read_text():
             pass
         assert not os.environ["LEFT"] or pathlib.Path(os.environ["LEFT"]).write_text(pathlib.Path("pid").read_text())
         raise AssertionError
@@ -113,8 +113,7 @@ def found(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
         ]
         lines = {line.id: line for line in trials.run(project, tree.sources(project), every_end, jobs=2)}
     yield lines
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(left.read_text()), 0)
+    until(lambda: not alive([int(left.read_text())]))
 
 
 @pytest.mark.parametrize(
