@@ -279,9 +279,8 @@ def nsa_attention(
             k_cmp = run.compress(k_cmp, layout) if k_compressed is None else k_cmp
             v_cmp = run.compress(v_cmp, layout) if v_compressed is None else v_cmp
         if step is not None:
-            lengths = torch.full((q.shape[0],), layout.num_keys, dtype=torch.int32, device=q.device)
             views = KVView(k_cmp, v_cmp), KVView(k_sel, v_sel), KVView(k_win, v_win)
-            decoded = step(q, *views, lengths, gates, config, scale)
+            decoded = step(q, *views, layout.num_keys, gates, config, scale)
             return (decoded.o, Aux.of(decoded, name)) if return_aux else decoded.o
         call = backends.whole_call(run)
         selected, window = (k_sel, v_sel), (k_win, v_win)

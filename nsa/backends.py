@@ -87,7 +87,7 @@ class ParallelBackend(Backend, Protocol):
 
 
 class Decoder(Protocol):
-    """Attention of q [B, S, Hq, Dk], the last of `lengths` int32 [B] tokens, over three branches at once."""
+    """Attention of q [B, S, Hq, Dk], the last of `lengths` tokens (int32 [B], or one number), over three branches."""
 
     def __call__(
         self,
@@ -95,7 +95,7 @@ class Decoder(Protocol):
         compressed: KVView,
         selected: KVView,
         window: KVView,
-        lengths: Tensor,
+        lengths: Tensor | int,
         gates: Tensor,
         config: NSAConfig,
         scale: float,

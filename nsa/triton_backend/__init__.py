@@ -224,7 +224,7 @@ def decode_attention(
     compressed: KVView,
     selected: KVView,
     window: KVView,
-    lengths: Tensor,
+    lengths: Tensor | int,
     gates: Tensor,
     config: NSAConfig,
     scale: float,

@@ -1,9 +1,9 @@
-"""Decode: 1 to 8 queries per sequence over many keys, in five launches that read each key once.
+"""Decode: 1 to 8 queries per sequence over many keys, in four or five launches that read each key once.
 
-The kernels are in `decode_kernels.py`: the compressed branch and its scores; two for the choice of blocks; selected
-blocks and window; the last one merges. One query leaves most of a GPU idle, so several programs split the keys of one
-row (split-KV), and the last kernel merges their partial outputs to branches and the branches to o.
-Lengths are read from the device and grids follow from capacities, so that a CUDA graph serves every length.
+The kernels are in `decode_kernels.py`: the compressed branch and its scores; one or two for the choice of blocks;
+selected blocks and window; the last one merges. One query leaves most of a GPU idle, so several programs split the keys
+of one row (split-KV), and the last kernel merges their partial outputs to branches and the branches to o.
+Lengths may be read from the device, and grids follow from capacities, so that a CUDA graph serves every length.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from nsa import geometry
 from nsa.config import NSAConfig
 from nsa.kv import DecodeOutput, KVView
-from nsa.triton_backend import decode_kernels
+from nsa.triton_backend import architecture, decode_kernels
 from nsa.triton_backend.launch import LOG2E, on_device, strides, unit_stride
 from nsa.triton_backend.tuning import ENOUGH_VALUES, MIN_DOT, NARROW, cdiv, next_power_of_2, num_sms, padded
 
@@ -29,6 +29,10 @@ MAX_SPLITS = 64  # of one row's compressed blocks: what the last launch holds in
 MAX_ROWS = 32  # tokens × heads of a group per program, as far as a group is not larger
 KEYS = 64  # per step of a loop, where a row of keys and values is at most NARROW bytes
 SCRATCH = 2**27  # scores of one step that exist at a time
+HAS_PDL_FROM = 90  # compute capability
+FEW_SCORES = 2**13  # of a query and group: the program that chooses blocks computes the probabilities too,
+WARPS_OF_FEW = 4  # with so many warps, where no SM has two such programs
+VALUES_PER_WARP = 2**12  # of a branch's partial outputs of one row, in the last launch
 SLOTS = 64  # scores of a row are padded to a multiple of this, so that lengths do not make kernels anew
 
 
@@ -69,12 +73,15 @@ def attend(
     compressed: KVView,
     selected: KVView,
     window: KVView,
-    lengths: Tensor,
+    lengths: Tensor | int,
     gates: Tensor,
     config: NSAConfig,
     scale: float,
 ) -> DecodeOutput:
-    """Attention of q [B, S, Hq, Dk], the last of `lengths` int32 [B] tokens, S <= 8; gates [B, S, Hq, 3]; scale > 0."""
+    """Attention of q [B, S, Hq, Dk], the last tokens of `lengths` (int32 [B], or one number for all), S <= 8.
+
+    gates [B, S, Hq, 3]; scale > 0.
+    """
     if q.shape[0] > 1 and q.shape[0] * q.shape[1] * q.shape[2] * compressed.capacity > SCRATCH:
         return _by_halves(q, (compressed, selected, window), lengths, gates, config, scale)
     q, compressed, selected, window = unit_stride(q), *map(_unit_stride, (compressed, selected, window))
@@ -109,50 +116,64 @@ def attend(
         return decoded
 
     sizes = (dk, dv, shape.dk, shape.dv)
+    known = (None, lengths) if isinstance(lengths, int) else (lengths, 0)
+    # a launch begins while the one before ends (programmatic dependent launch)
+    pdl = decode_kernels.HAS_PDL and architecture.of(q.device) >= HAS_PDL_FROM
+    early = {"launch_pdl": True} if pdl else {}
     with on_device(q):
         decode_kernels._compressed[cdiv(length, shape.tokens) * splits, num_kv_heads, batch](
-            q, compressed.k, compressed.v, compressed.table, lengths, scores, o_cmp, lse_cmp, read_cmp, *strides(q),
+            q, compressed.k, compressed.v, compressed.table, *known, scores, o_cmp, lse_cmp, read_cmp, *strides(q),
             *compressed.strides, length, heads, num_kv_heads, group, slots, splits, to_base_2,
-            config.l, config.d, compressed.page_size, length == 1,
+            config.l, config.d, compressed.page_size, length == 1, pdl,
             *sizes, shape.tokens, shape.group, shape.keys, **shape.launch,
         )  # fmt: skip
         most_blocks = max(geometry.num_selection_blocks(selected.capacity, config), config.n_sel)
         columns, heads_in_tile = next_power_of_2(most_blocks), next_power_of_2(group)
         wide = max(decode_kernels.SCORES // heads_in_tile, SLOTS)
-        decode_kernels._group_probabilities[length * cdiv(slots, wide), num_kv_heads, batch](
-            scores, lse_cmp, lengths, p, length, heads, num_kv_heads, group, slots, splits, cdiv(slots, wide),
-            config.l, config.d, heads_in_tile, wide, next_power_of_2(splits),
-        )  # fmt: skip
+        few = heads_in_tile * slots <= FEW_SCORES and batch * num_kv_heads * length <= sms
+        if not few:
+            decode_kernels._group_probabilities[length * cdiv(slots, wide), num_kv_heads, batch](
+                scores, lse_cmp, *known, p, length, heads, num_kv_heads, group, slots, splits, cdiv(slots, wide),
+                config.l, config.d, heads_in_tile, wide, next_power_of_2(splits), pdl, **early,
+            )  # fmt: skip
         decode_kernels._choose[length, num_kv_heads, batch](
-            p, lengths, blocks, length, num_kv_heads, slots, config.l, config.d, config.l_sel,
+            p, *((scores, lse_cmp) if few else (None, None)), *known, blocks,
+            length, heads, num_kv_heads, group, slots, splits, config.l, config.d, config.l_sel,
             geometry.overlap_offsets(config).start, tuple(geometry.overlap_weights(config)), config.init_blocks,
             config.local_blocks, config.n_sel, next_power_of_2(config.n_sel), columns,
-            num_warps=min(max(columns // COLUMNS_PER_WARP, 1), 16),
+            heads_in_tile, wide, next_power_of_2(splits), pdl,
+            num_warps=WARPS_OF_FEW if few else min(max(columns // COLUMNS_PER_WARP, 1), 16), **early,
         )  # fmt: skip
         decode_kernels._selected_window[length * splits_of_both, num_kv_heads, batch](
-            q, selected.k, selected.v, selected.table, window.k, window.v, window.table, blocks, lengths,
+            q, selected.k, selected.v, selected.table, window.k, window.v, window.table, blocks, *known,
             o_sel_win, lse_sel_win, read_sel_win, *strides(q), *selected.strides, *window.strides,
             length, heads, num_kv_heads, group, to_base_2,
             config.l_sel, config.n_sel, config.w, selected.page_size, window.page_size, selected_splits, window_splits,
-            *sizes, max(shape.group, MIN_DOT), shape.keys, **shape.launch,
+            *sizes, max(shape.group, MIN_DOT), shape.keys, pdl, **shape.launch, **early,
         )  # fmt: skip
-        rows = batch * length * heads
+        rows, of_branch = batch * length * heads, [next_power_of_2(n) for n in (splits, selected_splits, window_splits)]
         decode_kernels._merge[rows,](
             o_cmp, lse_cmp, o_sel_win, lse_sel_win, gates, out, lse, *gates.stride(), length, heads, rows, splits,
-            selected_splits, window_splits,
-            *(next_power_of_2(n) for n in (splits, selected_splits, window_splits)), dv, shape.dv,
+            selected_splits, window_splits, *of_branch, dv, shape.dv, pdl,
+            num_warps=min(max(max(of_branch) * shape.dv // VALUES_PER_WARP, 1), 4), **early,
         )  # fmt: skip
     return decoded
 
 
 def _by_halves(
-    q: Tensor, branches: tuple[KVView, KVView, KVView], lengths: Tensor, gates: Tensor, config: NSAConfig, scale: float
+    q: Tensor,
+    branches: tuple[KVView, KVView, KVView],
+    lengths: Tensor | int,
+    gates: Tensor,
+    config: NSAConfig,
+    scale: float,
 ) -> DecodeOutput:
     """The same for one half of the sequences after the other: their scores would take too much memory together."""
     parts = []
     for own in (slice(0, q.shape[0] // 2), slice(q.shape[0] // 2, None)):
         compressed, selected, window = (rows.of(own) for rows in branches)
-        parts.append(attend(q[own], compressed, selected, window, lengths[own], gates[own], config, scale))
+        of_own = lengths if isinstance(lengths, int) else lengths[own]
+        parts.append(attend(q[own], compressed, selected, window, of_own, gates[own], config, scale))
     read = [torch.cat([x.sum(-1, keepdim=True, dtype=torch.int32) for x in counts]) for counts in
             zip(*(part.keys_read for part in parts), strict=True)]  # fmt: skip
     return DecodeOutput(

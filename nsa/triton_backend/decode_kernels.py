@@ -4,12 +4,16 @@
    partial output of its split, and the scores, which the choice of blocks needs once the whole softmax is known.
 2. `_group_probabilities` and 3. `_choose`: the choice of blocks (Eq. 8 to 12). Scores become probabilities, summed over
    the heads of a group, by as many programs as there are scores to read; then one program per query and group takes
-   the n best. What is added up, in which order, and how the best are found is what the prefill does (`scores.py`,
-   `topk.py`).
+   the n best. Where there are few scores, that program computes the probabilities too, and launch 2 is left out. What
+   is added up, in which order, and how the best are found is what the prefill does (`scores.py`, `topk.py`).
 4. `_selected_window`: the selected blocks and the window of each query, both split among several programs.
 5. `_merge`: the partial outputs of each branch become its output, and the branches their gated sum (Eq. 5).
 
-How many tokens and blocks there are is read from the device.
+How many tokens there are is one number, or read from the device for each sequence (LENGTHS).
+
+Launches 2 to 5 are programmatic dependent launches where PDL says so (compute capability 9.0 and later): a kernel
+begins once all programs of the one before have begun, and `wait` stops it until all of that one is written. So ahead of
+`wait` a kernel reads only what no launch of the step writes, such as q, and writes only what no earlier launch reads.
 """
 
 from __future__ import annotations
@@ -20,7 +24,33 @@ import triton.language as tl
 from nsa.triton_backend.tile import LN2, kernel, load_rows, nonfinite, online_softmax, product, rows_of, store_rows
 from nsa.triton_backend.topk import best
 
-SCORES = 4096  # per program of `_group_probabilities`
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # an older Triton
+    gdc_launch_dependents = gdc_wait = None
+
+HAS_PDL = gdc_wait is not None
+SCORES = 4096  # per program of `_group_probabilities`, and at a time in `_choose`
+
+
+@triton.jit
+def let_next_begin(PDL: tl.constexpr):
+    """Let the next launch begin once all programs of this one have come here."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Wait until the launch before has ended, and those before it."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def num_tokens(LENGTHS, length, b):
+    """Of sequence b: `length` where LENGTHS is None."""
+    return length if LENGTHS is None else tl.load(LENGTHS + b)
 
 
 @triton.jit
@@ -65,19 +95,20 @@ def store_partial(O_PART, LSE_PART, row, real, m, l, acc, nonfinite_rows, DV: tl
 
 @kernel
 def _compressed(
-    Q, K, V, TABLE, LENGTHS, SCORES, O_PART, LSE_PART, READ, q_b, q_s, q_h,
+    Q, K, V, TABLE, LENGTHS, length, SCORES, O_PART, LSE_PART, READ, q_b, q_s, q_h,
     table_b, k_o, k_r, k_h, v_o, v_r, v_h, S, HQ, HKV, G, slots, splits, to_base_2,
-    SIZE: tl.constexpr, STRIDE: tl.constexpr, PAGE: tl.constexpr, ALONE: tl.constexpr,
+    SIZE: tl.constexpr, STRIDE: tl.constexpr, PAGE: tl.constexpr, ALONE: tl.constexpr, PDL: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
     BT: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """SCORES [B, S, Hq, slots] base 2, O_PART [B, S, Hq, splits, Dv], LSE_PART [B, S, Hq, splits] base 2, READ
     [B, S, Hkv, splits]."""
+    let_next_begin(PDL)
     slots = tl.multiple_of(slots, 64)  # as `decode.SLOTS` has it, or no store would be wide
     first_token, split = tl.program_id(0) // splits * BT, tl.program_id(0) % splits
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i, g, real = rows_of(first_token, S, G, BT * GP, GP)
-    before = tl.load(LENGTHS + b) - S  # tokens that stand before the queries
+    before = num_tokens(LENGTHS, length, b) - S  # tokens that stand before the queries
     seen = visible_blocks(before + i.to(tl.int32), SIZE, STRIDE)
     end = visible_blocks(before + tl.minimum(first_token + BT, S) - 1, SIZE, STRIDE)
     per_split = tl.cdiv(tl.cdiv(end, BN), splits) * BN
@@ -112,21 +143,15 @@ def _compressed(
     tl.store(READ + ((b * S + i) * HKV + h) * splits + split, read, mask=real & (g == 0))
 
 
-@kernel
-def _group_probabilities(
-    S_CMP, LSE_PART, LENGTHS, P, S, HQ, HKV, G, slots, splits, tiles,
-    SIZE: tl.constexpr, STRIDE: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
+@triton.jit
+def _probabilities(
+    S_CMP, LSE_PART, P, row, out, seen, first, splits, slots, G,
+    GP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """P float32 [B, S, Hkv, slots] of the scores S_CMP [B, S, Hq, slots], base 2, written for the blocks that a query
-    sees."""
-    i, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
-    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    seen = visible_blocks(tl.load(LENGTHS + b) - S + tl.program_id(0) // tiles, SIZE, STRIDE)
-    if tile * BN >= seen:
-        return
-    slots = tl.multiple_of(slots, 64)  # as `decode.SLOTS` has it, or no load would be wide
-    g, split, block = tl.arange(0, GP), tl.arange(0, SPLITS), tile * BN + tl.arange(0, BN)
-    row = (b * S + i) * HQ + h * G + g
+    """Write the probabilities of the blocks first … first + BN, as far as a query sees them, in the row `out` of P:
+    summed over the heads of a group, whose scores begin at `row`."""
+    g, split, block = tl.arange(0, GP), tl.arange(0, SPLITS), first + tl.arange(0, BN)
+    row += g
     part = tl.load(LSE_PART + row[:, None] * splits + split[None, :], mask=(g < G)[:, None] & (split < splits)[None, :],
                    other=float("-inf"))  # fmt: skip
     m = tl.max(part, axis=1)
@@ -135,20 +160,48 @@ def _group_probabilities(
     shown = (g < G)[:, None] & (block < seen)[None, :]
     s = tl.load(S_CMP + row[:, None] * slots + block[None, :], mask=shown, other=float("-inf"))
     p = tl.sum(tl.where(shown, tl.exp2(s - lse[:, None]), 0.0), axis=0)
-    tl.store(P + ((b * S + i) * HKV + h) * slots + block, p, mask=block < seen)
+    tl.store(P + out * slots + block, p, mask=block < seen)
+
+
+@kernel
+def _group_probabilities(
+    S_CMP, LSE_PART, LENGTHS, length, P, S, HQ, HKV, G, slots, splits, tiles,
+    SIZE: tl.constexpr, STRIDE: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """P float32 [B, S, Hkv, slots] of the scores S_CMP [B, S, Hq, slots], base 2, written for the blocks that a query
+    sees."""
+    let_next_begin(PDL)
+    i, first = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * BN
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    seen = visible_blocks(num_tokens(LENGTHS, length, b) - S + tl.program_id(0) // tiles, SIZE, STRIDE)
+    slots = tl.multiple_of(slots, 64)  # as `decode.SLOTS` has it, or no load would be wide
+    wait(PDL)
+    if first < seen:
+        _probabilities(S_CMP, LSE_PART, P, (b * S + i) * HQ + h * G, (b * S + i) * HKV + h, seen, first, splits, slots,
+                       G, GP, BN, SPLITS)  # fmt: skip
 
 
 @kernel
 def _choose(
-    P, LENGTHS, OUT, S, HKV, slots,
+    P, S_CMP, LSE_PART, LENGTHS, length, OUT, S, HQ, HKV, G, slots, splits,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, SEL: tl.constexpr, FIRST_OFFSET: tl.constexpr, WEIGHTS: tl.constexpr,
     INIT: tl.constexpr, LOCAL: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BLOCKS: tl.constexpr,
+    GP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """OUT int32 [B, S, Hkv, N], ascending, -1 at the end."""
+    """OUT int32 [B, S, Hkv, N], ascending, -1 at the end. P is written first where S_CMP is not None."""
+    let_next_begin(PDL)
     i, h, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    t = tl.load(LENGTHS + b) - S + tl.program_id(0)
+    t = num_tokens(LENGTHS, length, b) - S + tl.program_id(0)
     seen, block = visible_blocks(t, SIZE, STRIDE), tl.arange(0, BLOCKS)
     row = (b * S + i) * HKV + h
+    wait(PDL)
+    if S_CMP is not None:
+        slots = tl.multiple_of(slots, 64)  # as `decode.SLOTS` has it, or no load would be wide
+        for first in range(0, seen, BN):
+            _probabilities(S_CMP, LSE_PART, P, (b * S + i) * HQ + h * G, row, seen, first, splits, slots, G, GP, BN,
+                           SPLITS)  # fmt: skip
+        tl.debug_barrier()  # what one thread has written another one reads
     score = tl.zeros([1, BLOCKS], tl.float32)
     for offset in tl.static_range(len(WEIGHTS)):
         c = block * (SEL // STRIDE) + (FIRST_OFFSET + offset)
@@ -180,18 +233,21 @@ def _tile(q, first, lo, hi, K, V, TABLE, table_b, k_o, k_r, k_h, v_o, v_r, v_h, 
 
 @kernel
 def _selected_window(
-    Q, K, V, TABLE, WINDOW_K, WINDOW_V, WINDOW_TABLE, BLOCKS, LENGTHS, O_PART, LSE_PART, READ, q_b, q_s, q_h,
+    Q, K, V, TABLE, WINDOW_K, WINDOW_V, WINDOW_TABLE, BLOCKS, LENGTHS, length, O_PART, LSE_PART, READ, q_b, q_s, q_h,
     table_b, k_o, k_r, k_h, v_o, v_r, v_h, window_b, wk_o, wk_r, wk_h, wv_o, wv_r, wv_h, S, HQ, HKV, G, to_base_2,
     SEL: tl.constexpr, N: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, WINDOW_PAGE: tl.constexpr,
     SELECTED_SPLITS: tl.constexpr, WINDOW_SPLITS: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """O_PART [B, S, Hq, splits, Dv], LSE_PART [B, S, Hq, splits] base 2, READ [B, S, Hkv, splits]: first the selected
     branch's splits, then the window's."""
+    let_next_begin(PDL)
     splits: tl.constexpr = SELECTED_SPLITS + WINDOW_SPLITS
-    split, i = tl.program_id(0) % splits, (tl.program_id(0) // splits).to(tl.int64)
+    # the window's programs come first, since they need not wait for the choice
+    split, i = (tl.program_id(0) + SELECTED_SPLITS) % splits, (tl.program_id(0) // splits).to(tl.int64)
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    t = tl.load(LENGTHS + b) - S + tl.program_id(0) // splits
+    t = num_tokens(LENGTHS, length, b) - S + tl.program_id(0) // splits
     g = tl.arange(0, GP)
     real = g < G
     q = load_rows(Q + b * q_b + i * q_s, (h * G + g) * q_h, real, DK, DKP)
@@ -201,6 +257,7 @@ def _selected_window(
         steps: tl.constexpr = (SEL + BN - 1) // BN
         per_split: tl.constexpr = (N * steps + SELECTED_SPLITS - 1) // SELECTED_SPLITS
         chosen = BLOCKS + ((b * S + i) * HKV + h) * N
+        wait(PDL)
         for step in range(split * per_split, tl.minimum(split * per_split + per_split, N * steps)):
             block = tl.load(chosen + step // steps)
             lo = tl.maximum(block, 0) * SEL
@@ -236,9 +293,10 @@ def _branch(O_PART, LSE_PART, row, first, count, stride, channel, inside, DV: tl
     m = tl.where(m == float("-inf"), 0.0, m)
     weight = tl.exp2(lse - m)
     l = tl.sum(weight, axis=0)
-    # a split without a key adds nothing; NaN is in the weight
-    written = (lse > float("-inf"))[:, None] & inside[None, :]
-    o = tl.load(O_PART + part[:, None] * DV + channel[None, :], mask=written, other=0.0)
+    # loaded beside lse, not after it; what a split without a key has written adds nothing, and NaN is in the weight
+    there = (split < count)[:, None] & inside[None, :]
+    o = tl.load(O_PART + part[:, None] * DV + channel[None, :], mask=there, other=0.0)
+    o = tl.where((lse > float("-inf"))[:, None], o, 0.0)
     safe_l = tl.where(l == 0.0, 1.0, l)
     o = tl.sum(weight[:, None] * o, axis=0) * (1.0 / safe_l)
     return o, tl.where(l == 0.0, float("-inf"), (m + tl.log2(safe_l)) * LN2)
@@ -248,7 +306,7 @@ def _branch(O_PART, LSE_PART, row, first, count, stride, channel, inside, DV: tl
 def _merge(
     O_CMP, LSE_CMP, O_SEL_WIN, LSE_SEL_WIN, GATES, OUT, LSE, gate_b, gate_s, gate_h, gate_n, S, HQ, rows, splits,
     SELECTED_SPLITS: tl.constexpr, WINDOW_SPLITS: tl.constexpr, CMP: tl.constexpr, SEL: tl.constexpr, WIN: tl.constexpr,
-    DV: tl.constexpr, DVP: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """OUT [B, S, Hq, Dv] and LSE [3, B, S, Hq]; a program per row (b, s, head)."""
     row = tl.program_id(0).to(tl.int64)
@@ -257,6 +315,7 @@ def _merge(
     inside = channel < DV
     gates = GATES + row // (S * HQ) * gate_b + row // HQ % S * gate_s + row % HQ * gate_h
     acc = tl.zeros([DVP], tl.float32)
+    wait(PDL)
     for branch in tl.static_range(3):
         if branch == 0:
             o, lse = _branch(O_CMP, LSE_CMP, row, 0, splits, splits, channel, inside, DV, CMP)

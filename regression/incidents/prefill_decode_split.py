@@ -97,7 +97,7 @@ def _fused_decode_of_its_own(healthy: Decoder) -> Decoder:
         compressed: KVView,
         selected: KVView,
         window: KVView,
-        lengths: Tensor,
+        lengths: Tensor | int,
         gates: Tensor,
         config: nsa.NSAConfig,
         scale: float,

@@ -37,10 +37,13 @@ def argument_type(kernel: Any, name: str, paged: bool) -> str:
     return "*fp32" if name in FLOAT32 else "*bf16"
 
 
-def kernels(queries: int, group: int, dk: int, dv: int, page: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
+def kernels(
+    architecture: int, queries: int, group: int, dk: int, dv: int, page: int
+) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """Every kernel with the constants and options that its launch gives it."""
+    early = {"PDL": architecture >= decode.HAS_PDL_FROM}
     config, shape = NSAConfig(), decode.tiles(queries, group, dk, dv, torch.bfloat16)
-    sizes = {"DK": dk, "DV": dv, "DKP": shape.dk, "DVP": shape.dv, "BN": shape.keys}
+    sizes = {"DK": dk, "DV": dv, "DKP": shape.dk, "DVP": shape.dv, "BN": shape.keys} | early
     compressed = {"SIZE": config.l, "STRIDE": config.d, "PAGE": page, "ALONE": queries == 1}
     choice = {"SIZE": config.l, "STRIDE": config.d, "SEL": config.l_sel, "N": config.n_sel, "NP": config.n_sel}
     choice |= {"FIRST_OFFSET": geometry.overlap_offsets(config).start, "INIT": config.init_blocks}
@@ -50,13 +53,16 @@ def kernels(queries: int, group: int, dk: int, dv: int, page: int) -> list[tuple
     columns = tuning.next_power_of_2(geometry.num_selection_blocks(CONTEXT, config))
     choice |= {"BLOCKS": columns}
     heads = tuning.next_power_of_2(group)
-    probabilities = {"SIZE": config.l, "STRIDE": config.d, "GP": heads, "SPLITS": SPLITS}
-    probabilities |= {"BN": max(decode_kernels.SCORES // heads, decode.SLOTS)}
+    tile = {"GP": heads, "SPLITS": SPLITS, "BN": max(decode_kernels.SCORES // heads, decode.SLOTS)} | early
+    probabilities = {"SIZE": config.l, "STRIDE": config.d} | tile
     merge = {"SELECTED_SPLITS": SELECTED_SPLITS, "WINDOW_SPLITS": WINDOW_SPLITS, "CMP": SPLITS, "SEL": SELECTED_SPLITS}
+    merge |= early
+    alone = {"S_CMP": None, "LSE_PART": None}  # where `_group_probabilities` has run before
     return [
         (decode_kernels._compressed, sizes | compressed | {"BT": shape.tokens, "GP": shape.group}, shape.launch),
         (decode_kernels._group_probabilities, probabilities, {"num_warps": 4}),
-        (decode_kernels._choose, choice, {"num_warps": max(columns // decode.COLUMNS_PER_WARP, 1)}),
+        (decode_kernels._choose, choice | tile | alone, {"num_warps": max(columns // decode.COLUMNS_PER_WARP, 1)}),
+        (decode_kernels._choose, choice | tile, {"num_warps": decode.WARPS_OF_FEW}),
         (decode_kernels._selected_window, sizes | near | {"GP": max(shape.group, 16)}, shape.launch),
         (decode_kernels._merge, merge | {"WIN": WINDOW_SPLITS, "DV": dv, "DVP": shape.dv}, {"num_warps": 4}),
     ]
@@ -65,7 +71,7 @@ def kernels(queries: int, group: int, dk: int, dv: int, page: int) -> list[tuple
 def main() -> None:
     architecture, queries, group, dk, dv, page = map(int, sys.argv[1:])
     target, needs = GPUTarget("cuda", architecture, 32), {}
-    for kernel, constants, options in kernels(queries, group, dk, dv, page):
+    for kernel, constants, options in kernels(architecture, queries, group, dk, dv, page):
         given = {name: constants[name] for name in kernel.arg_names if name in constants}
         if not page:
             given |= {name: None for name in kernel.arg_names if name.endswith("TABLE")}
@@ -76,8 +82,13 @@ def main() -> None:
         indexed = {(place[name],): value for name, value in given.items()}
         source = ASTSource(fn=kernel, signature=types, constexprs=indexed, attrs=aligned)
         compiled = triton.compile(source, target=target, options=options)
-        name = f"{kernel.__module__.rsplit('.', 1)[-1]}.{kernel.__name__}"
-        needs[name] = {"shared_bytes": compiled.metadata.shared, "loads_ahead": "cp.async" in compiled.asm["ptx"]}
+        name, ptx = f"{kernel.__module__.rsplit('.', 1)[-1]}.{kernel.__name__}", compiled.asm["ptx"]
+        needs[name if name not in needs else f"{name} of few scores"] = {
+            "shared_bytes": compiled.metadata.shared,
+            "loads_ahead": "cp.async" in ptx,
+            "waits": "griddepcontrol.wait" in ptx,
+            "lets_next_begin": "griddepcontrol.launch_dependents" in ptx,
+        }
     print(json.dumps(needs))
 
 

@@ -1,4 +1,4 @@
-"""Every decode kernel compiles for the GPUs people run it on, loads ahead, and fits their shared memory."""
+"""Every decode kernel compiles for the GPUs people run it on, loads ahead, waits for the launch before, and fits."""
 
 from __future__ import annotations
 
@@ -40,8 +40,12 @@ def test_the_decode_kernels_compile_and_fit_in_shared_memory(architecture: int, 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     needs = json.loads(done.stdout.splitlines()[-1])
-    assert len(needs) == 5
+    assert len(needs) == 6
     limit = SHARED_MEMORY_KIB[architecture] * 1024
     assert not {name: need for name, need in needs.items() if need["shared_bytes"] > limit}
     streams = {name for name, need in needs.items() if need["loads_ahead"]}
     assert streams == {"decode_kernels._compressed", "decode_kernels._selected_window"}
+    waiting, leading = ({name for name, need in needs.items() if need[k]} for k in ("waits", "lets_next_begin"))
+    early = architecture >= 90  # programmatic dependent launch
+    assert waiting == (needs.keys() - {"decode_kernels._compressed"} if early else set())
+    assert leading == (needs.keys() - {"decode_kernels._merge"} if early else set())
