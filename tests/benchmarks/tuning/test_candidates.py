@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -76,5 +77,6 @@ def test_a_candidate_is_launched_also_where_the_group_has_a_launch_of_its_own(gr
     workload = trials.Workload(90, "slim", group, 64, 64, 2, 256)
     with trials.using(kernel, OWN, table, workload):
         used = tuning.table(90)
-    assert used.of(kernel, "slim", group) == OWN
-    assert used.of(kernel, "slim", others) == table.of(kernel, "slim", others) != OWN
+    bf16 = torch.bfloat16
+    assert used.of(kernel, "slim", group, bf16) == OWN
+    assert used.of(kernel, "slim", others, bf16) == table.of(kernel, "slim", others, bf16) != OWN

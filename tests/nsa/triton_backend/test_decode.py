@@ -249,7 +249,7 @@ def test_splits_follow_the_number_of_sms(sms: int, splits: int, whole: int) -> N
 @pytest.mark.gpu
 @pytest.mark.parametrize(("batch", "keys"), [(1, 8000), (8, 30000)])
 def test_launches_that_begin_early_change_no_bit(monkeypatch: pytest.MonkeyPatch, batch: int, keys: int) -> None:
-    """Programmatic dependent launch: of steps in a graph, one behind the other, each reads what its own have written."""
+    """Programmatic dependent launch: each of many steps in a graph reads what its own launches have written."""
     monkeypatch.undo()  # tiles as they are
     config, x = nsa.NSAConfig(), draw(batch, 1, keys, 32, 2, 64, 64, nsa.NSAConfig())
     queries = [x["q"].roll(i, -1).bfloat16() for i in range(50)]
