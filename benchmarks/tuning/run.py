@@ -55,12 +55,12 @@ def run(arguments: argparse.Namespace) -> int:
     chosen: dict[str, LaunchConfig] = {}
     kernels = _kernels(arguments.kernels, table)
     for kernel in kernels if arguments.kernels is not None else ():  # before hours are spent on others
-        if not fits(kernel, table.of(kernel, width, group, DTYPE), table, workload):
+        if not fits(kernel, table.of(kernel, width, group), table, workload):
             raise ValueError(f"--kernels: {kernel} does not serve --heads {arguments.heads} here")
     if not arguments.dry_run:
         gpu_watch.begin(machines.machine(None, machines.visible_gpu()))
     for kernel in kernels:
-        current = table.of(kernel, width, group, DTYPE)
+        current = table.of(kernel, width, group)
         found = candidates.candidates(current)
         fitting = [tuned for tuned in found if fits(kernel, tuned, table, workload)]
         print(f"{kernel}: {len(fitting)} of {len(found)} candidates fit", flush=True)
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         trials = list(_tried(kernel, fitting, table, workload, arguments.inputs, arguments.out))
         best = candidates.best(trials)
         print(f"  {_ms(trials[0])} -> {_ms(best)} ms: {best.tuned}", flush=True)
-        chosen[table.name(kernel, width, group, DTYPE)] = best.tuned
+        chosen[table.name(kernel, width, group)] = best.tuned
         table = candidates.changed(table, width, chosen, table.how)
     if chosen:
         identity = fingerprint.take(f"sm{architecture}", "cuda")

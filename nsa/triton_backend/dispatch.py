@@ -207,7 +207,7 @@ def hopper_serves(computation: str, group: int, k: Tensor, v: Tensor) -> bool:
         return False
     name, (width, _) = f"hopper.{computation}", tuning.width(dk, dv, k.dtype)
     table = tuning.table(architecture.of(k.device))
-    return name in getattr(table, width) and next_power_of_2(group) <= table.of(name, width, group, k.dtype).rows
+    return name in getattr(table, width) and next_power_of_2(group) <= table.of(name, width, group).rows
 
 
 def _readable_by_tma(x: Tensor) -> bool:

@@ -74,7 +74,7 @@ Timer = Callable[[Callable[[], object]], Timed]
 @contextmanager
 def using(kernel: str, tuned: LaunchConfig, table: Table, workload: Workload) -> Iterator[None]:
     """Launch one kernel in another way; one that another kernel would stand in for is launched itself."""
-    launches = {table.name(kernel, workload.width, workload.group, workload.dtype): tuned}
+    launches = {table.name(kernel, workload.width, workload.group): tuned}
     other = candidates.changed(table, workload.width, launches, table.how)
     if not kernel.startswith(HOPPER):
         other = dataclasses.replace(other, narrow=_without_hopper(other.narrow), wide=_without_hopper(other.wide))

@@ -27,7 +27,7 @@ from nsa.triton_backend.tuning import LaunchConfig
 
 VERSION = 1
 Launches = Mapping[str, Mapping[str, LaunchConfig]]
-"""By a width of `tuning.WIDTHS`, then by a kernel's name in a table (`tuning.own_names`)."""
+"""By a width of `tuning.WIDTHS`, then by a kernel's name in a table ("scores/4": groups padded to 4 heads)."""
 _MOST = 4096
 """No size of a launch is larger; one that is comes from a damaged file."""
 

@@ -74,22 +74,20 @@ class Table:
     shapes: dict[tuple[object, ...], Shape] = field(default_factory=dict, init=False, compare=False, repr=False)
     """What `fit` has made of it: a call asks for the same shapes again and again."""
 
-    def name(self, kernel: str, width: str, group: int, dtype: torch.dtype) -> str:
-        """Where a launch stands: under one of `own_names` if there is one, the most particular first."""
-        launches: Mapping[str, LaunchConfig] = getattr(self, width)
-        return next((name for name in own_names(kernel, group, dtype) if name in launches), kernel)
+    def name(self, kernel: str, width: str, group: int) -> str:
+        """Where a launch stands: under "kernel/8" for groups padded to 8 heads, if they have one of their own."""
+        own = own_name(kernel, group)
+        return own if own in getattr(self, width) else kernel
 
-    def of(self, kernel: str, width: str, group: int, dtype: torch.dtype) -> LaunchConfig:
+    def of(self, kernel: str, width: str, group: int) -> LaunchConfig:
         """The kernel's launch for rows of a width of `WIDTHS` and groups of so many heads."""
         launches: Mapping[str, LaunchConfig] = getattr(self, width)
-        return launches.get(self.name(kernel, width, group, dtype), self.narrow[kernel])
+        return launches.get(self.name(kernel, width, group), self.narrow[kernel])
 
 
-def own_names(kernel: str, group: int, dtype: torch.dtype) -> list[str]:
-    """What launches of a kernel are called that are for some heads alone: "kernel/8" for groups padded to 8 heads,
-    "kernel/8/16-bit" for those of 16-bit types, which have more channels than others in rows of one width."""
-    own = f"{kernel}/{next_power_of_2(group)}"
-    return [f"{own}/16-bit", own] if dtype.itemsize == 2 else [own]
+def own_name(kernel: str, group: int) -> str:
+    """What the launch of a kernel is called that is for groups padded to so many heads alone."""
+    return f"{kernel}/{next_power_of_2(group)}"
 
 
 WIDTHS = ("slim", "narrow", "wide")
@@ -192,6 +190,15 @@ def width(dk: int, dv: int, dtype: torch.dtype) -> tuple[str, int]:
     return "wide", row_bytes // (2 * NARROW)
 
 
+def has_tiles_of_its_own(dtype: torch.dtype) -> bool:
+    """Whether tables are made for this type: those of 16 bits.
+
+    Tensor cores take no products of float32. A thread's own need more registers: in tiles of as many bytes as those of
+    16-bit types kernels spilled up to 12 KiB per thread on Hopper. So float32 takes half the rows and half the keys.
+    """
+    return dtype.itemsize == 2
+
+
 @functools.cache
 def num_sms(device: torch.device) -> int:
     """A GPU's streaming multiprocessors; in the interpreter those of an H200."""
@@ -261,9 +268,11 @@ def _fit(
 ) -> Shape:
     padded_group, (padded_k, padded_v) = next_power_of_2(group), padded_channels(dk, dv)
     of_width, excess = width(dk, dv, dtype)
-    if of_width == "wide" and (excess > 1 or kernel not in tables.wide):
+    halved = capability != 0 and not has_tiles_of_its_own(dtype)  # the interpreter has no registers
+    if of_width == "wide" and (excess > 1 or halved or kernel not in tables.wide):
         of_width, excess = "narrow", 2 * excess
-    tuned = tables.of(kernel, of_width, group, dtype)
+    excess *= 2 if halved else 1
+    tuned = tables.of(kernel, of_width, group)
     rows, keys = max(tuned.rows // excess, MIN_DOT), max(tuned.keys // excess, MIN_DOT)
     more = padded_group // rows
     as_measured = excess == 1 and more <= 1

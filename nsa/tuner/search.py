@@ -40,9 +40,12 @@ class Search:
             if times > 1:
                 self.say(f"{shape}: rows are wider than those of any table; nothing to choose")
                 continue
+            if not tuning.has_tiles_of_its_own(shape.dtype):
+                self.say(f"{shape}: float32 takes half the tiles of 16-bit types; nothing to choose")
+                continue
             timing = self._timing(shape, width)
             for kernel in tuning.shipped_table(self.where.capability).narrow:
-                name = tuning.own_names(kernel, shape.group, shape.dtype)[0]
+                name = tuning.own_name(kernel, shape.group)
                 if name in known.get(width, {}) or (shape.kind == "prefill" and "backward" in kernel):
                     continue
                 if (launch := self._best(kernel, timing)) is not None:
@@ -59,7 +62,7 @@ class Search:
         """The fastest launch, found by steps that change one size each; None where the kernel does not serve the
         shape, or is wrong or fails as it is."""
         table = tuning.table(self.where.capability)
-        start = table.of(kernel, timing.width, timing.group, timing.dtype)
+        start = table.of(kernel, timing.width, timing.group)
         if not self.fits(kernel, start, table, timing):
             return None
         first = best = self.trial(timing, kernel, start, table)

@@ -113,3 +113,15 @@ def test_slim_rows_have_launches_of_their_own() -> None:
     shape = tuning.fit("compressed_window_backward_kv", 90, 6, 64, 64, torch.bfloat16)
     assert (shape.keys, shape.num_warps, shape.num_stages) == (slim.keys, slim.num_warps, slim.num_stages)
     assert slim != tuning.table(90).narrow["compressed_window_backward_kv"]
+
+
+@pytest.mark.parametrize("kernel", sorted(tuning.BY_ROW_OR_BY_KEY | tuning.CUT_GROUPS))
+@pytest.mark.parametrize("channels", [64, 128])
+def test_float32_takes_half_the_rows_and_keys_of_16_bit_types(kernel: str, channels: int) -> None:
+    """Whose rows have as many bytes: with as large tiles kernels would spill some KiB per thread."""
+    launch = tuning.shipped_table(90).narrow[kernel]
+    excess = 2 * channels // 64
+    shape = tuning.fit(kernel, 90, 4, channels, channels, torch.float32)
+    assert shape.rows == max(launch.rows // excess, tuning.MIN_DOT)
+    assert shape.keys == max(launch.keys // excess, tuning.MIN_DOT)
+    assert tuning.fit(kernel, 0, 4, 64, 64, torch.float32).keys == tuning.shipped_table(0).narrow[kernel].keys
