@@ -77,10 +77,9 @@ def main(arguments: argparse.Namespace) -> int:
     refs = [arguments.base, arguments.head or checkout.WORKING_TREE]
     with checkout.sources(refs) as (base, head):
         end = begin + (math.inf if arguments.budget is None else arguments.budget)
-        same_code: list[Key] = []
-        if not arguments.cases:
-            keys = _reached(keys, base, head)
-            keys, same_code = _by_device_code(machine, keys, base, head, end - time.perf_counter())
+        named = bool(arguments.cases)
+        keys = keys if named else _reached(keys, base, head)
+        keys, same_code = _by_device_code(machine, keys, base, head, end - time.perf_counter(), named=named)
         if not keys and not same_code:
             print(json.dumps(_summary([], begin, None)))
             return 0
@@ -144,11 +143,12 @@ def _reached(keys: Sequence[Key], base: Sources, head: Sources) -> list[Key]:
 
 
 def _by_device_code(
-    machine: Machine, keys: Sequence[Key], base: Sources, head: Sources, left_s: float
+    machine: Machine, keys: Sequence[Key], base: Sources, head: Sources, left_s: float, *, named: bool = False
 ) -> tuple[list[Key], list[Key]]:
     """(cases to be measured, cases of which both sides run the same on this GPU); says how many these are.
 
-    Kernels are compiled meanwhile, by as many processes as there are cores, and lie ready in Triton's cache.
+    Those that were named are measured, the same or not. Kernels are compiled meanwhile, by as many processes as there
+    are cores, and lie ready in Triton's cache: the first pair would compile them one after the other.
     """
     if machine.device == "cpu" or forced.read() is not None or not keys:
         return list(keys), []
@@ -157,15 +157,17 @@ def _by_device_code(
     sides = device_code.of_cases((base, head), keys, device_code.visible_gpu(), min(left_s, device_code.DEADLINE_S))
     same = {key.name for key, of_base, of_head in zip(keys, *sides, strict=True) if of_base.same(of_head)}
     seconds = time.perf_counter() - begin
-    print(f"{len(same)} of {len(keys)} cases launch the same instructions on both sides: SAME, not measured"
-          f" ({seconds:.0f} s)", flush=True)  # fmt: skip
+    verdict = "measured all the same, as --cases names them" if named else "SAME, not measured"
+    print(f"{len(same)} of {len(keys)} cases launch the same instructions on both sides: {verdict} ({seconds:.0f} s)",
+          flush=True)  # fmt: skip
     unknown = Counter(
         code.why for codes in sides for key, code in zip(keys, codes, strict=True)
         if code.why and key.mode not in device_code.MODES_WITHOUT
     )  # fmt: skip
     for why, count in unknown.most_common():
         print(f"  not known of {count}, each side of a case counted: {why}", flush=True)
-    return [key for key in keys if key.name not in same], [key for key in keys if key.name in same]
+    skipped = set() if named else same
+    return [key for key in keys if key.name not in skipped], [key for key in keys if key.name in skipped]
 
 
 def _planned(

@@ -279,8 +279,8 @@ def test_cases_whose_kernels_are_the_same_are_not_measured(
         measured.add(key.mode)
         return samples(10.0, 10.0 + 0.01 * (-1) ** i)
 
-    def decode_is_the_same(machine: Machine, keys: list[Key], *_: Sources) -> tuple[list[Key], list[Key]]:
-        decode = [key for key in keys if key.mode == "decode"]
+    def decode_is_the_same(machine: Machine, keys: list[Key], *_: Sources, named: bool) -> tuple[list[Key], list[Key]]:
+        decode = [key for key in keys if key.mode == "decode" and not named]
         return [key for key in keys if key not in decode], decode
 
     monkeypatch.setattr(command, "_by_device_code", decode_is_the_same)
@@ -337,6 +337,8 @@ def test_which_cases_have_the_same_kernels_is_asked_on_a_gpu(
     assert "1 of 4 cases launch the same instructions on both sides: SAME, not measured (0 s)" in said
     assert "  not known of 2, each side of a case counted: unknown" in said
     assert "unknown" not in said.partition("unknown")[2], "a train step is not expected to be known"
+    assert command._by_device_code(on_gpu, keys, *sides, 9.0, named=True) == (keys, []), "compiled ahead, and measured"
+    assert "1 of 4 cases launch the same instructions on both sides: measured all the same" in capsys.readouterr().out
     monkeypatch.setenv("NSA_FORCE_ARCH", "sm80")
     assert command._by_device_code(on_gpu, keys, *sides, 9.0) == (keys, []), "another GPU's kernels run"
     assert command._by_device_code(here, keys, *sides, 9.0) == (keys, [])
