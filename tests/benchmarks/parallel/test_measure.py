@@ -6,7 +6,9 @@ import argparse
 import dataclasses
 import shlex
 import time
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,14 +96,32 @@ def test_waiting_is_seen(pool: Pool) -> None:
 
 
 def test_a_longer_sequence_is_checked_on_its_beginning(pool: Pool) -> None:
-    found = pool.run(2, _shortly_checked, PACKED)[0]
+    found, whole_is_there = pool.run(2, _shortly_checked, PACKED)[0]
+    assert not whole_is_there, "each rank timed needs its own part alone"
     assert found.shared.compared_tokens == 48
     assert found.shared.one_rank_ms is None
     assert record.passed(PACKED, found, FINGERPRINT, "again", 1.5).share_of_ideal is None
 
 
-def _shortly_checked(mesh: DeviceMesh, case: Key) -> ParallelTime:
-    return measure.measure(mesh, case, samples=1, alone=False, check_tokens=48)
+def _shortly_checked(mesh: DeviceMesh, case: Key) -> tuple[ParallelTime, bool]:
+    """Also whether the whole sequence's queries are still there when a part of it is timed."""
+    drawn: list[weakref.ref[torch.Tensor]] = []
+    there: list[bool] = []
+    draw, samples = measure.inputs.draw, measure._samples
+
+    def noted(*arguments: Any) -> Any:
+        problem = draw(*arguments)
+        drawn.append(weakref.ref(problem.q))
+        return problem
+
+    def looked(*arguments: Any) -> list[list[float]]:
+        there.append(drawn[-1]() is not None)
+        return samples(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure.inputs, "draw", noted)
+        patch.setattr(measure, "_samples", looked)
+        return measure.measure(mesh, case, samples=1, alone=False, check_tokens=48), there[0]
 
 
 @pytest.mark.parametrize("fault", ["a dropped gather", "dk and dv never sent", "a halo of the window too short"])
