@@ -30,8 +30,8 @@ MAX_ROWS = 32  # tokens × heads of a group per program, as far as a group is no
 KEYS = 64  # per step of a loop, where a row of keys and values is at most NARROW bytes
 SCRATCH = 2**27  # scores of one step that exist at a time
 HAS_PDL_FROM = 90  # compute capability
-FEW_SCORES = 2**13  # of a query and group: the program that chooses blocks computes the probabilities too,
-WARPS_OF_FEW = 4  # with so many warps, where no SM has two such programs
+FEW_SCORES = 2**13  # of a query and group: `_choose` computes the probabilities too, if no SM has two of its programs
+WARPS_OF_FEW = 4  # of `_choose` then
 VALUES_PER_WARP = 2**12  # of a branch's partial outputs of one row, in the last launch
 SLOTS = 64  # scores of a row are padded to a multiple of this, so that lengths do not make kernels anew
 
@@ -116,13 +116,13 @@ def attend(
         return decoded
 
     sizes = (dk, dv, shape.dk, shape.dv)
-    known = (None, lengths) if isinstance(lengths, int) else (lengths, 0)
+    tokens = (None, lengths) if isinstance(lengths, int) else (lengths, 0)
     # a launch begins while the one before ends (programmatic dependent launch)
     pdl = decode_kernels.HAS_PDL and architecture.of(q.device) >= HAS_PDL_FROM
     early = {"launch_pdl": True} if pdl else {}
     with on_device(q):
         decode_kernels._compressed[cdiv(length, shape.tokens) * splits, num_kv_heads, batch](
-            q, compressed.k, compressed.v, compressed.table, *known, scores, o_cmp, lse_cmp, read_cmp, *strides(q),
+            q, compressed.k, compressed.v, compressed.table, *tokens, scores, o_cmp, lse_cmp, read_cmp, *strides(q),
             *compressed.strides, length, heads, num_kv_heads, group, slots, splits, to_base_2,
             config.l, config.d, compressed.page_size, length == 1, pdl,
             *sizes, shape.tokens, shape.group, shape.keys, **shape.launch,
@@ -131,21 +131,23 @@ def attend(
         columns, heads_in_tile = next_power_of_2(most_blocks), next_power_of_2(group)
         wide = max(decode_kernels.SCORES // heads_in_tile, SLOTS)
         few = heads_in_tile * slots <= FEW_SCORES and batch * num_kv_heads * length <= sms
+        few = few and columns <= WARPS_OF_FEW * COLUMNS_PER_WARP  # small groups have many blocks for so few scores
+        probabilities = heads_in_tile, wide, next_power_of_2(splits)  # constants: GP, BN, SPLITS
         if not few:
             decode_kernels._group_probabilities[length * cdiv(slots, wide), num_kv_heads, batch](
-                scores, lse_cmp, *known, p, length, heads, num_kv_heads, group, slots, splits, cdiv(slots, wide),
-                config.l, config.d, heads_in_tile, wide, next_power_of_2(splits), pdl, **early,
+                scores, lse_cmp, *tokens, p, length, heads, num_kv_heads, group, slots, splits, cdiv(slots, wide),
+                config.l, config.d, *probabilities, pdl, **early,
             )  # fmt: skip
         decode_kernels._choose[length, num_kv_heads, batch](
-            p, *((scores, lse_cmp) if few else (None, None)), *known, blocks,
+            p, *((scores, lse_cmp) if few else (None, None)), *tokens, blocks,
             length, heads, num_kv_heads, group, slots, splits, config.l, config.d, config.l_sel,
             geometry.overlap_offsets(config).start, tuple(geometry.overlap_weights(config)), config.init_blocks,
             config.local_blocks, config.n_sel, next_power_of_2(config.n_sel), columns,
-            heads_in_tile, wide, next_power_of_2(splits), pdl,
+            *(probabilities if few else (1, 1, 1)), pdl,  # or each number of splits would compile it anew
             num_warps=WARPS_OF_FEW if few else min(max(columns // COLUMNS_PER_WARP, 1), 16), **early,
         )  # fmt: skip
         decode_kernels._selected_window[length * splits_of_both, num_kv_heads, batch](
-            q, selected.k, selected.v, selected.table, window.k, window.v, window.table, blocks, *known,
+            q, selected.k, selected.v, selected.table, window.k, window.v, window.table, blocks, *tokens,
             o_sel_win, lse_sel_win, read_sel_win, *strides(q), *selected.strides, *window.strides,
             length, heads, num_kv_heads, group, to_base_2,
             config.l_sel, config.n_sel, config.w, selected.page_size, window.page_size, selected_splits, window_splits,

@@ -14,6 +14,9 @@ How many tokens there are is one number, or read from the device for each sequen
 Launches 2 to 5 are programmatic dependent launches where PDL says so (compute capability 9.0 and later): a kernel
 begins once all programs of the one before have begun, and `wait` stops it until all of that one is written. So ahead of
 `wait` a kernel reads only what no launch of the step writes, such as q, and writes only what no earlier launch reads.
+Two things make that enough. Some programs of each launch wait (of launch 4 those of the selected blocks), so that no
+launch ends before all earlier ones have. And launch 1 is an ordinary one: it begins when all that came before has
+ended, such as the cache's write and whatever used the same memory.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ SCORES = 4096  # per program of `_group_probabilities`, and at a time in `_choos
 
 
 @triton.jit
-def let_next_begin(PDL: tl.constexpr):
+def launch_dependents(PDL: tl.constexpr):
     """Let the next launch begin once all programs of this one have come here."""
     if PDL:
         gdc_launch_dependents()
@@ -48,9 +51,9 @@ def wait(PDL: tl.constexpr):
 
 
 @triton.jit
-def num_tokens(LENGTHS, length, b):
-    """Of sequence b: `length` where LENGTHS is None."""
-    return length if LENGTHS is None else tl.load(LENGTHS + b)
+def tokens_of(LENGTHS, num_tokens, b):
+    """Of sequence b: `num_tokens` where LENGTHS is None."""
+    return num_tokens if LENGTHS is None else tl.load(LENGTHS + b)
 
 
 @triton.jit
@@ -95,7 +98,7 @@ def store_partial(O_PART, LSE_PART, row, real, m, l, acc, nonfinite_rows, DV: tl
 
 @kernel
 def _compressed(
-    Q, K, V, TABLE, LENGTHS, length, SCORES, O_PART, LSE_PART, READ, q_b, q_s, q_h,
+    Q, K, V, TABLE, LENGTHS, num_tokens, SCORES, O_PART, LSE_PART, READ, q_b, q_s, q_h,
     table_b, k_o, k_r, k_h, v_o, v_r, v_h, S, HQ, HKV, G, slots, splits, to_base_2,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, PAGE: tl.constexpr, ALONE: tl.constexpr, PDL: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
@@ -103,12 +106,12 @@ def _compressed(
 ):  # fmt: skip
     """SCORES [B, S, Hq, slots] base 2, O_PART [B, S, Hq, splits, Dv], LSE_PART [B, S, Hq, splits] base 2, READ
     [B, S, Hkv, splits]."""
-    let_next_begin(PDL)
+    launch_dependents(PDL)
     slots = tl.multiple_of(slots, 64)  # as `decode.SLOTS` has it, or no store would be wide
     first_token, split = tl.program_id(0) // splits * BT, tl.program_id(0) % splits
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i, g, real = rows_of(first_token, S, G, BT * GP, GP)
-    before = num_tokens(LENGTHS, length, b) - S  # tokens that stand before the queries
+    before = tokens_of(LENGTHS, num_tokens, b) - S  # tokens that stand before the queries
     seen = visible_blocks(before + i.to(tl.int32), SIZE, STRIDE)
     end = visible_blocks(before + tl.minimum(first_token + BT, S) - 1, SIZE, STRIDE)
     per_split = tl.cdiv(tl.cdiv(end, BN), splits) * BN
@@ -165,16 +168,16 @@ def _probabilities(
 
 @kernel
 def _group_probabilities(
-    S_CMP, LSE_PART, LENGTHS, length, P, S, HQ, HKV, G, slots, splits, tiles,
+    S_CMP, LSE_PART, LENGTHS, num_tokens, P, S, HQ, HKV, G, slots, splits, tiles,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """P float32 [B, S, Hkv, slots] of the scores S_CMP [B, S, Hq, slots], base 2, written for the blocks that a query
     sees."""
-    let_next_begin(PDL)
+    launch_dependents(PDL)
     i, first = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * BN
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    seen = visible_blocks(num_tokens(LENGTHS, length, b) - S + tl.program_id(0) // tiles, SIZE, STRIDE)
+    seen = visible_blocks(tokens_of(LENGTHS, num_tokens, b) - S + tl.program_id(0) // tiles, SIZE, STRIDE)
     slots = tl.multiple_of(slots, 64)  # as `decode.SLOTS` has it, or no load would be wide
     wait(PDL)
     if first < seen:
@@ -184,15 +187,15 @@ def _group_probabilities(
 
 @kernel
 def _choose(
-    P, S_CMP, LSE_PART, LENGTHS, length, OUT, S, HQ, HKV, G, slots, splits,
+    P, S_CMP, LSE_PART, LENGTHS, num_tokens, OUT, S, HQ, HKV, G, slots, splits,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, SEL: tl.constexpr, FIRST_OFFSET: tl.constexpr, WEIGHTS: tl.constexpr,
     INIT: tl.constexpr, LOCAL: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BLOCKS: tl.constexpr,
     GP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """OUT int32 [B, S, Hkv, N], ascending, -1 at the end. P is written first where S_CMP is not None."""
-    let_next_begin(PDL)
+    launch_dependents(PDL)
     i, h, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    t = num_tokens(LENGTHS, length, b) - S + tl.program_id(0)
+    t = tokens_of(LENGTHS, num_tokens, b) - S + tl.program_id(0)
     seen, block = visible_blocks(t, SIZE, STRIDE), tl.arange(0, BLOCKS)
     row = (b * S + i) * HKV + h
     wait(PDL)
@@ -233,8 +236,8 @@ def _tile(q, first, lo, hi, K, V, TABLE, table_b, k_o, k_r, k_h, v_o, v_r, v_h, 
 
 @kernel
 def _selected_window(
-    Q, K, V, TABLE, WINDOW_K, WINDOW_V, WINDOW_TABLE, BLOCKS, LENGTHS, length, O_PART, LSE_PART, READ, q_b, q_s, q_h,
-    table_b, k_o, k_r, k_h, v_o, v_r, v_h, window_b, wk_o, wk_r, wk_h, wv_o, wv_r, wv_h, S, HQ, HKV, G, to_base_2,
+    Q, K, V, TABLE, WINDOW_K, WINDOW_V, WINDOW_TABLE, BLOCKS, LENGTHS, num_tokens, O_PART, LSE_PART, READ,
+    q_b, q_s, q_h, table_b, k_o, k_r, k_h, v_o, v_r, v_h, window_b, wk_o, wk_r, wk_h, wv_o, wv_r, wv_h, S, HQ, HKV, G, to_base_2,
     SEL: tl.constexpr, N: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, WINDOW_PAGE: tl.constexpr,
     SELECTED_SPLITS: tl.constexpr, WINDOW_SPLITS: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
@@ -242,12 +245,12 @@ def _selected_window(
 ):  # fmt: skip
     """O_PART [B, S, Hq, splits, Dv], LSE_PART [B, S, Hq, splits] base 2, READ [B, S, Hkv, splits]: first the selected
     branch's splits, then the window's."""
-    let_next_begin(PDL)
+    launch_dependents(PDL)
     splits: tl.constexpr = SELECTED_SPLITS + WINDOW_SPLITS
     # the window's programs come first, since they need not wait for the choice
     split, i = (tl.program_id(0) + SELECTED_SPLITS) % splits, (tl.program_id(0) // splits).to(tl.int64)
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    t = num_tokens(LENGTHS, length, b) - S + tl.program_id(0) // splits
+    t = tokens_of(LENGTHS, num_tokens, b) - S + tl.program_id(0) // splits
     g = tl.arange(0, GP)
     real = g < G
     q = load_rows(Q + b * q_b + i * q_s, (h * G + g) * q_h, real, DK, DKP)

@@ -193,8 +193,9 @@ def width(dk: int, dv: int, dtype: torch.dtype) -> tuple[str, int]:
 def has_tiles_of_its_own(dtype: torch.dtype) -> bool:
     """Whether tables are made for this type: those of 16 bits.
 
-    Tensor cores take no products of float32. A thread's own need more registers: in tiles of as many bytes as those of
-    16-bit types kernels spilled up to 12 KiB per thread on Hopper. So float32 takes half the rows and half the keys.
+    Tensor cores take no products of float32. The threads compute them, which takes more registers: in tiles of as many
+    bytes as those of 16-bit types, kernels spilled up to 12 KiB per thread on Hopper. So float32 takes half the rows
+    and half the keys, but for masked kernels (`masked_shape`), which keep theirs.
     """
     return dtype.itemsize == 2
 
@@ -254,7 +255,8 @@ def _masked_shape(
 
 
 def fit(kernel: str, capability: int, group: int, dk: int, dv: int, dtype: torch.dtype) -> Shape:
-    """Tiles of the table, made smaller as far as head sizes and dtype make rows wider than the tables assume."""
+    """Tiles of the table, made smaller as far as head sizes and dtype make rows wider than the tables assume, and for
+    float32 (`has_tiles_of_its_own`)."""
     tables, shared_kib = table(capability), architecture.shared_kib(capability)
     asked = kernel, capability, group, dk, dv, dtype, shared_kib
     found = tables.shapes.get(asked)

@@ -41,7 +41,7 @@ class Search:
                 self.say(f"{shape}: rows are wider than those of any table; nothing to choose")
                 continue
             if not tuning.has_tiles_of_its_own(shape.dtype):
-                self.say(f"{shape}: float32 takes half the tiles of 16-bit types; nothing to choose")
+                self.say(f"{shape}: float32 takes half the rows and keys of 16-bit types; nothing to choose")
                 continue
             timing = self._timing(shape, width)
             for kernel in tuning.shipped_table(self.where.capability).narrow:

@@ -57,7 +57,8 @@ def kernels(
     probabilities = {"SIZE": config.l, "STRIDE": config.d} | tile
     merge = {"SELECTED_SPLITS": SELECTED_SPLITS, "WINDOW_SPLITS": WINDOW_SPLITS, "CMP": SPLITS, "SEL": SELECTED_SPLITS}
     merge |= early
-    alone = {"S_CMP": None, "LSE_PART": None}  # where `_group_probabilities` has run before
+    # where `_group_probabilities` has run before
+    alone = {"S_CMP": None, "LSE_PART": None, "GP": 1, "BN": 1, "SPLITS": 1}
     return [
         (decode_kernels._compressed, sizes | compressed | {"BT": shape.tokens, "GP": shape.group}, shape.launch),
         (decode_kernels._group_probabilities, probabilities, {"num_warps": 4}),
@@ -87,7 +88,8 @@ def main() -> None:
             "shared_bytes": compiled.metadata.shared,
             "loads_ahead": "cp.async" in ptx,
             "waits": "griddepcontrol.wait" in ptx,
-            "lets_next_begin": "griddepcontrol.launch_dependents" in ptx,
+            "loads_before_waiting": ptx.partition("griddepcontrol.wait")[0].count("ld.global"),
+            "launches_dependents": "griddepcontrol.launch_dependents" in ptx,
         }
     print(json.dumps(needs))
 

@@ -45,7 +45,9 @@ def test_the_decode_kernels_compile_and_fit_in_shared_memory(architecture: int, 
     assert not {name: need for name, need in needs.items() if need["shared_bytes"] > limit}
     streams = {name for name, need in needs.items() if need["loads_ahead"]}
     assert streams == {"decode_kernels._compressed", "decode_kernels._selected_window"}
-    waiting, leading = ({name for name, need in needs.items() if need[k]} for k in ("waits", "lets_next_begin"))
+    waiting, leading = ({name for name, need in needs.items() if need[k]} for k in ("waits", "launches_dependents"))
     early = architecture >= 90  # programmatic dependent launch
     assert waiting == (needs.keys() - {"decode_kernels._compressed"} if early else set())
     assert leading == (needs.keys() - {"decode_kernels._merge"} if early else set())
+    lengths_alone = {"decode_kernels._group_probabilities": 1, "decode_kernels._choose": 1, "decode_kernels._merge": 0}
+    assert not early or lengths_alone.items() <= {n: need["loads_before_waiting"] for n, need in needs.items()}.items()

@@ -89,7 +89,7 @@ def test_float32_is_left_to_the_tiles_that_follow_from_those_of_16_bit_types() -
     timer = Timer("scores")
     timer.search().tune([dataclasses.replace(SHAPE, dtype=torch.float32)])
     assert timer.asked == []
-    assert "float32 takes half the tiles of 16-bit types" in timer.said[0]
+    assert "float32 takes half the rows and keys of 16-bit types" in timer.said[0]
 
 
 def test_a_prompt_needs_no_backward_pass() -> None:
