@@ -237,7 +237,8 @@ def _tile(q, first, lo, hi, K, V, TABLE, table_b, k_o, k_r, k_h, v_o, v_r, v_h, 
 @kernel
 def _selected_window(
     Q, K, V, TABLE, WINDOW_K, WINDOW_V, WINDOW_TABLE, BLOCKS, LENGTHS, num_tokens, O_PART, LSE_PART, READ,
-    q_b, q_s, q_h, table_b, k_o, k_r, k_h, v_o, v_r, v_h, window_b, wk_o, wk_r, wk_h, wv_o, wv_r, wv_h, S, HQ, HKV, G, to_base_2,
+    q_b, q_s, q_h, table_b, k_o, k_r, k_h, v_o, v_r, v_h, window_b, wk_o, wk_r, wk_h, wv_o, wv_r, wv_h,
+    S, HQ, HKV, G, to_base_2,
     SEL: tl.constexpr, N: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, WINDOW_PAGE: tl.constexpr,
     SELECTED_SPLITS: tl.constexpr, WINDOW_SPLITS: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
