@@ -117,6 +117,7 @@ def compare(
     """Output, blocks and, where the answer has some, gradients. B is 1.
 
     Args:
+        problem: its q may be on the host, and so may blocks and of the answer what it has of each query.
         blocks: int32 [1, S, Hkv, n], counted in each document.
         rows: int64 [R], ascending, as `rows_to_compare` gives them; the answer's do is 0 outside them.
         documents: those that are compared, all rows of which lie in one; None for the whole sequence.
@@ -230,9 +231,13 @@ class _Head:
         return sums
 
     def _of(self, x: Tensor, rows: Tensor) -> Tensor:
-        """The rows of this head, or of its group of query heads: [R, 1 or G, ...]."""
+        """The rows of this head, or of its group of query heads, where the keys are: [R, 1 or G, ...].
+
+        x may be on the host, rows and keys not.
+        """
         per_head = x.shape[2] // self.problem.k.shape[2]
-        return x[0, self.document[0] + rows, self.head * per_head : (self.head + 1) * per_head]
+        row = (self.document[0] + rows).to(x.device)
+        return x[0, row, self.head * per_head : (self.head + 1) * per_head].to(self.problem.k.device)
 
     def _chunks(self, rows: Tensor) -> Iterable[Chunk]:
         """Pieces of the rows whose scores and gathered keys fit in a chunk's memory."""

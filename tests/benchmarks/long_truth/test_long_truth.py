@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,38 @@ def test_two_ranks_say_the_same(pool: Pool) -> None:
     first, second = pool.run(2, _shared, True)
     assert "o" in wrong(first)
     assert wrong(first) == wrong(second)
+
+
+def _whole_while_attending(mesh: DeviceMesh) -> list[bool]:
+    """Whether the whole q and do are still on the device while ranks compute their parts."""
+    drawn: list[weakref.ref[Tensor]] = []
+    there: list[bool] = []
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def drawing(*arguments: Any) -> Any:
+            made = function(*arguments)
+            drawn.append(weakref.ref(made if isinstance(made, Tensor) else made.q))
+            return made
+
+        return drawing
+
+    def looked(*inputs: Any, **more: Any) -> tuple[Tensor, Aux]:
+        there.extend(one() is not None for one in drawn)
+        found: tuple[Tensor, Aux] = nsa.parallel.context_parallel_attention(*inputs, **more)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "_on_host", Tensor.clone)  # on a CPU they are on the host already
+        patch.setattr(check.inputs, "draw", noted(check.inputs.draw))
+        patch.setattr(check.long_rows, "output_gradient", noted(check.long_rows.output_gradient))
+        patch.setattr(check, "context_parallel_attention", looked)
+        assert wrong(truth(context=ContextParallel(mesh))) == set()
+    return there
+
+
+def test_what_there_is_of_each_query_waits_on_the_host(pool: Pool) -> None:
+    for there in pool.run(2, _whole_while_attending):
+        assert there == [False, False]
 
 
 def test_tensors_that_cross() -> None:
