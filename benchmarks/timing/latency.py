@@ -26,9 +26,10 @@ _EXACT_COINS = 500  # beyond, the binomial is as good as normal
 _SETTLED = 0.8  # a warm-up call that takes less than this share of the one before shows that something was still made
 _MOST_WARMUPS = 10
 _END_TO_END_SHARE = 0.25  # of the wall limit
-_DISTURBED_ATTEMPTS = 2
-"""How many may find the GPU still working at the calls' ends before it is held to be the call's own work. While other
-processes started on the same GPU, one attempt did whose work was joined (8 pairs of `calibrate` on an H200)."""
+_PAUSES_S = (0.1, 0.5)
+"""Before each further attempt, where one finds the GPU still working at the calls' ends; after the last one that is
+held to be the call's own work. While other processes started on the same GPU, an attempt did whose work was joined (8
+pairs of `calibrate` on an H200), and so did three within some milliseconds of each other (`compare`, an H100)."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +165,10 @@ def _on_device(call: Callable[[], object], cache: str, plan: SamplingPlan, befor
         try:
             return dataclasses.replace(_attempt(sampler, cache, warmups, plan), discarded=tuple(discarded))
         except device_clock.UnjoinedWorkError as error:
-            if len(discarded) == _DISTURBED_ATTEMPTS:
+            if len(discarded) == len(_PAUSES_S):
                 raise
+            time.sleep(_PAUSES_S[len(discarded)])
+            _warm_up(sampler.plain_sample, plan)
             discarded.append(str(error))
 
 

@@ -226,10 +226,13 @@ def test_a_disturbed_attempt_is_measured_again_and_none_of_its_samples_kept(monk
 
 
 def test_work_that_every_attempt_finds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    stub = on_stub(monkeypatch, True, True, True, False)
+    """Attempts lie further apart than another process takes to start, which may disturb each of them."""
+    stub, slept = on_stub(monkeypatch, True, True, True, False), list[float]()
+    monkeypatch.setattr(latency.time, "sleep", slept.append)
     with pytest.raises(UnjoinedWorkError):
         latency.measure(lambda: None, "cuda", "warm", SamplingPlan(5, 0.0, 5.0, end_to_end=False))
     assert stub.attempts == 3
+    assert sum(slept) > 0.5
 
 
 def small_kernels(count: int, x: torch.Tensor) -> None:
