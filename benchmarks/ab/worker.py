@@ -86,6 +86,9 @@ class Worker:
         with clock.stage(stages.FREE):
             self._free(device)
         self._case = _Case(Key(**prepare), device, check, clock)
+        if device == "cuda" and check:  # what the oracle took: the other side's comes next, and may need the room
+            with clock.stage(stages.FREE):
+                torch.cuda.empty_cache()
 
     def _free(self, device: str) -> None:
         """What the last case left on a GPU. Only where a cycle of objects still holds some of it does Python have to

@@ -364,6 +364,16 @@ def test_a_worker_collects_garbage_where_some_of_it_holds_memory_of_the_gpu(
     assert max(emptied) <= 64, "nothing of a case is left before the next one"
 
 
+def test_a_worker_keeps_nothing_of_the_gpu_that_its_oracle_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 65,536 tokens of 192/128 one side kept 39 of 79 GiB, and the other one's oracle had no room."""
+    log: list[str] = []
+    monkeypatch.setattr(worker, "_Case", lambda *_: log.append("oracle"))
+    monkeypatch.setattr(worker.torch.cuda, "memory_allocated", lambda: 0)
+    monkeypatch.setattr(worker.torch.cuda, "empty_cache", lambda: log.append("emptied"))
+    worker.Worker()._prepare(StageClock(), dataclasses.asdict(key()), "cuda", check=True)
+    assert log == ["emptied", "oracle", "emptied"]
+
+
 @pytest.mark.parametrize("step", ["prepare", "finish"])
 def test_a_case_that_fails_before_or_after_the_samples_has_no_time(step: str) -> None:
     found = pair_of([], head={step: "NONFINITE"}).run(key(), Rules(), 0)
