@@ -103,6 +103,7 @@ def check(
         order = context.order(key.num_keys, config, bounds)
         own = problem.map(lambda whole: context.shard(whole, order))
         own_d_o = None if d_o is None else context.shard(d_o, order)
+        # from here on nothing holds the whole q and do on the device
         problem, d_o = dataclasses.replace(problem, q=_on_host(problem.q)), None if d_o is None else _on_host(d_o)
         parts, path = _attend(context_parallel_attention, key, config, own, own_d_o, bounds, mesh=context)
         del own, own_d_o

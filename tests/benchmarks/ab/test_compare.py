@@ -273,13 +273,14 @@ def test_cases_whose_kernels_are_the_same_are_not_measured(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    measured = set()
+    measured, compiled_named = set(), list[bool]()
 
     def play(key: Key, i: int) -> trial.PairedSamples:
         measured.add(key.mode)
         return samples(10.0, 10.0 + 0.01 * (-1) ** i)
 
     def decode_is_the_same(machine: Machine, keys: list[Key], *_: Sources, named: bool) -> tuple[list[Key], list[Key]]:
+        compiled_named.append(named)
         decode = [key for key in keys if key.mode == "decode" and not named]
         return [key for key in keys if key not in decode], decode
 
@@ -302,6 +303,7 @@ def test_cases_whose_kernels_are_the_same_are_not_measured(
     answered(play)
     assert main([*arguments, "--cases", "decode"]) == 0
     assert measured == {"decode"}, "what is named is measured"
+    assert compiled_named == [False, True], "kernels are compiled ahead, named or not"
 
 
 def test_two_pairs_that_could_see_hardly_anything_say_so_in_few_digits() -> None:

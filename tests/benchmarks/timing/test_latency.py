@@ -191,9 +191,10 @@ class StubSampler:
     queued_ahead = True
 
     def __init__(self, disturbed: list[bool]) -> None:
-        self.disturbed, self.taken, self.attempts = disturbed, 0, 0
+        self.disturbed, self.taken, self.attempts, self.warm_ups = disturbed, 0, 0, 0
 
     def plain_sample(self) -> float:
+        self.warm_ups += 1
         return 1.0
 
     def queue_ahead(self) -> None:
@@ -233,6 +234,7 @@ def test_work_that_every_attempt_finds_is_refused(monkeypatch: pytest.MonkeyPatc
         latency.measure(lambda: None, "cuda", "warm", SamplingPlan(5, 0.0, 5.0, end_to_end=False))
     assert stub.attempts == 3
     assert sum(slept) > 0.5
+    assert stub.warm_ups == 3 * SamplingPlan(5, 0.0, 5.0).warmup_calls, "a GPU that has waited is warmed up again"
 
 
 def small_kernels(count: int, x: torch.Tensor) -> None:
