@@ -20,7 +20,7 @@ from benchmarks.errors import ThrottledError, classify
 from benchmarks.first_step import FirstSteps
 from benchmarks.history.records import Record
 from benchmarks.history.samples import RawSamples, SampleSummary
-from benchmarks.timing import gpu_watch, l2_persistence, latency, launches, memory, peak
+from benchmarks.timing import l2_persistence, latency, launches, memory, peak
 from benchmarks.timing.latency import Timing
 from benchmarks.timing.other_load import OtherLoad
 from benchmarks.timing.rotating_inputs import RotatingInputs
@@ -161,21 +161,12 @@ def measure(
         unmet=timed.unmet,
         other_load=other_load.cores(),
         clocks=timed.clocks.summary if timed.clocks else None,
-        gpu_conditions=_remeasured(timed),
         flops=work.flops,
         bytes_moved=work.bytes_moved,
         inputs_follow=inputs.followed(key),
         launches_per_call=launches_per_call,
     )
     return Measurement(record, RawSamples(key.name, timed.samples_ms, timed.clocks))
-
-
-def _remeasured(timed: Timing) -> dict[str, str] | None:
-    """What is told of samples that were thrown away; None where none were."""
-    if not timed.discarded:
-        return None
-    times = "once" if len(timed.discarded) == 1 else f"{len(timed.discarded)} times"
-    return {gpu_watch.REMEASURED: f"all samples were taken anew {times}: {timed.discarded[-1]}"}
 
 
 def _fits(

@@ -31,5 +31,4 @@ def run(keys: Sequence[Key], measure: Measure, watch: GpuWatch | None) -> Iterat
             (measured,) = measure([key])
         if gpu_watch.OTHER_PROCESS not in noticed and (others := watch.computing()):
             noticed[gpu_watch.OTHER_PROCESS] = f"{', '.join(map(str, others))} began to compute on the GPU meanwhile"
-        noticed |= measured.record.gpu_conditions or {}
         yield dataclasses.replace(measured, record=dataclasses.replace(measured.record, gpu_conditions=noticed))

@@ -20,7 +20,6 @@ from benchmarks.ab.result import CompareVerdict, ComparisonResult, Rules
 from benchmarks.ab.sequential import CaseResult, PairFailure, PairTiming
 from benchmarks.ab.stages import StageClock
 from benchmarks.ab.starter import PairStarter
-from benchmarks.ab.trial import PairedSamples
 from benchmarks.cases.key import Key
 from benchmarks.timing import gpu_watch
 from benchmarks.timing.gpu_watch import GpuWatch
@@ -114,7 +113,7 @@ class _PairMeasurement:
     ) -> None:
         self._starter, self._keys, self._rules, self._budget_s, self._watch = starter, keys, rules, budget_s, watch
         self.disturbed: dict[str, list[str]] = {}
-        """Of each case, what could not be waited for before its pairs, and samples that were thrown away."""
+        """Of each case, what could not be waited for before its pairs."""
         self._seconds = 0.0
         self._pairs = Counter[str]()
         """Of each case; those that are measured together have as many."""
@@ -127,10 +126,6 @@ class _PairMeasurement:
         keys, before = [self._keys[case] for case in cases], self._pairs[cases[0]]
         found = trial.run(self._starter, keys, self._rules, before % 2, check=before == 0, clock=clock)
         self._pairs.update(cases)
-        for case, result in zip(cases, found, strict=True):
-            if isinstance(result, PairedSamples) and result.discarded:
-                why = "the GPU still worked at the ends of their calls"
-                self._note(case, f"in pair {before + 1} {result.discarded} samples were taken anew: {why}")
         seconds = time.perf_counter() - begin
         self._seconds += seconds
         print(self._progress(cases, seconds, clock), flush=True)

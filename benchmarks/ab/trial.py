@@ -56,8 +56,6 @@ class PairedSamples:
     """Per sample: as it is, then with each slowdown injected."""
     peaks_mib: tuple[float, float] | None = None
     """Peak memory of a call of BASE and of HEAD; None where it was not asked for, and on a CPU."""
-    discarded: int = 0
-    """Attempts at samples that were thrown away, because the GPU still worked at the ends of the calls."""
 
     def timed(self, level: int = 0) -> PairTiming:
         """One observation; `level` is 0 for HEAD as it is, i for the i-th slowdown."""
@@ -110,13 +108,11 @@ class WorkerPair:
         samples = PairedSamples((), ())
         with self._clock.stage(stages.SAMPLES):
             while not samples.enough(rules):
-                sample_ms, discarded = {}, samples.discarded
+                sample_ms = {}
                 for side in (0, 1) if (len(samples.base_ms) + first) % 2 == 0 else (1, 0):
-                    answer = self._ask_one(side, {"sample": calls})
-                    sample_ms[side] = answer["sample_ms"]
-                    discarded += answer["discarded"]
+                    sample_ms[side] = self._ask_one(side, {"sample": calls})["sample_ms"]
                 base_ms, head_ms = (*samples.base_ms, sample_ms[0][0]), (*samples.head_ms, tuple(sample_ms[1]))
-                samples = PairedSamples(base_ms, head_ms, discarded=discarded)
+                samples = PairedSamples(base_ms, head_ms)
         if not check:
             return samples
         with self._clock.stage(stages.FINISH):

@@ -77,7 +77,7 @@ class Worker:
         if "slowdowns" in request:
             return {"latency_ms": self._case.inject(request["slowdowns"])}
         if "sample" in request:
-            return {"sample_ms": self._case.sample(request["sample"]), "discarded": self._case.discarded}
+            return {"sample_ms": self._case.sample(request["sample"])}
         case = self._case
         answer = self._outcome(lambda: case.finish(request["other_inputs"]))
         return {**answer, "peak_mem_mib": self._case.peak_mem_mib}
@@ -125,8 +125,6 @@ class _Case:
             self._rotating = RotatingInputs(self._work, key, device)
         self._staged: injection.StagedSlowdown | None = None
         self.peak_mem_mib: float | None = None
-        self.discarded = 0
-        """Attempts at the last sample that were thrown away (`Timing.discarded`)."""
 
     def inject(self, slowdowns: Sequence[float]) -> float:
         """Warm up, find how many ms a call takes, and add the slowdowns to it; for a time when nothing else runs."""
@@ -143,7 +141,6 @@ class _Case:
         """
         counted = slice(min(calls - 1, 1), None)
         timing = self._rotating.time(_plan(calls), self._staged)
-        self.discarded = len(timing.discarded)
         if self._staged is None:
             return [statistics.median(timing.samples_ms[counted])]
         taken_ms = self._staged.take_samples_ms()[-calls:]  # those before tried how long the GPU must be kept waiting

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from benchmarks.history.record_line import ClockLine, RecordLine
 from benchmarks.history.records import Record
 from benchmarks.timing.clocks import ClockSummary
-from benchmarks.timing.gpu_watch import REMEASURED, UNSEEN, UNTRUSTED
+from benchmarks.timing.gpu_watch import UNSEEN, UNTRUSTED
 from benchmarks.timing.latency import median_interval
 from harness.fingerprint import Fingerprint
 
@@ -71,7 +71,7 @@ def with_device(figures: Record | RecordLine, fingerprint: Fingerprint) -> tuple
     if fingerprint.gpu_settings is not None and fingerprint.gpu_settings.display:
         found.append("the GPU draws a screen")
     noticed = figures.gpu_conditions or {}
-    return (*found, *(noticed[name] for name in (REMEASURED, UNSEEN) if name in noticed))
+    return (*found, noticed[UNSEEN]) if UNSEEN in noticed else tuple(found)
 
 
 def _of_clocks(clocks: ClockSummary | ClockLine) -> list[str]:

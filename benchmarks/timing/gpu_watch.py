@@ -22,11 +22,9 @@ OTHER_PROCESS, HOT = "other_process", "hot"
 UNTRUSTED = (OTHER_PROCESS, HOT)
 """Conditions under which a figure is not to be trusted."""
 UNSEEN, WAITED, COOLED, RETRIED, IDLE_PROCESS = "unseen", "waited", "cooled", "retried", "idle_process"
-REMEASURED = "remeasured"
-"""All samples of the figure were taken anew, because the GPU still worked at the ends of the calls before."""
 WARMER = "warmer"
 """The GPU was much warmer than when the session began: its clocks may be lower than beside the first cases."""
-TOLD = (UNSEEN, WAITED, COOLED, RETRIED, REMEASURED, IDLE_PROCESS)
+TOLD = (UNSEEN, WAITED, COOLED, RETRIED, IDLE_PROCESS)
 """Conditions that take nothing of the trust in a figure."""
 LONGEST_WAIT_S = 120.0
 """For one case; for the whole session `LONGEST_IN_ALL_S`."""

@@ -26,10 +26,6 @@ _EXACT_COINS = 500  # beyond, the binomial is as good as normal
 _SETTLED = 0.8  # a warm-up call that takes less than this share of the one before shows that something was still made
 _MOST_WARMUPS = 10
 _END_TO_END_SHARE = 0.25  # of the wall limit
-_PAUSES_S = (0.1, 0.5)
-"""Before each further attempt, where one finds the GPU still working at the calls' ends; after the last one that is
-held to be the call's own work. While other processes started on the same GPU, an attempt did whose work was joined (8
-pairs of `calibrate` on an H200), and so did three within some milliseconds of each other (`compare`, an H100)."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +67,6 @@ class Timing:
     queued_ahead: bool | None = None
     """Whether no sample holds launch latency; None on the CPU."""
     clocks: Clocks | None = None
-    discarded: tuple[str, ...] = ()
-    """Why each earlier attempt at these samples was thrown away, whole; empty where the first one held."""
 
     @property
     def latency_ms(self) -> float:
@@ -160,20 +154,6 @@ def _on_device(call: Callable[[], object], cache: str, plan: SamplingPlan, befor
     sampler = device_clock.EventSampler(call, before, cold=cache == "cold")
     warmups = _warm_up(sampler.plain_sample, plan)
     sampler.queue_ahead()
-    discarded: list[str] = []
-    while True:
-        try:
-            return dataclasses.replace(_attempt(sampler, cache, warmups, plan), discarded=tuple(discarded))
-        except device_clock.UnjoinedWorkError as error:
-            if len(discarded) == len(_PAUSES_S):
-                raise
-            time.sleep(_PAUSES_S[len(discarded)])
-            _warm_up(sampler.plain_sample, plan)
-            discarded.append(str(error))
-
-
-def _attempt(sampler: device_clock.EventSampler, cache: str, warmups: int, plan: SamplingPlan) -> Timing:
-    """A figure of new samples alone. Raises UnjoinedWorkError where the GPU was not done at their calls' ends."""
     clock_monitor = clocks.monitor() if plan.clocks else None
 
     def sample() -> float:

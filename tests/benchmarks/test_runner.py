@@ -22,8 +22,7 @@ from benchmarks.cases.work import Work
 from benchmarks.history import records
 from benchmarks.history.records import Record
 from benchmarks.timing import memory
-from benchmarks.timing.latency import SamplingPlan, Timing
-from benchmarks.timing.rotating_inputs import RotatingInputs
+from benchmarks.timing.latency import SamplingPlan
 from benchmarks.workloads import attention
 from benchmarks.workloads.train_step import TINY
 from nsa import NSAConfig
@@ -90,18 +89,6 @@ def test_a_loop_is_compiled_as_its_launch_says(monkeypatch: pytest.MonkeyPatch) 
     for launch in ("eager", "compile", "reduce-overhead"):
         runner.prepare(key("train-loop", length=32, launch=launch, **sizes), "cpu")
     assert compiled == ["default", "reduce-overhead"]
-
-
-def test_samples_that_were_taken_anew_stand_in_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    time = runner.RotatingInputs.time
-
-    def disturbed(self: RotatingInputs, plan: SamplingPlan) -> Timing:
-        return dataclasses.replace(time(self, plan), discarded=("the first", "the GPU worked for 3 ms after it"))
-
-    assert measure(key("decode")).gpu_conditions is None
-    monkeypatch.setattr(runner.RotatingInputs, "time", disturbed)
-    said = "all samples were taken anew 2 times: the GPU worked for 3 ms after it"
-    assert measure(key("decode")).gpu_conditions == {"remeasured": said}
 
 
 def test_measures_the_hosts_time_and_counts_launches() -> None:

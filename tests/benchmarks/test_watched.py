@@ -13,7 +13,7 @@ from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.history.records import Record
 from benchmarks.runner import Measurement
-from benchmarks.timing.gpu_watch import COOLED, OTHER_PROCESS, REMEASURED, RETRIED, GpuWatch
+from benchmarks.timing.gpu_watch import COOLED, OTHER_PROCESS, RETRIED, GpuWatch
 from tests.benchmarks.synthetic import failed, key, passed
 from tests.fake_nvml import process
 from tests.fake_nvml.boards import ALONE, BOARDS, Board, Course, OnGpu
@@ -59,15 +59,6 @@ def test_a_case_that_heat_slowed_down_is_measured_again_once_the_gpu_is_cool(mon
     assert first.gpu_conditions is not None
     assert first.gpu_conditions[RETRIED] == "measured again after 6 of 6 samples throttled: thermal"
     assert COOLED in first.gpu_conditions
-    assert second.gpu_conditions == {}
-
-
-def test_what_was_noticed_while_it_was_measured_stays_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    anew = dataclasses.replace(GREEN[0], gpu_conditions={REMEASURED: "all samples were taken anew once: 3 ms"})
-    hot = A100.telling(nvmlDeviceGetTemperature=Course((85, 85, 71)))
-    first, second = run(hot, [anew, GREEN[1]], monkeypatch)
-    assert first.gpu_conditions is not None
-    assert first.gpu_conditions.keys() == {COOLED, REMEASURED}
     assert second.gpu_conditions == {}
 
 

@@ -166,16 +166,6 @@ def test_identical_times_are_the_same_and_exit_with_0(
     assert ", about 0 s to the analysis after pair 3" in said
 
 
-def test_samples_that_were_taken_anew_are_told_beside_the_verdict(
-    answered: Callable[[Play], None], tmp_path: Path
-) -> None:
-    answered(lambda key, i: dataclasses.replace(samples(10.0, 10.0 + 0.01 * (-1) ** i), discarded=2 * (i == 2)))
-    assert run(tmp_path, "HEAD~1", "HEAD") == 0
-    (found,), _ = result.read(tmp_path / "results")
-    assert found.verdict is CompareVerdict.SAME
-    assert found.reason == "in pair 2 2 samples were taken anew: the GPU still worked at the ends of their calls"
-
-
 def test_a_comparison_that_reaches_no_case_has_the_keys_of_any_other(
     answered: Callable[[Play], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

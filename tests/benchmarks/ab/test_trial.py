@@ -130,7 +130,7 @@ for line in sys.stdin:
             os.abort()
         answer = {"outcome": "PASSED", "reason": None, "stages_s": {"inputs": 0.25}}
     elif "sample" in request:
-        answer = {"sample_ms": [float(length + 100 * os.getcwd().endswith("side1"))], "discarded": length}
+        answer = {"sample_ms": [float(length + 100 * os.getcwd().endswith("side1"))]}
     elif "slowdowns" in request:
         answer = {"latency_ms": 1.0}
     else:
@@ -152,9 +152,6 @@ for line in sys.stdin:
         104.0,
         105.0,
     ]
-    fifth = played[4]
-    assert isinstance(fifth, trial.PairedSamples)
-    assert fifth.discarded == 5 * 2 * len(fifth.base_ms)  # of both sides, in all samples
     lost = played[2]
     assert isinstance(lost, PairFailure)
     assert (lost.base, lost.head) == (CaseOutcome.PASSED, CaseOutcome.CRASHED)
@@ -246,7 +243,7 @@ class Fake:
         if self._asked in ("prepare", "finish"):
             outcome = self._fails.get(self._asked, "PASSED")
             return {"outcome": outcome, "reason": None if outcome == "PASSED" else "why", "stages_s": {}}
-        return {"sample_ms": [self._latency_ms], "discarded": 0, "latency_ms": self._latency_ms, "fits": self.fits}
+        return {"sample_ms": [self._latency_ms], "latency_ms": self._latency_ms, "fits": self.fits}
 
 
 def pair_of(log: list[str], device: str = "cpu", **fails: Mapping[str, str]) -> trial.WorkerPair:
@@ -331,7 +328,7 @@ def test_the_first_of_several_calls_does_not_count(calls: int, counted_ms: float
     taken_ms = [9.0, 2.0, 3.0, 4.0]
 
     def timed(plan: SamplingPlan, *_: object) -> SimpleNamespace:
-        return SimpleNamespace(samples_ms=taken_ms[: plan.min_samples], discarded=())
+        return SimpleNamespace(samples_ms=taken_ms[: plan.min_samples])
 
     rotating = SimpleNamespace(time=timed)
     vars(case).update(_rotating=rotating, _staged=None)

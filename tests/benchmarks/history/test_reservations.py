@@ -89,14 +89,6 @@ def test_clocks_that_moved_are_marked(clocks: ClockSummary, said: list[str]) -> 
     assert reservations.of(made) == {}
 
 
-def test_samples_that_were_taken_anew_are_marked_and_take_no_trust() -> None:
-    made = record(
-        driver="580", gpu_conditions={"remeasured": "all samples were taken anew once: 3 ms", "waited": "1 s"}
-    )
-    assert reservations.with_device(made, made.fingerprint) == ("all samples were taken anew once: 3 ms",)
-    assert reservations.of(made) == {}
-
-
 def test_a_screen_and_what_nvml_does_not_tell_are_marked() -> None:
     made = record(driver="580", gpu_conditions={"unseen": "NVML does not tell other processes"})
     for display, said in ((True, ["the GPU draws a screen"]), (False, []), (None, [])):

@@ -21,10 +21,19 @@ class SimulatedGPU:
 
     def __init__(self) -> None:
         self.host_s, self.busy_until_s, self.side_until_s = 0.0, 0.0, 0.0
+        self.cold_wait_s = 0.0
+        """What the first wait after a launch takes longer than the next ones."""
+        self._launched = False
+
+    def read_clock(self) -> float:
+        """What time.perf_counter does: it takes a moment too, or a host that waits by it would wait for ever."""
+        self.host_s += 1e-7
+        return self.host_s
 
     def kernel(self, seconds: float) -> None:
         """Launch one; it runs when all before it are done."""
         self.host_s += _LAUNCH_S
+        self._launched = True
         self.busy_until_s = max(self.host_s, self.busy_until_s) + seconds
 
     def elsewhere(self, seconds: float) -> None:
@@ -35,6 +44,8 @@ class SimulatedGPU:
     def wait(self) -> None:
         """What torch.cuda.synchronize does."""
         self.host_s = max(self.host_s, self.busy_until_s, self.side_until_s) + 1e-6
+        self.host_s += self.cold_wait_s * self._launched
+        self._launched = False
 
 
 @pytest.fixture
@@ -65,7 +76,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGPU]:
     monkeypatch.setattr(torch.cuda, "synchronize", device.wait)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(L2_cache_size=1000))
-    monkeypatch.setattr(device_clock, "time", SimpleNamespace(perf_counter=lambda: device.host_s))
+    monkeypatch.setattr(device_clock, "time", SimpleNamespace(perf_counter=device.read_clock))
     yield device
     assert device.host_s > 0, "the fixture simulated nothing"
 
@@ -150,6 +161,24 @@ def test_work_after_the_call_s_end_is_refused(gpu: SimulatedGPU) -> None:
     taken = [clock.sample() for _ in range(5)]
     with pytest.raises(UnjoinedWorkError, match="work on another stream is not waited for"):
         clock.require_joined(statistics.median(taken))
+
+
+def test_a_host_that_waits_slowly_is_no_unjoined_work(gpu: SimulatedGPU) -> None:
+    gpu.cold_wait_s = 1e-4
+    clock = sampler(gpu, lambda: gpu.kernel(1e-6))
+    clock.require_joined(statistics.median(clock.sample() for _ in range(5)))
+
+
+def test_unjoined_work_is_found_by_a_host_that_waits_slowly(gpu: SimulatedGPU) -> None:
+    def call() -> None:
+        gpu.kernel(1e-6)
+        gpu.elsewhere(2e-4)
+
+    gpu.cold_wait_s = 1e-4
+    clock = sampler(gpu, call)
+    taken = statistics.median(clock.sample() for _ in range(5))
+    with pytest.raises(UnjoinedWorkError, match=r"worked for 0\.\d+ ms"):
+        clock.require_joined(taken)
 
 
 def test_honest_work_is_not_refused(gpu: SimulatedGPU) -> None:

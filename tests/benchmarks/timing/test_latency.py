@@ -185,58 +185,6 @@ def test_five_samples_have_no_interval() -> None:
     assert median_interval([1.0] * 5) is None
 
 
-class StubSampler:
-    """In the place of the device's: attempt after attempt it finds the GPU at work behind the calls, or idle."""
-
-    queued_ahead = True
-
-    def __init__(self, disturbed: list[bool]) -> None:
-        self.disturbed, self.taken, self.attempts, self.warm_ups = disturbed, 0, 0, 0
-
-    def plain_sample(self) -> float:
-        self.warm_ups += 1
-        return 1.0
-
-    def queue_ahead(self) -> None:
-        pass
-
-    def sample(self) -> float:
-        """A time that tells in which attempt it was taken."""
-        self.taken += 1
-        return 1.0 + self.attempts
-
-    def require_joined(self, latency_ms: float) -> None:
-        self.attempts += 1
-        if self.disturbed[self.attempts - 1]:
-            raise UnjoinedWorkError(f"{latency_ms} ms")
-
-
-def on_stub(monkeypatch: pytest.MonkeyPatch, *disturbed: bool) -> StubSampler:
-    stub = StubSampler(list(disturbed))
-    monkeypatch.setattr(latency.device_clock, "EventSampler", lambda *_, **__: stub)
-    monkeypatch.setattr(latency.clocks, "monitor", lambda: None)
-    return stub
-
-
-def test_a_disturbed_attempt_is_measured_again_and_none_of_its_samples_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    stub = on_stub(monkeypatch, True, False)
-    timed = latency.measure(lambda: None, "cuda", "warm", SamplingPlan(5, 0.0, 5.0, end_to_end=False))
-    assert timed.samples_ms == (2.0,) * 5
-    assert (stub.taken, stub.attempts) == (10, 2)
-    assert timed.discarded == ("1.0 ms",)
-
-
-def test_work_that_every_attempt_finds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attempts lie further apart than another process takes to start, which may disturb each of them."""
-    stub, slept = on_stub(monkeypatch, True, True, True, False), list[float]()
-    monkeypatch.setattr(latency.time, "sleep", slept.append)
-    with pytest.raises(UnjoinedWorkError):
-        latency.measure(lambda: None, "cuda", "warm", SamplingPlan(5, 0.0, 5.0, end_to_end=False))
-    assert stub.attempts == 3
-    assert sum(slept) > 0.5
-    assert stub.warm_ups == 3 * SamplingPlan(5, 0.0, 5.0).warmup_calls, "a GPU that has waited is warmed up again"
-
-
 def small_kernels(count: int, x: torch.Tensor) -> None:
     """Launching each takes the host longer than running it takes the GPU."""
     for _ in range(count):
