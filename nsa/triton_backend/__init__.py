@@ -13,6 +13,7 @@ from nsa.geometry import Layout
 from nsa.kv import DecodeOutput, KVView
 from nsa.triton_backend import (
     attention,
+    attention_ops,
     autograd,
     cache_write,
     compressed_window,
@@ -82,7 +83,7 @@ def attend(
     of_compressed = (unless_selected(compressed), None) if pools else (None, compressed)
     given = attention.flat(attention.Inputs(selected, unless_selected(window), *of_compressed))
     if torch.compiler.is_compiling():
-        output = ops.attention(q, *given, gates, layout, scale)
+        output = attention_ops.attention(q, *given, gates, layout, scale, observed=observed)
     else:
         by_plan = planned.attend(q, given, gates, layout, scale, observed)
         output = autograd.Attention.apply(q, *given, gates, layout, scale) if by_plan is None else by_plan

@@ -250,5 +250,11 @@ def _why_not_here(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
+def has_hopper_kernels(device: torch.device) -> bool:
+    """Whether kernels of `hopper/` can be launched there at all; asked once per graph where one is traced."""
+    tables = tuning.table(architecture.of(device)).narrow
+    return hopper.AVAILABLE and not interpreted() and any(name.startswith("hopper.") for name in tables)
+
+
 # as torch.compiler.assume_constant_result marks it, which would import the compiler: half of what importing nsa costs
-_why_not_here._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_why_not_here._dynamo_marked_constant = has_hopper_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]

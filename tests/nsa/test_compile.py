@@ -168,15 +168,33 @@ def test_reduce_overhead_replays_one_graph_with_the_numbers_of_an_eager_call(
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_a_graph_holds_a_call_as_one_operator(device: torch.device, kernels: Callable[..., Tensor]) -> None:
+def operators_of(call: Callable[..., Tensor], inputs: list[Tensor]) -> Counter[str]:
+    """Those of NSA's in the graph of a call."""
     held: Counter[str] = Counter()
 
     def counted(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
         held.update(str(node.target).split(".")[1] for node in graph.graph.nodes if str(node.target).startswith("nsa."))
         return graph.forward
 
-    torch.compile(kernels, fullgraph=True, backend=counted)(*draw(device, 24, 24))
-    assert held == {"attention": 1}
+    torch.compile(call, fullgraph=True, backend=counted)(*inputs)
+    return held
+
+
+@pytest.mark.parametrize(("most_bytes", "name"), [(2**24, "short_attention"), (0, "attention")])
+def test_a_graph_holds_a_call_as_one_operator(
+    device: torch.device, kernels: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch, most_bytes: int, name: str
+) -> None:
+    monkeypatch.setattr("nsa.triton_backend.planned.MOST_BYTES", most_bytes)
+    assert operators_of(kernels, draw(device, 24, 24)) == {name: 1}
+
+
+@pytest.mark.parametrize(("there", "name"), [(False, "short_attention"), (True, "attention")])
+def test_what_kernels_of_hopper_serve_is_not_copied_together(
+    device: torch.device, kernels: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch, there: bool, name: str
+) -> None:
+    monkeypatch.setattr("nsa.triton_backend.dispatch.has_hopper_kernels", lambda _: there)
+    shapes = (1, 24, 2, 128), (1, 24, 1, 128), (1, 24, 1, 128), (1, 24, 2, 3)
+    assert operators_of(kernels, [torch.randn(shape, device=device) for shape in shapes]) == {name: 1}
 
 
 @pytest.mark.parametrize("compiled", [False, True])

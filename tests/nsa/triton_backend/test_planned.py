@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 
 from triton.runtime.interpreter import InterpretedFunction
 
-from nsa.triton_backend import ahead_of_time, dispatch, hopper, ops, planned, plans, relaunch, tuning
+from nsa.triton_backend import ahead_of_time, attention_ops, dispatch, hopper, ops, planned, plans, relaunch, tuning
 from tests.nsa.triton_backend import masking
 
 CONFIG = nsa.NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=13)
@@ -229,17 +229,23 @@ def test_long_calls_have_no_plan(device: torch.device, small: Call, monkeypatch:
     assert planned.FORWARD._known
 
 
-def test_an_operator_of_a_graph_goes_by_plan(device: torch.device, small: Call) -> None:
+@pytest.mark.parametrize("short", [True, False])
+def test_an_operator_of_a_graph_goes_by_plan(device: torch.device, small: Call, short: bool) -> None:
     """And gives what an eager call gives."""
+    operator = attention_ops._short_attention if short else attention_ops._attention
     for seed in (0, 1):
         q, k, v, gates = leaves = small.drawn(device, seed)
-        numbers, scale = ops._numbers(CONFIG), small.channels**-0.5
-        o, *_ = ops._attention(q, k, v, *6 * (None,), gates, None, numbers, scale)
+        numbers, scale = ops.numbers_of(CONFIG), small.channels**-0.5
+        o, *_ = operator(q, k, v, *6 * (None,), gates, None, numbers, scale)
         found = o, *torch.autograd.grad(o, leaves, torch.ones_like(o))
         for one, true in zip(found, small.outcome(device, seed, upstream=1.0), strict=True):
             assert torch.equal(one, true)
-    for of_pass in (ops._FORWARD, ops._BACKWARD):
+    of_long = attention_ops._FORWARD, attention_ops._BACKWARD
+    of_short = attention_ops._SHORT_FORWARD, attention_ops._SHORT_BACKWARD
+    for of_pass in of_short if short else of_long:
         assert [found is not None for found in of_pass._known.values()] == [True]
+    for of_pass in of_long if short else of_short:
+        assert not of_pass._known
 
 
 def test_kernels_of_hopper_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
