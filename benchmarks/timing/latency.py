@@ -26,6 +26,8 @@ _EXACT_COINS = 500  # beyond, the binomial is as good as normal
 _SETTLED = 0.8  # a warm-up call that takes less than this share of the one before shows that something was still made
 _MOST_WARMUPS = 10
 _END_TO_END_SHARE = 0.25  # of the wall limit
+STEPS_OF_A_LOOP = 4
+"""Of which a sample takes so many, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Timing:
     end_to_end_ms: float | None = None
     """Median wall time of a call and of waiting for the device; None where the plan leaves it out."""
     queued_ahead: bool | None = None
-    """Whether no sample holds launch latency; None on the CPU."""
+    """Whether no sample holds launch latency; None on the CPU, and of a loop, which is timed with it."""
     clocks: Clocks | None = None
 
     @property
@@ -141,6 +143,27 @@ def of_host(call: Callable[[], object], device: str, plan: SamplingPlan, before:
         return _by_wall_clock(call, plan, ready)
 
 
+def of_loop(call: Callable[[], object], plan: SamplingPlan, before: Callable[[], object]) -> Timing:
+    """Time a step of a loop on the GPU: steps follow one another, the host goes as far ahead as it can, and whichever
+    of the two takes longer sets the pace. The time of the GPU's work alone would leave out a host that is slower.
+
+    Raises as `measure` does.
+    """
+
+    def steps() -> None:
+        for _ in range(STEPS_OF_A_LOOP):
+            call()
+
+    with _old_objects_spared():
+        sampler = device_clock.EventSampler(steps, before, cold=False)
+        warmups = _warm_up(sampler.plain_sample, plan)
+        timing = _of_device(sampler, sampler.plain_sample, "warm", warmups, plan)
+        step = device_clock.EventSampler(call, before, cold=False)
+        end_to_end_ms = _end_to_end_ms(step, plan) if plan.end_to_end else None
+    samples_ms = tuple(taken / STEPS_OF_A_LOOP for taken in timing.samples_ms)
+    return dataclasses.replace(timing, samples_ms=samples_ms, end_to_end_ms=end_to_end_ms)
+
+
 def _by_wall_clock(call: Callable[[], object], plan: SamplingPlan, before: Callable[[], object]) -> Timing:
     """Samples from a call until it returns."""
     sampler = host_clock.WallSampler(call, before)
@@ -154,10 +177,19 @@ def _on_device(call: Callable[[], object], cache: str, plan: SamplingPlan, befor
     sampler = device_clock.EventSampler(call, before, cold=cache == "cold")
     warmups = _warm_up(sampler.plain_sample, plan)
     sampler.queue_ahead()
+    timing = _of_device(sampler, sampler.sample, cache, warmups, plan)
+    end_to_end_ms = _end_to_end_ms(sampler, plan) if plan.end_to_end else None
+    return dataclasses.replace(timing, end_to_end_ms=end_to_end_ms, queued_ahead=sampler.queued_ahead)
+
+
+def _of_device(
+    sampler: device_clock.EventSampler, take: Callable[[], float], cache: str, warmups: int, plan: SamplingPlan
+) -> Timing:
+    """Samples that `take` takes with the sampler, with the clocks beside them."""
     clock_monitor = clocks.monitor() if plan.clocks else None
 
     def sample() -> float:
-        taken = sampler.sample()
+        taken = take()
         if clock_monitor is not None:
             clock_monitor.observe()
         return taken
@@ -171,9 +203,7 @@ def _on_device(call: Callable[[], object], cache: str, plan: SamplingPlan, befor
         warmups,
         stop_reason,
         missing,
-        _end_to_end_ms(sampler, plan) if plan.end_to_end else None,
-        sampler.queued_ahead,
-        clock_monitor.clocks() if clock_monitor else None,
+        clocks=clock_monitor.clocks() if clock_monitor else None,
     )
 
 

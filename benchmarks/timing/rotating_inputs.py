@@ -31,6 +31,7 @@ class RotatingInputs:
             cuda_graphs.capture(one.call) if captured and not one.replays else one.call for one in self._works
         ]
         self._device, self._cache, self._host = device, key.cache, key.mode.startswith(HOST)
+        self._loop = key.mode == "train-loop" and device == "cuda"
         self._timing: Timing | None = None
         self._settings = process_state.read()
 
@@ -43,6 +44,8 @@ class RotatingInputs:
         try:
             if self._host:
                 timing = latency.of_host(self._in_turn(around), self._device, plan, touch)
+            elif self._loop:
+                timing = latency.of_loop(self._in_turn(around), plan, touch)
             else:
                 timing = latency.measure(self._in_turn(around), self._device, self._cache, plan, touch)
         finally:

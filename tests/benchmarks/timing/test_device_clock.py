@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.timing import device_clock
+from benchmarks.timing import device_clock, latency
 from benchmarks.timing.device_clock import EventSampler, UnjoinedWorkError
+from benchmarks.timing.latency import SamplingPlan
 
 _CYCLES_PER_S = 2e9
 _LAUNCH_S = 5e-6
@@ -184,3 +185,24 @@ def test_unjoined_work_is_found_by_a_host_that_waits_slowly(gpu: SimulatedGPU) -
 def test_honest_work_is_not_refused(gpu: SimulatedGPU) -> None:
     clock = sampler(gpu, lambda: gpu.kernel(1e-6))
     clock.require_joined(statistics.median(clock.sample() for _ in range(5)))
+
+
+@pytest.mark.parametrize(("kernel_s", "alone_ms", "step_ms"), [(1e-6, 0.01, 0.05), (2e-5, 0.2, 0.2)])
+def test_a_loop_goes_at_the_pace_of_the_slower_of_host_and_gpu(
+    gpu: SimulatedGPU, kernel_s: float, alone_ms: float, step_ms: float
+) -> None:
+    """Ten kernels a step, each of which takes the host 5 us to launch."""
+
+    def call() -> None:
+        for _ in range(10):
+            gpu.kernel(kernel_s)
+
+    plan = SamplingPlan(5, 0.0, 5.0, clocks=False)
+    alone = latency.measure(call, "cuda", "warm", plan)
+    assert alone.latency_ms == pytest.approx(alone_ms)
+    assert alone.queued_ahead
+    loop = latency.of_loop(call, plan, lambda: None)
+    assert loop.latency_ms == pytest.approx(step_ms, rel=0.03)
+    assert loop.queued_ahead is None
+    assert loop.end_to_end_ms is not None
+    assert loop.end_to_end_ms > loop.latency_ms

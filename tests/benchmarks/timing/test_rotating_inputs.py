@@ -115,6 +115,17 @@ def test_the_inputs_are_as_they_were_when_a_call_fails() -> None:
     assert x.tolist() == [1.0] * 4
 
 
+@pytest.mark.parametrize(("mode", "device", "timed"), [("train-loop", "cuda", "loop"), ("train-loop", "cpu", "call"),
+                                                      ("train-step", "cuda", "call")])  # fmt: skip
+def test_a_loop_of_a_gpu_is_timed_as_a_loop(
+    mode: str, device: str, timed: str, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latency, "of_loop", lambda *_: Timing((2.0,), "cuda_event", "warm", 0, "enough_samples"))
+    rotating = RotatingInputs(log.work("a", torch.ones(4)), key(mode), device)
+    found = rotating.time(SamplingPlan(1, 0.0, 1.0))
+    assert found.latency_ms == {"loop": 2.0, "call": 1.0}[timed]
+
+
 @pytest.mark.gpu
 def test_a_graph_gives_what_the_call_gives_and_a_call_that_waits_has_none() -> None:
     x = torch.arange(4.0, device="cuda")
