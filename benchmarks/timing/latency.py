@@ -27,7 +27,7 @@ _SETTLED = 0.8  # a warm-up call that takes less than this share of the one befo
 _MOST_WARMUPS = 10
 _END_TO_END_SHARE = 0.25  # of the wall limit
 STEPS_OF_A_LOOP = 4
-"""Of which a sample takes so many, one after the other."""
+"""How many steps one sample of a loop times, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,8 @@ class Timing:
     queued_ahead: bool | None = None
     """Whether no sample holds launch latency; None on the CPU, and of a loop, which is timed with it."""
     clocks: Clocks | None = None
+    later_calls: int = 0
+    """Made after the last sample, each as long as a sample: to tell a slow host from work that nobody waits for."""
 
     @property
     def latency_ms(self) -> float:
@@ -157,7 +159,7 @@ def of_loop(call: Callable[[], object], plan: SamplingPlan, before: Callable[[],
     with _old_objects_spared():
         sampler = device_clock.EventSampler(steps, before, cold=False)
         warmups = _warm_up(sampler.plain_sample, plan)
-        timing = _of_device(sampler, sampler.plain_sample, "warm", warmups, plan)
+        timing = _of_device(sampler, sampler.plain_sample, "warm", warmups, plan, STEPS_OF_A_LOOP)
         step = device_clock.EventSampler(call, before, cold=False)
         end_to_end_ms = _end_to_end_ms(step, plan) if plan.end_to_end else None
     samples_ms = tuple(taken / STEPS_OF_A_LOOP for taken in timing.samples_ms)
@@ -183,9 +185,14 @@ def _on_device(call: Callable[[], object], cache: str, plan: SamplingPlan, befor
 
 
 def _of_device(
-    sampler: device_clock.EventSampler, take: Callable[[], float], cache: str, warmups: int, plan: SamplingPlan
+    sampler: device_clock.EventSampler,
+    take: Callable[[], float],
+    cache: str,
+    warmups: int,
+    plan: SamplingPlan,
+    steps: int = 1,
 ) -> Timing:
-    """Samples that `take` takes with the sampler, with the clocks beside them."""
+    """Samples of so many steps each that `take` takes with the sampler, with the clocks beside them."""
     clock_monitor = clocks.monitor() if plan.clocks else None
 
     def sample() -> float:
@@ -195,7 +202,8 @@ def _of_device(
         return taken
 
     samples, stop_reason, missing = _samples(sample, plan)
-    sampler.require_joined(statistics.median(samples))
+    calls = sampler.calls
+    sampler.require_joined(statistics.median(samples) / steps)
     return Timing(
         samples,
         "cuda_event",
@@ -204,6 +212,7 @@ def _of_device(
         stop_reason,
         missing,
         clocks=clock_monitor.clocks() if clock_monitor else None,
+        later_calls=sampler.calls - calls,
     )
 
 

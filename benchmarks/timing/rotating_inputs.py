@@ -32,6 +32,8 @@ class RotatingInputs:
         ]
         self._device, self._cache, self._host = device, key.cache, key.mode.startswith(HOST)
         self._loop = key.mode == "train-loop" and device == "cuda"
+        self.steps = latency.STEPS_OF_A_LOOP if self._loop else 1
+        """Calls of a sample."""
         self._timing: Timing | None = None
         self._settings = process_state.read()
 

@@ -1,4 +1,4 @@
-"""A whole call as an operator of a graph, as `ops.py` is of the parts.
+"""A whole call as one operator of a graph; `ops.py` has the parts.
 
 `attention` gives all that its backward pass needs beside the output, each as a result. Where the host takes longer to
 start a call than the GPU to run it, each result counts: `short_attention` keeps all of it in one tensor, at places that
@@ -23,18 +23,18 @@ from nsa.triton_backend.plan import View
 from nsa.triton_backend.plans import Plans
 from nsa.triton_backend.recording import ALIGNMENT, Memory
 
-GIVEN = (
+GIVEN_SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? k_win, Tensor? v_win, Tensor? k_src, Tensor? v_src, Tensor? k_cmp,"
     " Tensor? v_cmp"
 )
-REST = "Tensor gates, Tensor? cu_seqlens, int[] numbers, float scale"
-SAVED = ", ".join(f"Tensor {name}" for name in Saved._fields)
-GRADIENTS = ", ".join((NUM_KEYS_AND_VALUES + 2) * ["Tensor"])
+REST_SCHEMA = "Tensor gates, Tensor? cu_seqlens, int[] numbers, float scale"
+SAVED_SCHEMA = ", ".join(f"Tensor {name}" for name in Saved._fields)
+GRADIENTS_SCHEMA = ", ".join((NUM_KEYS_AND_VALUES + 2) * ["Tensor"])
 """Of q, keys and values, and the gates."""
-OF_MASKS = ("bits", "finite_selected")
+MASK_FIELDS = ("bits", "finite_selected")
 """Fields of `Saved` that only some kernels give. An operator's shapes are the same whichever kernel served it: it gives
 none of these, and its backward pass makes the masks again."""
-KEPT = [name for name in Saved._fields if name not in OF_MASKS]
+KEPT_FIELDS = [name for name in Saved._fields if name not in MASK_FIELDS]
 
 Shape = tuple[Sequence[int], torch.dtype]
 
@@ -54,14 +54,14 @@ def _shapes(q: Tensor, tensors: Sequence[Tensor | None], layout: Layout) -> Mapp
         "k_compressed": ((*slots, k.shape[3]) if pools else (0,), k.dtype),
         "v_compressed": ((*slots, v.shape[3]) if pools else (0,), v.dtype),
         "finite_compressed": (slots, torch.bool), "finite_window": (k.shape[:3], torch.bool),
-        **dict.fromkeys(OF_MASKS, ((0,), q.dtype)),
+        **dict.fromkeys(MASK_FIELDS, ((0,), q.dtype)),
     }  # fmt: skip
 
 
 def _views(q: Tensor, tensors: Sequence[Tensor | None], layout: Layout) -> tuple[list[View], int]:
-    """(where the fields `KEPT` lie in the tensor that keeps them, its bytes), as `recording.plan_of` puts them."""
+    """(where `KEPT_FIELDS` lie in the tensor that keeps them, its bytes), as `recording.plan_of` puts them."""
     views, num_bytes, shapes = list[View](), 0, _shapes(q, tensors, layout)
-    for shape, dtype in (shapes[name] for name in KEPT):
+    for shape, dtype in (shapes[name] for name in KEPT_FIELDS):
         views.append(View(num_bytes, torch.Size(shape), dtype))
         num_bytes += -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
     return views, num_bytes
@@ -72,7 +72,7 @@ def _forward(given: Sequence[Any], numbers: tuple[int, ...], scale: float) -> Ou
     q, *tensors, gates, cu_seqlens = given
     layout = layout_of(q, tensors[0].shape[1], cu_seqlens, numbers)
     output = whole.forward(q, whole.paired(tensors), gates, layout, scale)
-    return output._replace(**{name: q.new_empty(0) for name in OF_MASKS})
+    return output._replace(**{name: q.new_empty(0) for name in MASK_FIELDS})
 
 
 def _backward(
@@ -106,7 +106,7 @@ def _attention_of_plan(*inputs: Any) -> tuple[Tensor | None, ...]:
     return tuple(forward(given, tuple(numbers), scale))
 
 
-def _announced(q: Tensor, *more: Any) -> tuple[Tensor, ...]:
+def _fake_attention(q: Tensor, *more: Any) -> tuple[Tensor, ...]:
     *tensors, _, cu_seqlens, numbers, _ = more
     layout = layout_of(q, tensors[0].shape[1], cu_seqlens, numbers)
     return tuple(q.new_empty(shape, dtype=dtype) for shape, dtype in _shapes(q, tensors, layout).values())
@@ -142,16 +142,17 @@ def _backward_of_results(tensors: Sequence[Any], numbers: tuple[int, ...], scale
 _FORWARD = Plans(_forward, len(Output._fields) * [Memory.RESULT])
 _BACKWARD = Plans(_backward_of_results, (NUM_KEYS_AND_VALUES + 2) * [Memory.RESULT])
 _attention = define(
-    "attention",
-    f"({GIVEN}, {REST}) -> ({', '.join(len(Output._fields) * ['Tensor'])})",
+    "nsa::attention",
+    f"({GIVEN_SCHEMA}, {REST_SCHEMA}) -> ({', '.join(len(Output._fields) * ['Tensor'])})",
     _attention_of_plan,
-    _announced,
+    _fake_attention,
     _gradients,
     _save,
 )
 _attention_backward = define(
-    "attention_backward",
-    f"(Tensor? do, Tensor? dlse_cmp, Tensor? dlse_sel, Tensor? dlse_win, {SAVED}, {GIVEN}, {REST}) -> ({GRADIENTS})",
+    "nsa::attention_backward",
+    f"(Tensor? do, Tensor? dlse_cmp, Tensor? dlse_sel, Tensor? dlse_win, {SAVED_SCHEMA}, {GIVEN_SCHEMA}, {REST_SCHEMA})"
+    f" -> ({GRADIENTS_SCHEMA})",
     _attention_backward_of_plan,
     lambda *inputs: _gradients_like(*inputs[NUM_DIFFERENTIABLE + len(Saved._fields) : -2]),
 )
@@ -173,12 +174,12 @@ def _short_attention_of_plan(*inputs: Any) -> tuple[Tensor, Tensor]:
     output = _forward(given, tuple(numbers), scale)
     views, num_bytes = _views(q, tensors, layout_of(q, tensors[0].shape[1], cu_seqlens, numbers))
     kept = q.new_empty(num_bytes, dtype=torch.uint8)
-    for view, name in zip(views, KEPT, strict=True):
+    for view, name in zip(views, KEPT_FIELDS, strict=True):
         view.of(kept).copy_(getattr(output, name))
     return output.o, kept
 
 
-def _short_announced(q: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
+def _fake_short_attention(q: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
     *tensors, _, cu_seqlens, numbers, _ = more
     _, num_bytes = _views(q, tensors, layout_of(q, tensors[0].shape[1], cu_seqlens, numbers))
     return q.new_empty((*q.shape[:3], tensors[1].shape[3])), q.new_empty(num_bytes, dtype=torch.uint8)
@@ -207,29 +208,29 @@ def _backward_of_kept(tensors: Sequence[Any], numbers: tuple[int, ...], scale: f
     do, kept, *given = tensors
     q, *keys_and_values, _, cu_seqlens = given
     views, _ = _views(q, keys_and_values, layout_of(q, keys_and_values[0].shape[1], cu_seqlens, numbers))
-    saved = [*(view.of(kept) for view in views), *(q.new_empty(0) for _ in OF_MASKS)]
+    saved = [*(view.of(kept) for view in views), *(q.new_empty(0) for _ in MASK_FIELDS)]
     return _backward((do, None, None, None), given, saved, numbers, scale)
 
 
 def _memory(name: str) -> Memory:
     if name == "o":
         return Memory.RESULT
-    return Memory.KEPT if name in KEPT else Memory.WORKSPACE
+    return Memory.KEPT if name in KEPT_FIELDS else Memory.WORKSPACE
 
 
 _SHORT_FORWARD = Plans(_forward, [_memory(name) for name in Output._fields])
 _SHORT_BACKWARD = Plans(_backward_of_kept, (NUM_KEYS_AND_VALUES + 2) * [Memory.RESULT])
 _short_attention = define(
-    "short_attention",
-    f"({GIVEN}, {REST}) -> (Tensor, Tensor)",
+    "nsa::short_attention",
+    f"({GIVEN_SCHEMA}, {REST_SCHEMA}) -> (Tensor, Tensor)",
     _short_attention_of_plan,
-    _short_announced,
+    _fake_short_attention,
     _short_gradients,
     _short_save,
 )
 _short_attention_backward = define(
-    "short_attention_backward",
-    f"(Tensor do, Tensor kept, {GIVEN}, {REST}) -> ({GRADIENTS})",
+    "nsa::short_attention_backward",
+    f"(Tensor do, Tensor kept, {GIVEN_SCHEMA}, {REST_SCHEMA}) -> ({GRADIENTS_SCHEMA})",
     _short_attention_backward_of_plan,
     lambda do, kept, *given: _gradients_like(*given[:-2]),
 )
@@ -245,8 +246,8 @@ def attention(q: Tensor, *more: Any, observed: bool) -> tuple[Tensor, ...]:
 
 
 def _is_short(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether calls of these shapes go by plans, for a graph that is traced; what others made would have to be copied
-    into one tensor."""
+    """Whether calls of these shapes go by plans, for a graph that is traced. Other calls would have to copy their
+    tensors into one, as these do where launches cannot be recorded (`planned.AVAILABLE`)."""
     if max(q.numel(), k.numel()) * q.itemsize > planned.MOST_BYTES:
         return False
     of_hopper = v.shape[3] == hopper.CHANNELS and k.shape[3] in hopper.CHANNELS_OF_KEYS

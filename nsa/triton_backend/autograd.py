@@ -2,14 +2,51 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nsa.geometry import Layout
 from nsa.triton_backend import attention, compressed_window, compression, gated_sum, selected
+
+
+class _NoSecondGradient(torch.autograd.Function):
+    """Gives back gradients; who differentiates these again gets an error."""
+
+    @staticmethod
+    def forward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        del ctx
+        return tuple(x if x is None else x.view_as(x) for x in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise RuntimeError("NSA's kernels have no second gradient (double backward); use backend='reference'")
+
+
+def without_second_gradient(
+    backward: Callable[..., Sequence[Tensor | None]],
+) -> Callable[..., Sequence[Tensor | None]]:
+    """A backward pass that is not differentiated itself.
+
+    PyTorch's `once_differentiable` says so only where an upstream gradient requires a gradient; elsewhere the second
+    gradient of what the pass was given (q, k, v) would be missing without a word.
+    """
+
+    @functools.wraps(backward)
+    def once(ctx: Any, *upstream: Tensor | None) -> Sequence[Tensor | None]:
+        with torch.no_grad():
+            found = backward(ctx, *upstream)
+        if not torch.is_grad_enabled():  # only create_graph=True leaves it on
+            return found
+        found = (found,) if isinstance(found, Tensor) else found
+        wanting = (x if x is None or not x.is_floating_point() else x.detach().requires_grad_() for x in found)
+        given: tuple[Tensor | None, ...] = _NoSecondGradient.apply(*wanting)
+        return given
+
+    return once
 
 
 class CompressedWindowAttention(torch.autograd.Function):
@@ -30,7 +67,7 @@ class CompressedWindowAttention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @once_differentiable
+    @without_second_gradient
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         gradients = compressed_window.backward(do, dlse, *ctx.saved_tensors, *ctx.numbers)
         return *gradients, *7 * (None,)
@@ -53,7 +90,7 @@ class Compress(torch.autograd.Function):
         ctx.length, ctx.numbers = x.shape[1], (l, d)
 
     @staticmethod
-    @once_differentiable
+    @without_second_gradient
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         return compression.mean_backward(do, ctx.length, *ctx.saved_tensors, *ctx.numbers), *6 * (None,)
 
@@ -73,7 +110,7 @@ class SelectedAttention(torch.autograd.Function):
         return o, lse, read
 
     @staticmethod
-    @once_differentiable
+    @without_second_gradient
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         gradients = selected.backward(do, dlse, *ctx.saved_tensors, *ctx.more)
         return *gradients, *3 * (None,)
@@ -88,7 +125,7 @@ class GatedSum(torch.autograd.Function):
         return gated_sum.forward(*inputs)
 
     @staticmethod
-    @once_differentiable
+    @without_second_gradient
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor, ...]:
         return gated_sum.backward(do, *ctx.saved_tensors)
 
@@ -110,7 +147,7 @@ class Attention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @without_second_gradient
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         q, *tensors = ctx.saved_tensors
         last = not graph_is_kept()

@@ -9,22 +9,22 @@ tensors that the kernels read of it, which a graph computes once for all layers.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.library import Library, register_autograd, register_fake
 
 from nsa.config import NSAConfig
 from nsa.geometry import Layout
 from nsa.triton_backend import compressed_window, compression, gated_sum, rope, scores, selected
-from nsa.triton_backend.autograd import Compress, CompressedWindowAttention
+from nsa.triton_backend.autograd import Compress, CompressedWindowAttention, without_second_gradient
 
 FIELDS = [field.name for field in dataclasses.fields(NSAConfig) if field.name != "phi"]
 """The numbers of a configuration; phi is applied before any kernel."""
-PLACES = (
+PLACES_SCHEMA = (
     "Tensor block_indices, Tensor starts, Tensor blocks_before, Tensor block_from, Tensor block_to,"
     " Tensor? cu_seqlens, int[] numbers, float scale"
 )
@@ -50,7 +50,7 @@ def _attended(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return o, q.new_empty(q.shape[:3], dtype=torch.float32), q.new_empty(*q.shape[:2], v.shape[2], dtype=torch.int32)
 
 
-_LIBRARY = Library("nsa", "DEF")
+_library = functools.cache(lambda namespace: Library(namespace, "FRAGMENT"))
 
 
 def define(
@@ -61,14 +61,18 @@ def define(
     gradients: Callable[..., Any] | None = None,
     save: Callable[..., None] | None = None,
 ) -> torch._ops.OpOverload:
-    """nsa::`name` on any device: `fake` says the shapes of what `function` gives, `gradients` is its backward pass of
-    what `save` kept, as of an autograd function. Like that one it has no second gradient."""
-    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    register_fake(f"nsa::{name}", fake, lib=_LIBRARY)
+    """An operator of this name, namespace::name, on any device.
+
+    `fake` gives the shapes of `function`'s results; `gradients` is its backward pass, from what `save` kept.
+    """
+    namespace, _, own_name = name.partition("::")
+    library = _library(namespace)
+    library.define(own_name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(own_name, function, "CompositeExplicitAutograd")
+    register_fake(name, fake, lib=library)
     if gradients is not None:
-        register_autograd(f"nsa::{name}", once_differentiable(gradients), setup_context=save, lib=_LIBRARY)
-    operator: torch._ops.OpOverload = getattr(torch.ops.nsa, name).default
+        register_autograd(name, without_second_gradient(gradients), setup_context=save, lib=library)
+    operator: torch._ops.OpOverload = getattr(getattr(torch.ops, namespace), own_name).default
     return operator
 
 
@@ -79,7 +83,7 @@ def _compressed_window_gradients(
 
 
 compressed_window_attention = define(
-    "compressed_window_attention",
+    "nsa::compressed_window_attention",
     "(Tensor q, Tensor k, Tensor v, Tensor lo, Tensor hi, Tensor seen_from, Tensor seen_to, SymInt first_key,"
     " int min_programs, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
     compressed_window.attend,
@@ -88,7 +92,7 @@ compressed_window_attention = define(
     CompressedWindowAttention.save,
 )
 compressed_window_attention_backward = define(
-    "compressed_window_attention_backward",
+    "nsa::compressed_window_attention_backward",
     "(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor finite, Tensor o, Tensor lse, Tensor lo,"
     " Tensor hi, Tensor seen_from, Tensor seen_to, int min_programs, float scale) -> (Tensor, Tensor, Tensor)",
     compressed_window.backward,
@@ -96,7 +100,7 @@ compressed_window_attention_backward = define(
 )
 
 compress = define(
-    "compress",
+    "nsa::compress",
     "(Tensor x, Tensor tokens, Tensor used, Tensor? lo, Tensor? positions, int l, int d) -> Tensor",
     compression.mean,
     lambda x, tokens, *_: x.new_empty(x.shape[0], tokens.shape[0], *x.shape[2:]),
@@ -104,14 +108,14 @@ compress = define(
     Compress.save,
 )
 compress_backward: torch._ops.OpOverload = define(
-    "compress_backward",
+    "nsa::compress_backward",
     "(Tensor do, SymInt length, Tensor tokens, Tensor used, Tensor? lo, Tensor? positions, int l, int d) -> Tensor",
     compression.mean_backward,
     lambda do, length, *_: do.new_empty(do.shape[0], length, *do.shape[2:]),
 )
 
 
-def _choose(
+def _run_select_blocks(
     q: Tensor, k_cmp: Tensor, lse: Tensor | None, lo: Tensor, hi: Tensor, positions: Tensor, num_keys: int,
     cu_seqlens: Tensor | None, numbers: list[int], scale: float,
 ) -> Tensor:  # fmt: skip
@@ -119,17 +123,17 @@ def _choose(
     return scores.select_blocks(q, k_cmp, layout, scale, lse)
 
 
-def _chosen(q: Tensor, k_cmp: Tensor, *more: Any) -> Tensor:
+def _fake_block_indices(q: Tensor, k_cmp: Tensor, *more: Any) -> Tensor:
     n = more[6][FIELDS.index("n_sel")]
     return q.new_empty(*q.shape[:2], k_cmp.shape[2], n, dtype=torch.int32)
 
 
 _select = define(
-    "select_blocks",
+    "nsa::select_blocks",
     "(Tensor q, Tensor k_cmp, Tensor? lse, Tensor lo, Tensor hi, Tensor positions, SymInt num_keys,"
     " Tensor? cu_seqlens, int[] numbers, float scale) -> Tensor",
-    _choose,
-    _chosen,
+    _run_select_blocks,
+    _fake_block_indices,
 )
 
 
@@ -140,7 +144,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: T
     return chosen
 
 
-def _select_and_attend(
+def _run_selected(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, starts: Tensor, blocks_before: Tensor,
     block_from: Tensor, block_to: Tensor, cu_seqlens: Tensor | None, numbers: list[int], scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -149,7 +153,7 @@ def _select_and_attend(
     return selected.forward(q, k, v, block_indices, layout, scale)[:3]
 
 
-def _selected_gradients_of(
+def _run_selected_backward(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     block_indices: Tensor, starts: Tensor, blocks_before: Tensor, block_from: Tensor, block_to: Tensor,
     cu_seqlens: Tensor | None, numbers: list[int], scale: float,
@@ -172,18 +176,18 @@ def _selected_gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Non
 
 
 _selected = define(
-    "selected_attention",
-    f"(Tensor q, Tensor k, Tensor v, {PLACES}) -> (Tensor, Tensor, Tensor)",
-    _select_and_attend,
+    "nsa::selected_attention",
+    f"(Tensor q, Tensor k, Tensor v, {PLACES_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    _run_selected,
     lambda q, k, v, *_: _attended(q, v),
     _selected_gradients,
     _save_selected,
 )
 _selected_backward = define(
-    "selected_attention_backward",
+    "nsa::selected_attention_backward",
     "(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,"
-    f" {PLACES}) -> (Tensor, Tensor, Tensor)",
-    _selected_gradients_of,
+    f" {PLACES_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    _run_selected_backward,
     lambda do, dlse, q, k, v, *_: _gradients_of(q, k, v),
 )
 
@@ -200,7 +204,7 @@ def selected_attention(
 
 
 combine = define(
-    "gated_sum",
+    "nsa::gated_sum",
     "(Tensor o_cmp, Tensor o_sel, Tensor o_win, Tensor gates) -> Tensor",
     gated_sum.forward,
     lambda o_cmp, *_: o_cmp.new_empty(o_cmp.shape),
@@ -208,7 +212,7 @@ combine = define(
     lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
 combine_backward: torch._ops.OpOverload = define(
-    "gated_sum_backward",
+    "nsa::gated_sum_backward",
     "(Tensor do, Tensor o_cmp, Tensor o_sel, Tensor o_win, Tensor gates) -> (Tensor, Tensor, Tensor, Tensor)",
     gated_sum.backward,
     lambda do, *given: _gradients_of(*given),
@@ -226,7 +230,7 @@ def _turned_back(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
 
 
 rotate = define(
-    "rotate",
+    "nsa::rotate",
     "(Tensor q, Tensor k, Tensor? positions, Tensor frequencies, bool back) -> (Tensor, Tensor)",
     rope.rotate,
     lambda q, k, *_: _gradients_of(q, k),

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nsa.config import NSAConfig
 from nsa.geometry import Layout
@@ -132,7 +131,7 @@ class _Attention(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable
+    @autograd.without_second_gradient
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         do, *others = gradients
         dlse = others[: attention.NUM_DIFFERENTIABLE - 1] or 3 * [None]

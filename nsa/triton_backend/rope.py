@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from nsa.triton_backend.autograd import without_second_gradient
 from nsa.triton_backend.launch import on_device, strides, unit_stride
 from nsa.triton_backend.tile import kernel
 from nsa.triton_backend.tuning import cdiv, next_power_of_2
@@ -101,7 +101,7 @@ class Rotate(torch.autograd.Function):
         return rotate(q, k, positions, frequencies, back=False)
 
     @staticmethod
-    @once_differentiable
+    @without_second_gradient
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         (positions,) = ctx.saved_tensors
         return *rotate(dq, dk, positions, ctx.frequencies, back=True), None, None

@@ -53,7 +53,7 @@ def test_second_gradients_are_refused(part: object) -> None:
     else:
         o = nsa.nsa_attention(q, k, k, torch.rand(1, 12, 4, 3), CONFIG, backend="torch")
     (first,) = torch.autograd.grad(o.pow(2).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match=r"once_differentiable|double backward"):
         first.sum().backward()
 
 

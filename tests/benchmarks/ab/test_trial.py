@@ -335,6 +335,19 @@ def test_the_first_of_several_calls_does_not_count(calls: int, counted_ms: float
     assert case.sample(calls) == [counted_ms]
 
 
+@pytest.mark.parametrize(("steps", "calls", "counted"), [(1, 1, [4]), (1, 4, [2, 3, 4]), (2, 2, [3, 4])])
+def test_slowdowns_are_read_of_the_samples_alone(steps: int, calls: int, counted: list[int]) -> None:
+    """Neither of the calls before them, nor of the first sample, nor of those that look for unjoined work."""
+    case = object.__new__(worker._Case)
+    later = 2
+    taken_ms = [(100.0 + i, 200.0 + i) for i in range(5)] + later * steps * [(900.0, 900.0)]
+    timed = SimpleNamespace(samples_ms=calls * [1.0], later_calls=later)
+    rotating = SimpleNamespace(time=lambda *_: timed, steps=steps)
+    vars(case).update(_rotating=rotating, _staged=SimpleNamespace(take_samples_ms=lambda: taken_ms))
+    middle = statistics.median(counted)
+    assert case.sample(calls) == [100.0 + middle, 200.0 + middle]
+
+
 @pytest.mark.parametrize(("allocated", "collections"), [((0, 0, 0), 0), ((64, 64, 64), 1), ((64, 200, 64), 2)])
 def test_a_worker_collects_garbage_where_some_of_it_holds_memory_of_the_gpu(
     allocated: tuple[int, ...], collections: int, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -40,6 +41,7 @@ class SimulatedGPU:
     def elsewhere(self, seconds: float) -> None:
         """Launch one on another stream."""
         self.host_s += _LAUNCH_S
+        self._launched = True
         self.side_until_s = max(self.host_s, self.side_until_s) + seconds
 
     def wait(self) -> None:
@@ -170,16 +172,42 @@ def test_a_host_that_waits_slowly_is_no_unjoined_work(gpu: SimulatedGPU) -> None
     clock.require_joined(statistics.median(clock.sample() for _ in range(5)))
 
 
-def test_unjoined_work_is_found_by_a_host_that_waits_slowly(gpu: SimulatedGPU) -> None:
+@pytest.mark.parametrize("samples", [5, 6, 7, 8])
+@pytest.mark.parametrize(
+    "side_ms",
+    [lambda number: 0.1, lambda number: 1.0, lambda number: 0.15 * (number % 2), lambda number: 0.06 * 1.1**number],
+    ids=["short", "long", "every second call", "grows"],
+)
+def test_unjoined_work_is_found_by_a_host_that_waits_slowly(
+    gpu: SimulatedGPU, side_ms: Callable[[int], float], samples: int
+) -> None:
+    calls = 0
+
     def call() -> None:
+        nonlocal calls
+        calls += 1
         gpu.kernel(1e-6)
-        gpu.elsewhere(2e-4)
+        gpu.busy_until_s = max(gpu.busy_until_s, gpu.host_s)
+        gpu.side_until_s = gpu.busy_until_s + side_ms(calls) / 1e3
 
     gpu.cold_wait_s = 1e-4
     clock = sampler(gpu, call)
-    taken = statistics.median(clock.sample() for _ in range(5))
-    with pytest.raises(UnjoinedWorkError, match=r"worked for 0\.\d+ ms"):
+    taken = statistics.median(clock.sample() for _ in range(samples))
+    with pytest.raises(UnjoinedWorkError, match=r"worked for \d+(\.\d+)? ms"):
         clock.require_joined(taken)
+
+
+def test_what_takes_longer_than_a_slow_host_is_refused_at_once(gpu: SimulatedGPU) -> None:
+    def call() -> None:
+        gpu.kernel(1e-6)
+        gpu.elsewhere(1.0)
+
+    clock = sampler(gpu, call)
+    taken = statistics.median(clock.sample() for _ in range(5))
+    calls = clock.calls
+    with pytest.raises(UnjoinedWorkError):
+        clock.require_joined(taken)
+    assert clock.calls == calls
 
 
 def test_honest_work_is_not_refused(gpu: SimulatedGPU) -> None:
@@ -206,3 +234,16 @@ def test_a_loop_goes_at_the_pace_of_the_slower_of_host_and_gpu(
     assert loop.queued_ahead is None
     assert loop.end_to_end_ms is not None
     assert loop.end_to_end_ms > loop.latency_ms
+
+
+@pytest.mark.parametrize(("side_ms", "refused"), [(0.1, False), (0.3, True)])
+def test_what_runs_after_the_end_of_a_loop_is_held_against_one_step(
+    gpu: SimulatedGPU, side_ms: float, refused: bool
+) -> None:
+    def call() -> None:
+        gpu.kernel(1e-3)
+        gpu.side_until_s = gpu.busy_until_s + side_ms / 1e3
+
+    plan = SamplingPlan(5, 0.0, 5.0, clocks=False)
+    with pytest.raises(UnjoinedWorkError) if refused else contextlib.nullcontext():
+        latency.of_loop(call, plan, lambda: None)
