@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from nsa.backends import ParallelBackend
+from nsa.gradients import without_second_gradient
 from nsa.parallel.exchange import Halo
 from nsa.parallel.plan import Plan, Queries
 
@@ -29,7 +29,7 @@ class HaloRows(torch.autograd.Function):
         return halo.joined(x, halo.start(x).wait())
 
     @staticmethod
-    @once_differentiable
+    @without_second_gradient
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.halo.start_sum(gradient, gradient.dtype).wait(), None
 
@@ -87,7 +87,7 @@ class ParallelBranches(torch.autograd.Function):
         return o, *lse_and_counts
 
     @staticmethod
-    @once_differentiable
+    @without_second_gradient
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         with torch.autocast(upstream[0].device.type, enabled=False):
             return *_gradients(ctx.saved_tensors, upstream, ctx.plan, ctx.run, ctx.scale), None, None, None

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from nsa.gradients import without_second_gradient
 from nsa.torch_backend.rows import from_key_rows, from_query_rows, key_rows, query_rows, without_views
 from nsa.torch_backend.tile import attend, attend_backward, finite, log_sum_exp, mark, without_autocast
 
@@ -100,7 +100,7 @@ class CompressedWindowAttention(torch.autograd.Function):
         return o, lse, keys_read
 
     @staticmethod
-    @once_differentiable
+    @without_second_gradient
     @without_autocast
     def backward(ctx: Any, do: Tensor, dlse: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         gradients = backward(do, dlse, *ctx.saved_tensors, *ctx.more)

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nsa.geometry import Layout
+from nsa.gradients import without_second_gradient
 from nsa.torch_backend.grouping import add_rows, batches, merge, steps, sum_over_blocks
 from nsa.torch_backend.rows import compute_dtype, from_key_rows, from_query_rows, key_rows, query_rows, without_views
 from nsa.torch_backend.tile import attend, attend_backward, finite, mark, without_autocast
@@ -128,7 +128,7 @@ class SelectedAttention(torch.autograd.Function):
         return o, lse, keys_read
 
     @staticmethod
-    @once_differentiable
+    @without_second_gradient
     @without_autocast
     def backward(ctx: Any, do: Tensor, dlse: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         gradients = backward(do, dlse, *ctx.saved_tensors, *ctx.more)

@@ -19,8 +19,9 @@ from torch.library import Library, register_autograd, register_fake
 
 from nsa.config import NSAConfig
 from nsa.geometry import Layout
+from nsa.gradients import without_second_gradient
 from nsa.triton_backend import compressed_window, compression, gated_sum, rope, scores, selected
-from nsa.triton_backend.autograd import Compress, CompressedWindowAttention, without_second_gradient
+from nsa.triton_backend.autograd import Compress, CompressedWindowAttention
 
 FIELDS = [field.name for field in dataclasses.fields(NSAConfig) if field.name != "phi"]
 """The numbers of a configuration; phi is applied before any kernel."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.geometry import Layout
+from nsa.gradients import without_second_gradient
 from nsa.triton_backend import attention, autograd, dispatch, gated_sum, places, relaunch
 from nsa.triton_backend.attention import NUM_KEYS_AND_VALUES, Output, Saved
 from nsa.triton_backend.plan import Plan, Tensors
@@ -131,7 +132,7 @@ class _Attention(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @autograd.without_second_gradient
+    @without_second_gradient
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         do, *others = gradients
         dlse = others[: attention.NUM_DIFFERENTIABLE - 1] or 3 * [None]

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.triton_backend.autograd import without_second_gradient
+from nsa.gradients import without_second_gradient
 from nsa.triton_backend.launch import on_device, strides, unit_stride
 from nsa.triton_backend.tile import kernel
 from nsa.triton_backend.tuning import cdiv, next_power_of_2
