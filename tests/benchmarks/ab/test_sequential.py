@@ -69,6 +69,16 @@ def test_where_nothing_is_known_three_pairs_call_no_change() -> None:
     assert script.asked == [["slow", "same"]] * 3 + [["slow"]] * 3
 
 
+@pytest.mark.parametrize(("noise", "verdict"), [
+    (moderated.UNKNOWN, CompareVerdict.UNDECIDED),
+    (NoisePrior(0.004, 1.7), CompareVerdict.SLOWER),
+])  # fmt: skip
+def test_three_pairs_call_a_large_change_where_little_is_known(noise: NoisePrior, verdict: CompareVerdict) -> None:
+    """As below 1 ms on a GPU, where cases differ in their noise."""
+    rules = dataclasses.replace(QUIET, noise=noise)
+    assert sequential.analyse([timed(x) for x in (0.150, 0.152, 0.149)], rules)[0] is verdict
+
+
 def test_what_is_calibrated_for_one_percent_does_not_call_it_the_same() -> None:
     assert sequential.analyse([timed(x) for x in (0.0101, 0.0099, 0.0100)], QUIET)[0] is CompareVerdict.SLOWER
     assert verdicts(Script(slow=[0.009, 0.0095, 0.008]).play()) == {"slow": ("SAME", 3)}, "3 % by default"
