@@ -1,4 +1,4 @@
-"""What the backward passes of this package owe one another: a second gradient that none of them has is an error."""
+"""Makes a second gradient, which no backward pass of a kernel here has, an error."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ class _NoSecondGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         del ctx
-        return tuple(x if x is None else x.view_as(x) for x in gradients)
+        # copies: a view could not be changed in place, as hooks do
+        return tuple(x if x is None else x.clone() for x in gradients)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        raise RuntimeError("NSA has no second gradient (double backward) but with backend='reference'")
+        raise RuntimeError("NSA has no second gradient (double backward), except with backend='reference'")
 
 
 def without_second_gradient(

@@ -22,10 +22,10 @@ _CALIBRATION_CYCLES = 2_000_000
 _SPARE_WAIT_MS = 0.05  # by how much waiting for the work may take longer than waiting for an idle GPU
 _UNJOINED_SHARE = 0.1
 _SLOWEST_WAIT_MS = 0.2
-"""What a slow host takes at most to see that nothing is left."""
+"""Beyond what is allowed: a wait that is longer still is no slow host's, and refused without comparing."""
 _TURNS = 3
-"""Waits are compared in so many turns of four calls. In these each kind comes once first and once last, so that calls
-that take turns, as on copies of the inputs, are in both."""
+"""Waits are compared in so many turns of four calls, in which each kind comes once at an even and once at an odd place:
+calls that alternate between two copies of the inputs are in both."""
 
 
 class UnjoinedWorkError(Exception):
@@ -50,7 +50,7 @@ class EventSampler:
         self._spin_cycles = 0
         self.queued_ahead = False
         self.calls = 0
-        """Made so far."""
+        """How many samples have called so far."""
 
     def plain_sample(self) -> float:
         """One sample, ms, without a spin: for warming up. Notes how long the host took."""

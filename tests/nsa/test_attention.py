@@ -58,6 +58,16 @@ def test_second_gradients_are_refused(part: object) -> None:
             (q.sum() + first.pow(2).sum()).backward()
 
 
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_a_first_gradient_can_be_changed_in_place(backend: str) -> None:
+    """Also where a second one could be asked for."""
+    q, k = torch.randn(1, 12, 4, 8, requires_grad=True), torch.randn(1, 12, 2, 8)
+    o = nsa.nsa_attention(q, k, k, torch.rand(1, 12, 4, 3), CONFIG, backend=backend)
+    (wanted,) = torch.autograd.grad(o.sum(), q, retain_graph=True)
+    (first,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+    assert torch.equal(first.mul_(2), 2 * wanted)
+
+
 def test_loss_names_an_unknown_token() -> None:
     with pytest.raises(ValueError, match="tokens must be between 0 and 9; got 12"):
         next_token_loss(torch.randn(1, 3, 10), torch.tensor([[1, 12, 3]]))

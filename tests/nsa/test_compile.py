@@ -197,8 +197,11 @@ def test_what_kernels_of_hopper_serve_is_not_copied_together(
     assert operators_of(kernels, [torch.randn(shape, device=device) for shape in shapes]) == {name: 1}
 
 
+@pytest.mark.parametrize("loss", [torch.sum, lambda o: o.square().sum()], ids=["linear", "square"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_second_gradient_is_refused(device: torch.device, fast_backend: str, compiled: bool) -> None:
+def test_a_second_gradient_is_refused(
+    device: torch.device, fast_backend: str, compiled: bool, loss: Callable[[Tensor], Tensor]
+) -> None:
     inputs = draw(device, 20, 20)
 
     def call(*given: Tensor) -> Tensor:
@@ -206,8 +209,8 @@ def test_a_second_gradient_is_refused(device: torch.device, fast_backend: str, c
 
     def second() -> None:
         o = (torch.compile(call, backend="aot_eager") if compiled else call)(*inputs)
-        (first,) = torch.autograd.grad(o.square().sum(), inputs[:1], create_graph=True)
-        first.sum().backward()
+        (first,) = torch.autograd.grad(loss(o), inputs[:1], create_graph=True)
+        (inputs[0].sum() + first.square().sum()).backward()
 
-    with pytest.raises(RuntimeError, match=r"once_differentiable|double backward"):
+    with pytest.raises(RuntimeError, match="double backward"):
         second()
