@@ -53,8 +53,8 @@ class PairFailure:
 
 _LEAST_DF = 3.0
 """Of a call FASTER or SLOWER: three pairs of a machine whose noise is not known, which have 2, can agree by chance, as
-where a process finds itself in one of two states. With a calibration that knows little they have 3.5 to 4: of 700 times
-three pairs of identical code below 1 ms on an H200 none would be called so, nor of 70 on an H100."""
+where a process finds itself in one of two states. With a calibration that knows little they have 3.5 to 4: of 700
+overlapping triples of identical code below 1 ms on an H200 none would be called so, nor of 70 on an H100."""
 
 MeasurePair = Callable[[Sequence[str]], Mapping[str, PairTiming | PairFailure]]
 """Measures these cases in one new pair of processes."""

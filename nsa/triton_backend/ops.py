@@ -32,10 +32,12 @@ PLACES_SCHEMA = (
 
 
 def numbers_of(config: NSAConfig) -> list[int]:
+    """A configuration as an operator takes it: `FIELDS`."""
     return [getattr(config, name) for name in FIELDS]
 
 
 def layout_of(q: Tensor, num_keys: int, cu_seqlens: Tensor | None, numbers: Sequence[int], **computed: Any) -> Layout:
+    """The layout of q [B, S, Hq, Dk] and so many keys by `numbers_of` a configuration; `computed` is known of it."""
     config = NSAConfig.from_mapping(dict(zip(FIELDS, numbers, strict=True)))
     return Layout(q.shape[1], num_keys, config, q.device, cu_seqlens).knowing(**computed)
 
@@ -51,7 +53,10 @@ def _attended(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return o, q.new_empty(q.shape[:3], dtype=torch.float32), q.new_empty(*q.shape[:2], v.shape[2], dtype=torch.int32)
 
 
-_library = functools.cache(lambda namespace: Library(namespace, "FRAGMENT"))
+@functools.cache
+def _library(namespace: str) -> Library:
+    """Operators live as long as it does."""
+    return Library(namespace, "FRAGMENT")
 
 
 def define(

@@ -45,29 +45,6 @@ def test_scale_may_be_negative_or_zero(backend: str, scale: float, device: torch
     assert torch.equal(found.cpu(), wanted)  # on a GPU the reference itself breaks the ties of scale 0
 
 
-@pytest.mark.parametrize("part", [nsa.window_attention, nsa.nsa_attention], ids=lambda part: part.__name__)
-def test_second_gradients_are_refused(part: object) -> None:
-    q, k = torch.randn(1, 12, 4, 8, requires_grad=True), torch.randn(1, 12, 2, 8)
-    if part is nsa.window_attention:
-        o = nsa.window_attention(q, k, k, CONFIG, backend="torch")[0]
-    else:
-        o = nsa.nsa_attention(q, k, k, torch.rand(1, 12, 4, 3), CONFIG, backend="torch")
-    for loss in (o.pow(2).sum(), o.sum()):  # the gradient from above wants one, or does not
-        (first,) = torch.autograd.grad(loss, q, create_graph=True, retain_graph=True)
-        with pytest.raises(RuntimeError, match="double backward"):
-            (q.sum() + first.pow(2).sum()).backward()
-
-
-@pytest.mark.parametrize("backend", ["torch", "auto"])
-def test_a_first_gradient_can_be_changed_in_place(backend: str) -> None:
-    """Also where a second one could be asked for."""
-    q, k = torch.randn(1, 12, 4, 8, requires_grad=True), torch.randn(1, 12, 2, 8)
-    o = nsa.nsa_attention(q, k, k, torch.rand(1, 12, 4, 3), CONFIG, backend=backend)
-    (wanted,) = torch.autograd.grad(o.sum(), q, retain_graph=True)
-    (first,) = torch.autograd.grad(o.sum(), q, create_graph=True)
-    assert torch.equal(first.mul_(2), 2 * wanted)
-
-
 def test_loss_names_an_unknown_token() -> None:
     with pytest.raises(ValueError, match="tokens must be between 0 and 9; got 12"):
         next_token_loss(torch.randn(1, 3, 10), torch.tensor([[1, 12, 3]]))
