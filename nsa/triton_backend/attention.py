@@ -129,11 +129,11 @@ def forward(q: Tensor, given: Inputs, gates: Tensor, layout: Layout, scale: floa
     assert finite is not None
     with lane(1):
         o_win, lse_win, read_win = compressed_window.forward(q, k_win, v_win, *layout.window_interval, finite, scale)
+        of_selected = finite if given.window is None else selected.finite_keys_of(q, k, v, layout)
     interval = layout.compressed_interval
     o_cmp, lse_cmp, read_cmp = compressed_window.forward(q, k_cmp, v_cmp, *interval, finite_cmp, scale)
     blocks = scores.select_blocks(q, k_cmp, layout, scale, lse_cmp)
     join()
-    of_selected = finite if given.window is None else None
     whole = o_cmp, o_win, gates.contiguous(), torch.empty_like(o_cmp)
     o_sel, lse_sel, read_sel, masks = selected.forward(q, k, v, blocks, layout, scale, of_selected, whole)
     if given.compressed is not None:
@@ -176,13 +176,14 @@ def backward(
             q, k_win, v_win, finite_win, *rows.pop(), *layout.window_interval, *layout.window_queries,
             ENOUGH_OF_WINDOW, scale,
         )  # fmt: skip
+        of_window = add_parts(window_parts, q.dtype)
     with lane(2):
         dq_cmp, *parts = compressed_window.gradients(
             q, k_cmp, v_cmp, finite_cmp, *rows.pop(0), *layout.compressed_interval, *layout.compressed_queries,
             ENOUGH_PROGRAMS, scale,
         )  # fmt: skip
+        parts = _few(parts, given, q.dtype)
     dq, *of_selected = selected.gradients(q, k, v, *rows.pop(), blocks, layout, scale, (dq_cmp, dq_win), masks=masks)
-    of_window = add_parts(window_parts, q.dtype)
     return dq, _of_inputs(given, parts, of_selected, of_window, layout), dgates
 
 
@@ -191,17 +192,22 @@ def _known(x: Tensor) -> Tensor | None:
     return x if x.numel() else None
 
 
+def _few(parts: list[Tensor], given: Inputs, dtype: torch.dtype) -> list[Tensor]:
+    """The parts of compressed keys' gradients; their sum, as one part, where that is asked for or they are many."""
+    if given.compressed is None and len(parts[0]) <= MOST_PARTS:
+        return parts
+    return [x[None] for x in add_parts(parts, torch.float32 if given.compressed is None else dtype)]
+
+
 def _of_inputs(given: Inputs, parts: list[Tensor], of_selected: list[Tensor], window: Pair, layout: Layout) -> Inputs:
     """What the branches give to keys and values, added where these are the same tensors."""
     selected = of_selected[0], of_selected[1]
     dtype = selected[0].dtype
     if given.compressed is not None:
-        dk, dv = add_parts(parts, dtype)
+        dk, dv = parts[0][0], parts[1][0]
         if given.window is None:
             selected = selected[0] + window[0], selected[1] + window[1]
         return Inputs(selected, None if given.window is None else window, None, (dk, dv))
-    if len(parts[0]) > MOST_PARTS:
-        parts = [x[None] for x in add_parts(parts, torch.float32)]
     all_are_one = given.window is None and given.source is None
     dk, dv = compression.gradients(
         parts, (*selected, *window) if all_are_one else None, layout.num_keys, compression.places(layout),

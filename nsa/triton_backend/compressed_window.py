@@ -30,6 +30,7 @@ from nsa.triton_backend.intervals import (
     interval_of,
     key_range,
     load_keys,
+    masked_pair,
     stretches,
     visible_keys,
 )
@@ -119,18 +120,14 @@ def _forward(
                     inside = (
                         are_finite_keys(finite_base, HKV, at, end, BN) if careful == 1 else at + tl.arange(0, BN) < end
                     )
-                    visible = visible_keys(at, lo, hi, BN)
-                    seen = tl.maximum(tl.minimum(hi, at + BN) - tl.maximum(lo, at), 0)
-                    if CHOSEN is not None:
-                        chosen = among_chosen(bits, at, SIZE)
-                        visible &= chosen[:, None]
-                        seen = tl.where(chosen, seen, 0)
+                    seen_to = hi if CHOSEN is None else tl.where(among_chosen(bits, at, SIZE), hi, 0)
+                    visible = visible_keys(at, lo, seen_to, BN)
                     k, v = load_keys(k_base, k_s, v_base, v_s, at, inside, DK, DKP, DV, DVP, BN)
                     s = product(q, k)
                     if careful == 1:  # before the mask: a key that is not finite makes the rows NaN that see it alone
                         s = tl.where(inside[None, :], s, float("nan"))
                     m, l, acc = online_softmax(tl.where(visible, s, float("-inf")), v, m, l, acc, to_base_2)
-                    read += seen
+                    read += tl.maximum(tl.minimum(seen_to, at + BN) - tl.maximum(lo, at), 0)
     o, lse = finish(m, l, acc, nonfinite(q) & (read > 0))
     row = (b * S + token) * HQ + h * G + g
     store_rows(O, row * DV, real, o, DV, DVP)
@@ -184,9 +181,8 @@ def _backward_q(
                     inside = (
                         are_finite_keys(finite_base, HKV, at, end, BN) if careful == 1 else at + tl.arange(0, BN) < end
                     )
-                    visible = visible_keys(at, lo, hi, BN)
-                    if CHOSEN is not None:
-                        visible &= among_chosen(bits, at, SIZE)[:, None]
+                    seen_to = hi if CHOSEN is None else tl.where(among_chosen(bits, at, SIZE), hi, 0)
+                    visible = visible_keys(at, lo, seen_to, BN)
                     k, v = load_keys(k_base, k_s, v_base, v_s, at, inside, DK, DKP, DV, DVP, BN)
                     p = tl.exp2(product(q, k) * to_base_2 - lse[:, None])
                     ds = p * (product(do, v) - delta[:, None])
@@ -245,13 +241,11 @@ def _backward_kv(
             ds = p * (scores_of(do, v, ROWS_FIRST) - per_row(delta, ROWS_FIRST))
             if stretch != 1:
                 lo, hi = interval_of(LO, HI, token, real, ahead)
-                seen_from, seen_to = per_row(lo, ROWS_FIRST), per_row(hi, ROWS_FIRST)
-                visible = (per_key(key, ROWS_FIRST) >= seen_from) & (per_key(key, ROWS_FIRST) < seen_to)
                 if CHOSEN is not None:
                     bits = tl.load(CHOSEN + (b * S + token) * HKV + h, mask=real, other=0)
-                    visible &= per_row(among_chosen(bits, first_key, SIZE), ROWS_FIRST)
-                # after the exponential: that of a pair that is not seen may overflow, since lse does not bound it
-                p, ds = tl.where(visible, p, 0.0), tl.where(visible, ds, 0.0)
+                    hi = tl.where(among_chosen(bits, first_key, SIZE), hi, 0)
+                seen_from, seen_to = per_row(lo, ROWS_FIRST), per_row(hi, ROWS_FIRST)
+                p, ds = masked_pair(p, ds, per_key(key, ROWS_FIRST), seen_from, seen_to, ROWS_FIRST)
             dv = dot(transposed(p.to(do.dtype), ROWS_FIRST), do, dv)
             dk = dot(transposed(ds.to(q.dtype), ROWS_FIRST), q, dk)
     out = ((tl.program_id(0) % parts * tl.num_programs(2) + b) * num_keys + key.to(tl.int64)) * HKV + h

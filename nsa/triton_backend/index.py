@@ -32,10 +32,8 @@ class Index:
     A cell is a (chunk of queries, sequence, group, block). Within one, queries ascend.
     """
 
-    pair: Tensor
-    """int64 [P]: numbers among [B, Hkv, count, n], sorted by cell, those without a block last."""
-    query: Tensor
-    """int32 [P]: the query of each sorted pair, or, as asked for, that times n plus the slot."""
+    query_slot: Tensor
+    """int32 [P]: of each pair, sorted by cell, the query times n plus the slot; those without a block are last."""
     begin: Tensor
     """int64 [tiles]."""
     end: Tensor
@@ -47,7 +45,7 @@ class Index:
 
 
 def build(
-    block_indices: Tensor, layout: Layout, first: int, last: int, *, chunk: int, size: int, with_slots: bool
+    block_indices: Tensor, layout: Layout, first: int, last: int, *, chunk: int, size: int
 ) -> Index:  # fmt: skip
     """Tiles of up to `size` pairs over the queries first … last of block_indices int32 [B, S, Hkv, n] (contiguous),
     taken `chunk` at a time. No host sync: how many tiles there are is the bound that shapes alone give.
@@ -64,16 +62,16 @@ def build(
             batch * num_kv_heads * layout.max_blocks, cells, n, PAIRS_PER_PROGRAM,
         )  # fmt: skip
         ordered, pair = of_pair.sort(stable=True)  # so that queries ascend in a cell, and sums over them repeat
-        query = torch.empty(pairs, dtype=torch.int32, device=device)
+        query_slot = torch.empty(pairs, dtype=torch.int32, device=device)
         tiles = cells + pairs // size + 1
         begin, end, cell = (torch.empty(tiles, dtype=torch.int64, device=device) for _ in range(3))
         first_tile = torch.empty(cells + 1, dtype=torch.int64, device=device)
         of_cells = cdiv(cells + 1, CELLS_PER_PROGRAM)
         _tiles[of_cells + cdiv(pairs, PAIRS_PER_PROGRAM),](
-            ordered, pair, begin, end, cell, first_tile, query, pairs, cells, tiles, size, of_cells,
-            first * n, count * n, 1 if with_slots else n, CELLS_PER_PROGRAM, PAIRS_PER_PROGRAM,
+            ordered, pair, begin, end, cell, first_tile, query_slot, pairs, cells, tiles, size, of_cells,
+            first * n, count * n, CELLS_PER_PROGRAM, PAIRS_PER_PROGRAM,
         )  # fmt: skip
-    return Index(pair, query, begin, end, cell, first_tile)
+    return Index(query_slot, begin, end, cell, first_tile)
 
 
 @kernel
@@ -107,13 +105,13 @@ def _first_from(SORTED, value, places):
 
 @kernel
 def _tiles(
-    ORDERED, PAIR, BEGIN, END, CELL, FIRST_TILE, QUERY, pairs, cells, tiles, size, of_cells, first_slot, slots,
-    PER: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr,
+    ORDERED, PAIR, BEGIN, END, CELL, FIRST_TILE, QUERY_SLOT, pairs, cells, tiles, size, of_cells, first_slot, slots,
+    BC: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """The first `of_cells` programs cut the sorted pairs of their cells into tiles; the others write QUERY [pairs].
+    """The first `of_cells` programs cut the sorted pairs of their cells into tiles; the others write QUERY_SLOT.
 
-    What is behind the last cell has all the tiles that are left, and no pair. QUERY is where each pair's slot stands
-    among all queries' slots of a sequence and group, over PER; `slots` of them are indexed, from `first_slot` on.
+    What is behind the last cell has all the tiles that are left, and no pair. QUERY_SLOT [pairs] is where each pair's
+    slot stands among all queries' slots of a sequence and group; `slots` of them are indexed, from `first_slot` on.
     """
     if tl.program_id(0) < of_cells:
         cell = tl.program_id(0).to(tl.int64) * BC + tl.arange(0, BC)
@@ -131,4 +129,4 @@ def _tiles(
     else:
         place = (tl.program_id(0) - of_cells).to(tl.int64) * BP + tl.arange(0, BP)
         pair = tl.load(PAIR + place, mask=place < pairs, other=0)
-        tl.store(QUERY + place, ((first_slot + pair % slots) // PER).to(tl.int32), mask=place < pairs)
+        tl.store(QUERY_SLOT + place, (first_slot + pair % slots).to(tl.int32), mask=place < pairs)

@@ -15,7 +15,7 @@ from nsa.geometry import Layout, num_selection_blocks
 from nsa.triton_backend import hopper, selected_kv_major, selected_masked, tuning
 from nsa.triton_backend.dispatch import SelectionBlocks, Variant, variant
 from nsa.triton_backend.gated_sum import gated
-from nsa.triton_backend.launch import LOG2E, MAX_TILE, backward_rows, on_device, strides, unit_stride
+from nsa.triton_backend.launch import LOG2E, MAX_TILE, backward_rows, finite_keys, on_device, strides, unit_stride
 from nsa.triton_backend.selected_masked import NO_MASKS, Masks
 from nsa.triton_backend.tile import (
     add_branches,
@@ -148,7 +148,7 @@ def forward(
     """
     q, k, v, block_indices = unit_stride(q), unit_stride(k), unit_stride(v), block_indices.contiguous()
     (batch, length, heads, _), (num_kv_heads, dv) = q.shape, v.shape[2:]
-    kernel = variant("selected_forward", q, k, v, _blocks(layout, block_indices))
+    kernel = variant("selected_forward", q, k, v, _blocks(layout, block_indices.shape[-1]))
     if kernel is Variant.MASKED:
         return selected_masked.forward(q, k, v, block_indices, layout, scale, finite, whole)
     o, lse = q.new_empty(batch, length, heads, dv), q.new_empty(batch, length, heads, dtype=torch.float32)
@@ -184,7 +184,7 @@ def gradients(
     """
     q, k, v, block_indices = unit_stride(q), unit_stride(k), unit_stride(v), block_indices.contiguous()
     (_, length, heads, _), num_kv_heads = q.shape, k.shape[2]
-    kernel = variant("selected_backward_q", q, k, v, _blocks(layout, block_indices))
+    kernel = variant("selected_backward_q", q, k, v, _blocks(layout, block_indices.shape[-1]))
     if q.numel() == 0:
         return torch.empty_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape)
     rows = do, lse, delta, block_indices, layout, scale
@@ -221,10 +221,16 @@ def backward(
     return gradients(q, k, v, do, *backward_rows(do, o, lse, dlse), block_indices, layout, scale)
 
 
-def _blocks(layout: Layout, block_indices: Tensor) -> SelectionBlocks:
-    """What the choice of a kernel looks at."""
+def finite_keys_of(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor | None:
+    """`launch.finite_keys` for `forward` in a call of all branches; None where the kernel that serves it reads none."""
+    kernel = variant("selected_forward", q, k, v, _blocks(layout, layout.config.n_sel))
+    return finite_keys(k, v) if kernel in (Variant.MASKED, Variant.KV_MAJOR) else None
+
+
+def _blocks(layout: Layout, n: int) -> SelectionBlocks:
+    """What the choice of a kernel looks at; n blocks per query."""
     config = layout.config
-    forced = min((config.init_blocks + config.local_blocks) / max(block_indices.shape[-1], 1), 1.0)
+    forced = min((config.init_blocks + config.local_blocks) / max(n, 1), 1.0)
     whole = layout.sequence_tokens
     count = layout.max_blocks if whole is None else num_selection_blocks(whole, config)
     return SelectionBlocks(config.l_sel, forced, count, layout.cu_seqlens is not None, whole)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nsa.geometry import Layout
 from nsa.triton_backend import index, tuning
+from nsa.triton_backend.intervals import masked_pair
 from nsa.triton_backend.launch import LOG2E, finite_keys, on_device, strides
 from nsa.triton_backend.partial_sums import merge_blocks, sum_dkdv, sum_dq
 from nsa.triton_backend.tile import (
@@ -43,7 +44,6 @@ BACKWARD_SCRATCH = 2**29  # elements of partial dq that exist at a time
 INDEXED = 65536  # queries of which an inverted index exists at a time
 FORWARD_PAIRS = 128  # queries per program
 BACKWARD_PAIRS = 512  # queries per partial sum
-LAST = tl.constexpr(2**31 - 2**30)  # above any query
 
 
 @kernel
@@ -66,41 +66,45 @@ def _forward(
     place = tl.arange(0, BN)
     block_from, block_to = tl.load(BLOCK_FROM + block), tl.load(BLOCK_TO + block)
     key = block_from + place
-    inside = key < block_to
-    k = load_rows(K + b * k_b + h * k_h, key * k_s, inside, DK, DKP)
-    finite = tl.load(FINITE + (b * T + key) * HKV + h, mask=inside, other=0) != 0
+    finite = tl.load(FINITE + (b * T + key) * HKV + h, mask=key < block_to, other=0) != 0
+    # a key that is not finite makes the scores NaN of the queries that see it, and of no other
+    k = tl.where(finite[:, None], load_rows(K + b * k_b + h * k_h, key * k_s, finite, DK, DKP), float("nan"))
     v = load_rows(V + b * v_b + h * v_h, key * v_s, finite, DV, DVP)
+    # Of 32 bits from here on: numbers of 64 cost the registers of a third program on the SM.
+    size, to_own = (block_to - block_from).to(tl.int32), (ahead + 1 - block_from).to(tl.int32)
+    PAIRS, pairs = QUERY_SLOT + begin, (end - begin).to(tl.int32)
+    first_row = kv_row * count * N
     # queries ascend: only the first of them may stand inside the block and not see the whole of it
-    query = tl.load(QUERY_SLOT + begin + place, mask=begin + place < end, other=0) // N
-    partly = tl.sum(((begin + place < end) & (query + ahead < tl.max(key, axis=0))).to(tl.int32), axis=0)
-    whole = begin + tl.cdiv(partly, BT) * BT if BN == SIZE else end
+    query = tl.load(PAIRS + place, mask=place < pairs, other=0) // N
+    partly = tl.sum(((place < pairs) & (query + to_own < BN)).to(tl.int32), axis=0)
+    whole = tl.cdiv(partly, BT) * BT if BN == SIZE else pairs
 
     for stretch in tl.static_range(2):
-        start = begin if stretch == 0 else whole
-        stop = tl.minimum(whole, end) if stretch == 0 else end
-        pair, g, real = rows_of(start, end, G, ROWS, GP)
-        query_slot = tl.load(QUERY_SLOT + pair, mask=real, other=0)
+        start = 0 if stretch == 0 else whole
+        stop = tl.minimum(whole, pairs) if stretch == 0 else pairs
+        pair, g, real = rows_of(start, pairs, G, ROWS, GP)
+        query_slot = tl.load(PAIRS + pair.to(tl.int32), mask=real, other=0)
         for at in range(start, stop, BT):
-            pair, g, real = rows_of(at, end, G, ROWS, GP)
-            later = pair + BT  # prefetched one step ahead: what is loaded next depends on it
-            next_query_slot = tl.load(QUERY_SLOT + later, mask=real & (later < end), other=0)
-            i = (query_slot // N).to(tl.int64)
-            q = load_rows(Q + b * q_b, i * q_s + (h * G + g) * q_h, real, DK, DKP)
-            s = tl.where(finite[None, :], product(q, k), float("nan"))  # before the mask, as in `compressed_window`
-            read = tl.minimum(i + ahead + 1, block_to) - block_from
+            pair, g, real = rows_of(at, pairs, G, ROWS, GP)
+            later = pair.to(tl.int32) + BT  # prefetched one step ahead: what is loaded next depends on it
+            next_query_slot = tl.load(PAIRS + later, mask=real & (later < pairs), other=0)
+            i = query_slot // N
+            q = load_rows(Q + b * q_b + h * G * q_h, i.to(tl.int64) * q_s + g * q_h, real, DK, DKP)
+            s = product(q, k)
+            read = tl.minimum(i + to_own, size)
             if stretch == 0:
-                visible = inside[None, :] & (key[None, :] <= (i + ahead)[:, None])
-                s = tl.where(visible, s, float("-inf"))
+                s = tl.where(place[None, :] < read[:, None], s, float("-inf"))
             # no running softmax: the tile has all keys of the block, and a query sees the first of them, so that l > 0
             m = tl.max(s, axis=1) * to_base_2
             p = tl.exp2(s * to_base_2 - m[:, None])
             l = tl.sum(p, axis=1)
             o = dot(p.to(v.dtype), v, tl.zeros([ROWS, DVP], tl.float32)) * (1.0 / l)[:, None]
-            row = (kv_row * count + i - first_query) * N + query_slot % N
-            store_rows(O_PART, (row * G + g) * DV, real, o, DV, DVP)
+            of_chunk = query_slot - first_query * N
+            row = of_chunk * G + g
+            store_rows(O_PART + first_row * G * DV, row * DV, real, o, DV, DVP)
             # a query that is not finite has no finite score, and its l is NaN
-            tl.store(LSE_PART + row * G + g, m + tl.log2(l), mask=real)
-            tl.store(READ_PART + row, read, mask=real & (g == 0))
+            tl.store(LSE_PART + first_row * G + row, m + tl.log2(l), mask=real)
+            tl.store(READ_PART + first_row + of_chunk, read, mask=real & (g == 0))
             query_slot = next_query_slot
 
 
@@ -124,13 +128,13 @@ def forward(
     shape = tuning.shape("selected_kv_major", q, v)
     for start in range(0, length, INDEXED):
         end = min(start + INDEXED, length)
-        tiles = index.build(block_indices, layout, start, end, chunk=chunk, size=FORWARD_PAIRS, with_slots=True)
+        tiles = index.build(block_indices, layout, start, end, chunk=chunk, size=FORWARD_PAIRS)
         for first in range(start, end, chunk):
             count = min(chunk, end - first)
             pairs = batch * num_kv_heads * count * n
             with on_device(q):
                 _forward[cells + pairs // FORWARD_PAIRS + 1,](
-                    q, k, v, finite, tiles.query, tiles.begin, tiles.end, tiles.cell, tiles.first_tile,
+                    q, k, v, finite, tiles.query_slot, tiles.begin, tiles.end, tiles.cell, tiles.first_tile,
                     *layout.block_tokens, o_part, lse_part, read_part, *strides(q), *strides(k), *strides(v),
                     (first - start) // chunk * cells, cells, first, count, num_keys - length, num_keys, num_kv_heads,
                     group, max_blocks, scale * LOG2E,
@@ -145,9 +149,9 @@ def forward(
 
 @kernel
 def _backward(
-    Q, K, V, DO, QUERIES, PAIR, BEGIN, END, BLOCK, BLOCK_FROM, BLOCK_TO, LSE, DELTA, DK_PART, DV_PART, DQ_PART,
-    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, S, ahead, HQ, HKV, G, max_blocks, scale, to_base_2,
-    SIZE: tl.constexpr, SIZEP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    Q, K, V, DO, QUERY_SLOT, BEGIN, END, BLOCK, BLOCK_FROM, BLOCK_TO, LSE, DELTA, DK_PART, DV_PART, DQ_PART,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, first_query, count, S, ahead, HQ, HKV, G, max_blocks, scale, to_base_2,
+    N: tl.constexpr, SIZE: tl.constexpr, SIZEP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     DKP: tl.constexpr, DVP: tl.constexpr, ROWS: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
     ROWS_FIRST: tl.constexpr,
 ):  # fmt: skip
@@ -163,44 +167,52 @@ def _backward(
         return
     kv_row = number // max_blocks
     b, h = kv_row // HKV, kv_row % HKV
-    key = tl.load(BLOCK_FROM + number % max_blocks) + place
-    inside = (place < SIZE) & (key < tl.load(BLOCK_TO + number % max_blocks))
+    block_from, block_to = tl.load(BLOCK_FROM + number % max_blocks), tl.load(BLOCK_TO + number % max_blocks)
+    key, inside = block_from + place, place < block_to - block_from
     k = load_rows(K + b * k_b + h * k_h, key * k_s, inside, DK, DKP)
     v = load_rows(V + b * v_b + h * v_h, key * v_s, inside, DV, DVP)
     if DQ_PART is not None:  # a query that does not see a key must not meet what is not finite in it
         finite_k = tl.where(nonfinite(k)[:, None], 0.0, k)
 
+    # of 32 bits from here on, as in `_forward`
+    size, to_own = (block_to - block_from).to(tl.int32), (ahead + 1 - block_from).to(tl.int32)
+    pairs = (end - begin).to(tl.int32)
+    PAIRS = QUERY_SLOT + begin
+    first_head, first_row = h * G, b * S * HQ + h * G
     # queries ascend: only the first of them may stand inside the block, at most one per token of it
-    first = begin + tl.arange(0, SIZEP)
-    query = tl.load(QUERIES + first, mask=first < end, other=LAST)
-    partly = tl.sum((query + ahead < tl.max(key, axis=0)).to(tl.int32), axis=0)
-    whole = tl.minimum(begin + tl.cdiv(partly, BT) * BT, end)
+    first = tl.arange(0, SIZEP)
+    query = tl.load(PAIRS + first, mask=first < pairs, other=0) // N
+    partly = tl.sum(((first < pairs) & (query + to_own <= tl.max(place, axis=0))).to(tl.int32), axis=0)
+    whole = tl.minimum(tl.cdiv(partly, BT) * BT, pairs)
 
     dk, dv = tl.zeros([BN, DKP], tl.float32), tl.zeros([BN, DVP], tl.float32)
+    # Counted in 64 bits, and from a 0 that the compiler does not know: else it moves sums between products, and ptxas
+    # makes each product wait for the one before (C7515), an eighth slower.
     for stretch in tl.static_range(2):
-        start = begin if stretch == 0 else whole
-        stop = whole if stretch == 0 else end
+        start = tl.minimum(pairs, 0) if stretch == 0 else whole
+        stop = whole if stretch == 0 else pairs
         if PREFETCH:
-            pair, g, real = rows_of(start, end, G, ROWS, GP)
-            i = tl.load(QUERIES + pair, mask=real, other=0).to(tl.int64)
-        for at in range(start, stop, BT):
-            pair, g, real = rows_of(at, end, G, ROWS, GP)
+            pair, g, real = rows_of(start, pairs, G, ROWS, GP)
+            query_slot = tl.load(PAIRS + pair.to(tl.int32), mask=real, other=0)
+        for at in range(tl.cast(start, tl.int64), tl.cast(stop, tl.int64), BT):
+            pair, g, real = rows_of(tl.cast(at, tl.int32), pairs, G, ROWS, GP)
             if PREFETCH:
-                later = pair + BT
-                next_i = tl.load(QUERIES + later, mask=real & (later < end), other=0).to(tl.int64)
+                later = pair.to(tl.int32) + BT
+                next_query_slot = tl.load(PAIRS + later, mask=real & (later < pairs), other=0)
             else:
-                i = tl.load(QUERIES + pair, mask=real, other=0).to(tl.int64)
-            row = (b * S + i) * HQ + h * G + g
-            lse, delta = tl.load(LSE + row, mask=real, other=0.0), tl.load(DELTA + row, mask=real, other=0.0)
+                query_slot = tl.load(PAIRS + pair.to(tl.int32), mask=real, other=0)
+            i = query_slot // N
+            row = i.to(tl.int64) * HQ + g
+            lse = tl.load(LSE + first_row + row, mask=real, other=0.0)
+            delta = tl.load(DELTA + first_row + row, mask=real, other=0.0)
             loaded = real & (lse == lse) if stretch == 0 else real  # an lse of NaN: `launch.backward_rows`
-            q = load_rows(Q + b * q_b, i * q_s + (h * G + g) * q_h, loaded, DK, DKP)
-            do = load_rows(DO, row * DV, loaded, DV, DVP)
+            q = load_rows(Q + b * q_b + first_head * q_h, i.to(tl.int64) * q_s + g * q_h, loaded, DK, DKP)
+            do = load_rows(DO + first_row * DV, row * DV, loaded, DV, DVP)
             p = tl.exp2(scores_of(q, k, ROWS_FIRST) * to_base_2 - per_row(lse, ROWS_FIRST))
             ds = p * (scores_of(do, v, ROWS_FIRST) - per_row(delta, ROWS_FIRST))
             if stretch == 0:
-                seen_to = per_row(i + ahead, ROWS_FIRST)
-                visible = per_key(inside, ROWS_FIRST) & (per_key(key, ROWS_FIRST) <= seen_to)
-                p, ds = tl.where(visible, p, 0.0), tl.where(visible, ds, 0.0)
+                seen_to = per_row(tl.minimum(i + to_own, size), ROWS_FIRST)
+                p, ds = masked_pair(p, ds, per_key(place, ROWS_FIRST), 0, seen_to, ROWS_FIRST)
             elif SIZE < BN:  # beyond the block p may overflow, and dq adds up over all places
                 ds = tl.where(per_key(inside, ROWS_FIRST), ds, 0.0)
             dv = dot(transposed(p.to(do.dtype), ROWS_FIRST), do, dv)
@@ -208,10 +220,10 @@ def _backward(
             if DQ_PART is not None:
                 dq = dot(transposed(ds.to(k.dtype), not ROWS_FIRST), finite_k, tl.zeros([ROWS, DKP], tl.float32))
                 # written where its query and slot stand, so that `sum_dq` adds in the order of the choice
-                unsorted = tl.load(PAIR + pair, mask=real, other=0).to(tl.int64)
-                store_rows(DQ_PART, (unsorted * G + g) * DK, real, dq, DK, DKP)
+                of_chunk = (query_slot - first_query * N) * G + g
+                store_rows(DQ_PART + kv_row * count * N * G * DK, of_chunk * DK, real, dq, DK, DKP)
             if PREFETCH:
-                i = next_i
+                query_slot = next_query_slot
     out = tile * SIZE + place
     store_rows(DK_PART, out * DK, place < SIZE, dk * scale, DK, DKP)
     store_rows(DV_PART, out * DV, place < SIZE, dv, DV, DVP)
@@ -254,7 +266,7 @@ def _backward_chunk(
     """Write, or add to those of earlier queries, what these give to dk and dv, and their partial dq."""
     (batch, length, heads, dk), (num_keys, num_kv_heads, dv) = q.shape, v.shape[1:]
     size, max_blocks = layout.config.l_sel, layout.max_blocks
-    tiles = index.build(block_indices, layout, first, first + count, chunk=count, size=BACKWARD_PAIRS, with_slots=False)
+    tiles = index.build(block_indices, layout, first, first + count, chunk=count, size=BACKWARD_PAIRS)
     block_from, block_to = layout.block_tokens
 
     shape = tuning.shape("selected_backward_kv", q, v)
@@ -262,11 +274,11 @@ def _backward_chunk(
     parts = [q.new_empty(tiles.begin.numel(), size, d, dtype=torch.float32) for d in (dk, dv)]
     with on_device(q):
         _backward[tiles.begin.numel(), cdiv(size, keys)](
-            q, k, v, do, tiles.query, None if dq_part is None else tiles.pair, tiles.begin, tiles.end, tiles.cell,
-            block_from, block_to, lse, delta, *parts, dq_part, *strides(q), *strides(k), *strides(v),
+            q, k, v, do, tiles.query_slot, tiles.begin, tiles.end, tiles.cell,
+            block_from, block_to, lse, delta, *parts, dq_part, *strides(q), *strides(k), *strides(v), first, count,
             length, num_keys - length, heads, num_kv_heads, heads // num_kv_heads, max_blocks, scale, scale * LOG2E,
-            size, tuning.padded(size), dk, dv, shape.dk, shape.dv, shape.rows, shape.group, keys, shape.rows_first,
-            **shape.launch,
+            block_indices.shape[-1], size, tuning.padded(size), dk, dv,
+            shape.dk, shape.dv, shape.rows, shape.group, keys, shape.rows_first, **shape.launch,
         )  # fmt: skip
         sum_dkdv[batch * num_kv_heads * max_blocks, cdiv(size, keys), 2](
             *parts, tiles.first_tile, tiles.begin, tiles.end, block_from, block_to, *sums, num_keys, num_kv_heads,

@@ -44,7 +44,6 @@ SPILLS = {
     "compressed_window._backward_kv": 360,
     "selected._forward": 360,
     "selected._backward_q": 200,
-    "selected_kv_major._forward": 128,
     "selected_kv_major._backward": 360,
     "topk._topk": 224,
 }
@@ -57,12 +56,15 @@ KEYS_OF_192_SPILL = {"hopper.compressed_window._forward": 88}
 def too_much(
     needs: dict[str, dict[str, int]], architecture: int, *, spills: dict[str, int], otherwise: int = FEW_BYTES
 ) -> dict[str, Any]:
-    """What does not fit, by kernel; those without an entry in `spills` may spill `otherwise`."""
+    """What does not fit, or has products wait for one another, by kernel; those without an entry in `spills` may spill
+    `otherwise`."""
     shared_bytes = SHARED_MEMORY_KIB[architecture] * 1024
     return {
         name: need
         for name, need in needs.items()
-        if need["shared_bytes"] > shared_bytes or need["spilled_bytes"] > spills.get(name.split()[0], otherwise)
+        if need["shared_bytes"] > shared_bytes
+        or need["spilled_bytes"] > spills.get(name.split()[0], otherwise)
+        or need["serialises_products"]
     }
 
 
@@ -117,6 +119,8 @@ def test_float32_spills_little_on_hopper(group: int) -> None:
 
 
 def test_what_does_not_fit_is_found() -> None:
-    needs = {"a 1": {"shared_bytes": 100 * 1024, "spilled_bytes": 0}, "b 1": {"shared_bytes": 0, "spilled_bytes": 65}}
+    fits = {"shared_bytes": 0, "spilled_bytes": 0, "serialises_products": 0}
+    needs = {"a 1": fits | {"shared_bytes": 100 * 1024}, "b 1": fits | {"spilled_bytes": 65}}
     assert list(too_much(needs, 86, spills={})) == ["a 1", "b 1"]
     assert list(too_much(needs, 80, spills={"b": 65})) == []
+    assert list(too_much({"c 1": fits | {"serialises_products": 1}}, 80, spills={})) == ["c 1"]

@@ -31,7 +31,7 @@ def draw(queries: int, keys: int, device: torch.device, cu_seqlens: torch.Tensor
 def agree(
     found: index.Index, chosen: torch.Tensor, layout: Layout, first: int, last: int, chunk: int, size: int
 ) -> None:
-    """Fail unless it holds what the plain index finds, with slots."""
+    """Fail unless it holds what the plain index finds."""
     (batch, _, num_kv_heads, n), count = chosen.shape, last - first
     block = chosen[:, first:last].transpose(1, 2).long()  # [B, Hkv, count, n]
     cells_of_chunk = batch * num_kv_heads * layout.max_blocks
@@ -39,8 +39,7 @@ def agree(
     chunks_before = torch.arange(count, device=chosen.device) // chunk * cells_of_chunk
     cell = kv_row * layout.max_blocks + (layout.blocks_before[first:last] + chunks_before)[:, None] + block
     wanted = plain.build(torch.where(block < 0, -1, cell).flatten(), size, -(-count // chunk) * cells_of_chunk)
-    assert torch.equal(found.pair, wanted.order)
-    assert torch.equal(found.query, (wanted.order % (count * n) + first * n).int())
+    assert torch.equal(found.query_slot, (wanted.order % (count * n) + first * n).int())
     full, other_full = found.begin < found.end, wanted.begin < wanted.end
     for name, other in (("begin", "begin"), ("end", "end"), ("cell", "block")):
         assert torch.equal(getattr(found, name)[full], getattr(wanted, other)[other_full]), name
@@ -60,17 +59,15 @@ def test_it_holds_what_the_plain_one_finds(
 ) -> None:
     cu_seqlens = torch.tensor([0, 20, 21, 70], dtype=torch.int32, device=device) if packed else None
     chosen, layout = draw(70, 70 if packed else 90, device, cu_seqlens)
-    found = index.build(chosen, layout, first, last, chunk=chunk, size=size, with_slots=True)
+    found = index.build(chosen, layout, first, last, chunk=chunk, size=size)
     agree(found, chosen, layout, first, last, chunk, size)
-    without = index.build(chosen, layout, first, last, chunk=chunk, size=size, with_slots=False)
-    assert torch.equal(without.query, found.query // CONFIG.n_sel)
 
 
 def test_several_programs_share_its_work(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index, "PAIRS_PER_PROGRAM", 64)
     monkeypatch.setattr(index, "CELLS_PER_PROGRAM", 16)
     chosen, layout = draw(70, 90, device, None)
-    found = index.build(chosen, layout, 10, 58, chunk=17, size=3, with_slots=True)
+    found = index.build(chosen, layout, 10, 58, chunk=17, size=3)
     agree(found, chosen, layout, 10, 58, 17, 3)
 
 
@@ -86,7 +83,7 @@ def test_cells_up_to_where_16_bits_end_and_beyond(
     shape = (1, queries, num_kv_heads, config.n_sel)
     chosen = torch.randint(-1, layout.max_blocks, shape, generator=generator).int().to(device)
     chosen[0, -1, -1, -1] = layout.max_blocks - 1
-    found = index.build(chosen, layout, 0, queries, chunk=1, size=8, with_slots=True)
+    found = index.build(chosen, layout, 0, queries, chunk=1, size=8)
     agree(found, chosen, layout, 0, queries, 1, 8)
 
 
@@ -101,5 +98,5 @@ def test_at_real_sizes(device: torch.device, chunk: int, size: int) -> None:
     chosen[..., 0] = 0
     first_16 = torch.arange(config.n_sel, device=device, dtype=torch.int32)
     chosen = torch.where(current < config.n_sel, torch.where(first_16 <= current, first_16, -1), chosen).contiguous()
-    found = index.build(chosen, layout, 0, queries, chunk=chunk, size=size, with_slots=True)
+    found = index.build(chosen, layout, 0, queries, chunk=chunk, size=size)
     agree(found, chosen, layout, 0, queries, chunk, size)
