@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome, Correctness
@@ -25,6 +25,8 @@ NUMBERS = (
 """What was measured: None unless PASSED."""
 TIMES = ("latency_ms", "interval_ms", "end_to_end_ms", "samples", "tokens_per_s", "compile_s", "shared")
 """What tells how fast it was."""
+IN_A_LOOP = "among steps that follow it"
+"""How a step of a user's own loop is timed (`told_apart`)."""
 _SOURCE = re.compile(r"(study|atlas) of .*?commit (\w+)")
 """In `Record.inputs_follow`."""
 _ABOVE_ZERO = ("latency_ms", "end_to_end_ms", "tokens_per_s", "flops", "bytes_moved")
@@ -122,6 +124,30 @@ class SharedSequence:
                 raise ValueError(f"{name} must be finite and at least 0; got {getattr(self, name)}")
 
 
+class _Timed(Protocol):
+    """A record, or a line of one."""
+
+    @property
+    def inputs_follow(self) -> str | None: ...
+    @property
+    def clock(self) -> str | None: ...
+    @property
+    def queued_ahead(self) -> bool | None: ...
+
+
+def told_apart(key: Key, figures: _Timed) -> str:
+    """What else makes figures of one key and path another series: what recorded inputs follow, or how a step was timed.
+
+    Since bdc61b5 a step of a user's own loop is timed on a GPU among others that follow it, at the pace of the slower
+    of host and GPU. Before, it was timed alone, and queued ahead where the queue held it: the GPU's time without the
+    host's.
+    """
+    if figures.inputs_follow:
+        return figures.inputs_follow
+    in_a_loop = key.mode == "train-loop" and figures.clock == "cuda_event" and figures.queued_ahead is None
+    return IN_A_LOOP if in_a_loop else ""
+
+
 @dataclass(frozen=True)
 class Record:
     """One measurement: one implementation on one case."""
@@ -155,7 +181,7 @@ class Record:
     """"cuda_event", "cuda_graph" (events around a replay) or "perf_counter"."""
     queued_ahead: bool | None = None
     """Whether the device's work was queued before it began, so that no sample holds launch latency; False where the
-    call itself waits for the device; None on the CPU."""
+    call itself waits for the device; None on the CPU, and of a step among others that follow it."""
     compile_s: float | None = None
     """Wall time of the first call: compilation, autotuning, loading of libraries."""
     warmup_calls: int | None = None
@@ -204,11 +230,14 @@ class Record:
 
     @property
     def identity(self) -> str:
-        """What was measured, as one word that tells any two apart: the whole key, the path that ran, and what recorded
-        inputs follow."""
+        """What was measured, as one word that tells any two apart: the whole key, the path that ran, and what
+        `told_apart` says."""
         path = self.correctness.path if self.correctness else None
         word = f'{self.key.identity[:-1]},"path":{json.dumps(path)}'
-        return f'{word},"inputs_follow":{json.dumps(self.inputs_follow)}}}' if self.inputs_follow else f"{word}}}"
+        if self.inputs_follow:
+            return f'{word},"inputs_follow":{json.dumps(self.inputs_follow)}}}'
+        apart = told_apart(self.key, self)
+        return f'{word},"timed":{json.dumps(apart)}}}' if apart else f"{word}}}"
 
     @property
     def inputs_source(self) -> str | None:

@@ -16,7 +16,7 @@ from benchmarks.history import anchors, reservations, run_file
 from benchmarks.history.anchors import AnchorRatio, Figure, Series, SeriesAnchors
 from benchmarks.history.conditions import Conditions, hard
 from benchmarks.history.record_line import RecordLine
-from benchmarks.history.records import Anchor, Record, known_peak_mib, share_of_limit
+from benchmarks.history.records import Anchor, Record, known_peak_mib, share_of_limit, told_apart
 from benchmarks.history.run_file import DamagedLine
 from benchmarks.peak_memory import OutOfMemory
 from harness.fingerprint import Fingerprint
@@ -103,13 +103,14 @@ class _Row(NamedTuple):
     launches_per_call: int | None
     anchor: Anchor | None
     """None where NSA, or a baseline, of the run itself was measured."""
-    inputs_follow: str | None
+    apart: str
+    """`records.told_apart`."""
     passed: bool
 
     @property
     def series(self) -> Series:
         """`Record.identity`, in an order for pages: by case, then by what ran."""
-        return self.key.case, self.path or "", self.key.identity, self.inputs_follow or ""
+        return self.key.case, self.path or "", self.key.identity, self.apart
 
 
 class Store:
@@ -290,7 +291,7 @@ def _row(key: Key, fingerprint: Fingerprint, figures: Record | RecordLine, file:
         figures.out_of_memory,
         figures.launches_per_call,
         Anchor(figures.anchor.commit, figures.anchor.nsa_sha256) if figures.anchor else None,
-        figures.inputs_follow,
+        told_apart(key, figures),
         figures.outcome is CaseOutcome.PASSED,
     )
 

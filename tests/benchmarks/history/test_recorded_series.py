@@ -1,4 +1,5 @@
-"""Figures on recorded inputs of two tables of laws are never compared: not as a series, a verdict, or by an anchor."""
+"""Figures that were made in two ways are never compared: on recorded inputs of two tables of laws, not as a series, a
+verdict, or by an anchor; of steps timed alone and in a loop."""
 
 from __future__ import annotations
 
@@ -85,6 +86,21 @@ def test_a_record_tells_two_fits_to_the_same_curves_apart() -> None:
     assert str(inputs.followed(key(inputs="recorded", length=8192))).endswith(f"{law.target}; law {law.digest}")
     assert dataclasses.replace(law, apart=law.apart + 0.0001).digest != law.digest
     assert inputs.followed(key()) is None
+
+
+def test_steps_timed_alone_and_in_a_loop_are_two_series(tmp_path: Path) -> None:
+    """A step alone was the GPU's time without the host's: 9.1 ms where a loop of them goes at 20."""
+    alone = dataclasses.replace(passed(key("train-loop"), 9.1), clock="cuda_event", queued_ahead=True)
+    in_a_loop = dataclasses.replace(alone, latency_ms=20.0, queued_ahead=None)
+    for number, record in enumerate([alone] * 6 + [in_a_loop] * 6):
+        write(tmp_path, dataclasses.replace(record, fingerprint=night(number, "a")))
+    found = Store(tmp_path).history("cpu")
+    assert sorted(len(one.points) for one in found) == [6, 6]
+    assert {one.newest.identity for one in found} == {alone.identity, in_a_loop.identity}
+    assert len({alone.identity, in_a_loop.identity}) == 2
+    assert steps(tmp_path) == [[], []]
+    of_steps = dataclasses.replace(in_a_loop, key=key("train-step"))
+    assert of_steps.identity == dataclasses.replace(of_steps, queued_ahead=True).identity
 
 
 def test_a_record_says_in_short_where_its_inputs_are_from() -> None:

@@ -130,9 +130,8 @@ def test_a_part_takes_the_kernel_of_the_whole(
 
     def of(tokens: int, sequence_tokens: int | None) -> dispatch.Variant:
         layout = Layout(tokens, tokens, config, device, sequence_tokens=sequence_tokens)
-        blocks = torch.zeros(1, tokens, 1, config.n_sel, dtype=torch.int32, device=device)
         q = torch.zeros(1, 1, 1, 1, device=device).expand(1, tokens, 6, 64)
-        return dispatch.variant("selected_forward", q, q[:, :, :1], q[:, :, :1], selected._blocks(layout, blocks.shape[-1]))
+        return dispatch.variant("selected_forward", q, q[:, :, :1], q[:, :, :1], selected._blocks(layout, config.n_sel))
 
     assert of(part, whole) is of(whole, None)
 
