@@ -129,13 +129,13 @@ def forward(q: Tensor, given: Inputs, gates: Tensor, layout: Layout, scale: floa
     assert finite is not None
     with lane(1):
         o_win, lse_win, read_win = compressed_window.forward(q, k_win, v_win, *layout.window_interval, finite, scale)
-        of_selected = finite if given.window is None else selected.finite_keys_of(q, k, v, layout)
+        finite_sel = finite if given.window is None else selected.finite_keys_of(q, k, v, layout)
     interval = layout.compressed_interval
     o_cmp, lse_cmp, read_cmp = compressed_window.forward(q, k_cmp, v_cmp, *interval, finite_cmp, scale)
     blocks = scores.select_blocks(q, k_cmp, layout, scale, lse_cmp)
     join()
     whole = o_cmp, o_win, gates.contiguous(), torch.empty_like(o_cmp)
-    o_sel, lse_sel, read_sel, masks = selected.forward(q, k, v, blocks, layout, scale, of_selected, whole)
+    o_sel, lse_sel, read_sel, masks = selected.forward(q, k, v, blocks, layout, scale, finite_sel, whole)
     if given.compressed is not None:
         k_cmp, v_cmp = k.new_empty(0), v.new_empty(0)
     own_flags = None if given.window is None else masks.finite
@@ -177,12 +177,13 @@ def backward(
             ENOUGH_OF_WINDOW, scale,
         )  # fmt: skip
         of_window = add_parts(window_parts, q.dtype)
+    del window_parts
     with lane(2):
         dq_cmp, *parts = compressed_window.gradients(
             q, k_cmp, v_cmp, finite_cmp, *rows.pop(0), *layout.compressed_interval, *layout.compressed_queries,
             ENOUGH_PROGRAMS, scale,
         )  # fmt: skip
-        parts = _few(parts, given, q.dtype)
+        parts = _added_if_many(parts, given, q.dtype)
     dq, *of_selected = selected.gradients(q, k, v, *rows.pop(), blocks, layout, scale, (dq_cmp, dq_win), masks=masks)
     return dq, _of_inputs(given, parts, of_selected, of_window, layout), dgates
 
@@ -192,8 +193,8 @@ def _known(x: Tensor) -> Tensor | None:
     return x if x.numel() else None
 
 
-def _few(parts: list[Tensor], given: Inputs, dtype: torch.dtype) -> list[Tensor]:
-    """The parts of compressed keys' gradients; their sum, as one part, where that is asked for or they are many."""
+def _added_if_many(parts: list[Tensor], given: Inputs, dtype: torch.dtype) -> list[Tensor]:
+    """Parts of compressed keys' gradients; one, their sum, where the caller gave these keys or the parts are many."""
     if given.compressed is None and len(parts[0]) <= MOST_PARTS:
         return parts
     return [x[None] for x in add_parts(parts, torch.float32 if given.compressed is None else dtype)]

@@ -44,13 +44,12 @@ class Index:
     """int64 [cells + 1]: the first tile of each cell, and of what is behind the last."""
 
 
-def build(
-    block_indices: Tensor, layout: Layout, first: int, last: int, *, chunk: int, size: int
-) -> Index:  # fmt: skip
+def build(block_indices: Tensor, layout: Layout, first: int, last: int, *, chunk: int, size: int) -> Index:
     """Tiles of up to `size` pairs over the queries first … last of block_indices int32 [B, S, Hkv, n] (contiguous),
     taken `chunk` at a time. No host sync: how many tiles there are is the bound that shapes alone give.
     """
     assert block_indices.is_contiguous()
+    assert block_indices.shape[1] * block_indices.shape[3] < 2**31  # which a query's slots are counted in
     (batch, length, num_kv_heads, n), count, device = block_indices.shape, last - first, block_indices.device
     cells = cdiv(count, chunk) * batch * num_kv_heads * layout.max_blocks
     pairs = batch * num_kv_heads * count * n

@@ -57,9 +57,11 @@ def load_keys(k_base, k_s, v_base, v_s, first, loaded, DK: tl.constexpr, DKP: tl
 
 @triton.jit
 def within(key, lo, hi):
-    """Whether lo <= key < hi, of int32 with lo <= hi: one comparison, since below 0 is large without a sign.
+    """Whether lo <= key < hi, of int32 with lo <= hi, in idle rows too: one comparison, since a negative difference is
+    a large unsigned number.
 
-    Two comparisons that are joined cost up to five instructions for each row and key where they wait for a product.
+    Two comparisons combined with AND cost up to five instructions for each pair whose product is not there yet, as
+    their result is kept in registers until then.
     """
     return (key - lo).to(tl.uint32) < (hi - lo).to(tl.uint32)
 
@@ -74,9 +76,11 @@ def visible_keys(first, lo, hi, BN: tl.constexpr):
 def masked_pair(p, ds, key, lo, hi, ROWS_FIRST: tl.constexpr):
     """(p, ds) of the pairs with lo <= key < hi, 0 elsewhere; all broadcast to one shape (`tile.scores_of`).
 
-    After the exponential: that of a pair that is not seen may overflow, since lse does not bound it. By row ds goes by
-    p, since the mask would be kept in registers until ds is there. If p of a pair that is seen is 0, its query and key
-    are finite (or p were NaN), so that ds is 0 too. By key a thread has half as many pairs, and that took 3 % longer.
+    Masked after the exponential, which may overflow for a pair that is not seen, since lse does not bound it. Rows
+    first: ds is masked where p is 0, so that no register holds the mask until ds is there. p of a pair that is seen may
+    be 0 too, but only where its query, key, upstream gradient and delta are finite (`launch.backward_row`), so that ds
+    is 0; where do · v alone overflows, it is 0 and not NaN. Keys first: the mask is kept, as dk and dv of compressed
+    attention took 3 % longer by p (40/8 heads of 128, H200).
     """
     if ROWS_FIRST:
         p = tl.where(within(key, lo, hi), p, 0.0)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.triton_backend.tile import kernel, load_rows, nonfinite
+from nsa.triton_backend.tile import is_finite, kernel, load_rows, nonfinite
 from nsa.triton_backend.tuning import cdiv, padded
 
 LOG2E = 1.4426950408889634
@@ -45,11 +45,11 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
 def backward_row(do, o, LSE, DLSE, LSE_2, DELTA, row, real):
     """Write what `backward_rows` says of rows do and o [rows, channels] in float32."""
     lse = tl.load(LSE + row, mask=real, other=0.0)
-    apart = nonfinite(do) | (lse == float("-inf"))
-    tl.store(LSE_2 + row, tl.where(apart, float("nan"), lse * 1.4426950408889634), mask=real)  # LOG2E
     delta = tl.sum(do * o, axis=1)
     if DLSE is not None:
         delta -= tl.load(DLSE + row, mask=real, other=0.0)
+    apart = nonfinite(do) | ~is_finite(delta) | (lse == float("-inf"))
+    tl.store(LSE_2 + row, tl.where(apart, float("nan"), lse * 1.4426950408889634), mask=real)  # LOG2E
     tl.store(DELTA + row, delta, mask=real)
 
 
@@ -65,9 +65,9 @@ def _backward_rows(DO, O, LSE, DLSE, LSE_2, DELTA, num_rows, DV: tl.constexpr, D
 def backward_rows(do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
     """(lse base 2, delta) of a backward pass, float32 [B, S, Hq]; do, o and lse are contiguous.
 
-    The lse is NaN in rows whose do is not finite, so that it reaches what the row sees and nothing else, and in rows
-    that saw no key: neither are loaded where a tile holds keys that they may not see, so that a query there that is
-    not finite does not reach these keys as 0 · NaN. delta is rowsum(do · o) minus the gradient of lse.
+    The lse is NaN in rows whose do or delta is not finite, so that it reaches what the row sees and nothing else, and
+    in rows that saw no key: neither are loaded where a tile holds keys that they may not see, so that a query there
+    that is not finite does not reach these keys as 0 · NaN. delta is rowsum(do · o) minus the gradient of lse.
     """
     lse_2, delta = torch.empty_like(lse), torch.empty_like(lse)
     num_rows, dv = lse.numel(), o.shape[-1]

@@ -39,8 +39,9 @@ from nsa.triton_backend.tile import (
 from nsa.triton_backend.tuning import cdiv, next_power_of_2
 
 CHUNK = 32768  # queries whose partial outputs exist at a time (fewer leave tiles half empty), or fewer where they pass
-FORWARD_SCRATCH = 2**29  # elements of partial outputs that exist at a time
-BACKWARD_SCRATCH = 2**29  # elements of partial dq that exist at a time
+# elements of partial outputs, and of partial dq, that exist at a time; offsets among them have 32 bits
+FORWARD_SCRATCH = 2**29
+BACKWARD_SCRATCH = 2**29
 INDEXED = 65536  # queries of which an inverted index exists at a time
 FORWARD_PAIRS = 128  # queries per program
 BACKWARD_PAIRS = 512  # queries per partial sum
@@ -70,7 +71,8 @@ def _forward(
     # a key that is not finite makes the scores NaN of the queries that see it, and of no other
     k = tl.where(finite[:, None], load_rows(K + b * k_b + h * k_h, key * k_s, finite, DK, DKP), float("nan"))
     v = load_rows(V + b * v_b + h * v_h, key * v_s, finite, DV, DVP)
-    # Of 32 bits from here on: numbers of 64 cost the registers of a third program on the SM.
+    # 32 bits from here on: indices of 64 cost the registers of a third program on the SM. Query i sees the first
+    # i + to_own of the block's `size` keys.
     size, to_own = (block_to - block_from).to(tl.int32), (ahead + 1 - block_from).to(tl.int32)
     PAIRS, pairs = QUERY_SLOT + begin, (end - begin).to(tl.int32)
     first_row = kv_row * count * N
@@ -99,12 +101,12 @@ def _forward(
             p = tl.exp2(s * to_base_2 - m[:, None])
             l = tl.sum(p, axis=1)
             o = dot(p.to(v.dtype), v, tl.zeros([ROWS, DVP], tl.float32)) * (1.0 / l)[:, None]
-            of_chunk = query_slot - first_query * N
-            row = of_chunk * G + g
+            slot_in_chunk = query_slot - first_query * N
+            row = slot_in_chunk * G + g
             store_rows(O_PART + first_row * G * DV, row * DV, real, o, DV, DVP)
             # a query that is not finite has no finite score, and its l is NaN
             tl.store(LSE_PART + first_row * G + row, m + tl.log2(l), mask=real)
-            tl.store(READ_PART + first_row + of_chunk, read, mask=real & (g == 0))
+            tl.store(READ_PART + first_row + slot_in_chunk, read, mask=real & (g == 0))
             query_slot = next_query_slot
 
 
@@ -174,7 +176,7 @@ def _backward(
     if DQ_PART is not None:  # a query that does not see a key must not meet what is not finite in it
         finite_k = tl.where(nonfinite(k)[:, None], 0.0, k)
 
-    # of 32 bits from here on, as in `_forward`
+    # 32 bits from here on, as in `_forward`
     size, to_own = (block_to - block_from).to(tl.int32), (ahead + 1 - block_from).to(tl.int32)
     pairs = (end - begin).to(tl.int32)
     PAIRS = QUERY_SLOT + begin
@@ -186,8 +188,8 @@ def _backward(
     whole = tl.minimum(tl.cdiv(partly, BT) * BT, pairs)
 
     dk, dv = tl.zeros([BN, DKP], tl.float32), tl.zeros([BN, DVP], tl.float32)
-    # Counted in 64 bits, and from a 0 that the compiler does not know: else it moves sums between products, and ptxas
-    # makes each product wait for the one before (C7515), an eighth slower.
+    # Counted in 64 bits, and from tl.minimum(pairs, 0), which is 0 but no constant to the compiler: else it moves dk
+    # and dv between the products that add to them, and ptxas serialises these (C7515), an eighth slower.
     for stretch in tl.static_range(2):
         start = tl.minimum(pairs, 0) if stretch == 0 else whole
         stop = whole if stretch == 0 else pairs
@@ -211,7 +213,7 @@ def _backward(
             p = tl.exp2(scores_of(q, k, ROWS_FIRST) * to_base_2 - per_row(lse, ROWS_FIRST))
             ds = p * (scores_of(do, v, ROWS_FIRST) - per_row(delta, ROWS_FIRST))
             if stretch == 0:
-                seen_to = per_row(tl.minimum(i + to_own, size), ROWS_FIRST)
+                seen_to = per_row(tl.where(real, tl.minimum(i + to_own, size), 0), ROWS_FIRST)
                 p, ds = masked_pair(p, ds, per_key(place, ROWS_FIRST), 0, seen_to, ROWS_FIRST)
             elif SIZE < BN:  # beyond the block p may overflow, and dq adds up over all places
                 ds = tl.where(per_key(inside, ROWS_FIRST), ds, 0.0)
@@ -220,8 +222,8 @@ def _backward(
             if DQ_PART is not None:
                 dq = dot(transposed(ds.to(k.dtype), not ROWS_FIRST), finite_k, tl.zeros([ROWS, DKP], tl.float32))
                 # written where its query and slot stand, so that `sum_dq` adds in the order of the choice
-                of_chunk = (query_slot - first_query * N) * G + g
-                store_rows(DQ_PART + kv_row * count * N * G * DK, of_chunk * DK, real, dq, DK, DKP)
+                slot_in_chunk = query_slot - first_query * N
+                store_rows(DQ_PART + kv_row * count * N * G * DK, (slot_in_chunk * G + g) * DK, real, dq, DK, DKP)
             if PREFETCH:
                 query_slot = next_query_slot
     out = tile * SIZE + place

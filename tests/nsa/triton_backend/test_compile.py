@@ -5,13 +5,14 @@ A few pairs of architecture and heads each time, all of them with HYPOTHESIS_PRO
 
 from __future__ import annotations
 
+import subprocess
 from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import hopper
+from nsa.triton_backend import ahead_of_time, hopper
 from nsa.triton_backend.architecture import SHARED_MEMORY_KIB
 from tests.nsa.triton_backend.processes import answer
 
@@ -56,7 +57,7 @@ KEYS_OF_192_SPILL = {"hopper.compressed_window._forward": 88}
 def too_much(
     needs: dict[str, dict[str, int]], architecture: int, *, spills: dict[str, int], otherwise: int = FEW_BYTES
 ) -> dict[str, Any]:
-    """What does not fit, or has products wait for one another, by kernel; those without an entry in `spills` may spill
+    """What does not fit, or has serialised wgmma, by kernel; those without an entry in `spills` may spill
     `otherwise`."""
     shared_bytes = SHARED_MEMORY_KIB[architecture] * 1024
     return {
@@ -64,7 +65,7 @@ def too_much(
         for name, need in needs.items()
         if need["shared_bytes"] > shared_bytes
         or need["spilled_bytes"] > spills.get(name.split()[0], otherwise)
-        or need["serialises_products"]
+        or need["serialises_wgmma"]
     }
 
 
@@ -119,8 +120,21 @@ def test_float32_spills_little_on_hopper(group: int) -> None:
 
 
 def test_what_does_not_fit_is_found() -> None:
-    fits = {"shared_bytes": 0, "spilled_bytes": 0, "serialises_products": 0}
+    fits = {"shared_bytes": 0, "spilled_bytes": 0, "serialises_wgmma": 0}
     needs = {"a 1": fits | {"shared_bytes": 100 * 1024}, "b 1": fits | {"spilled_bytes": 65}}
     assert list(too_much(needs, 86, spills={})) == ["a 1", "b 1"]
     assert list(too_much(needs, 80, spills={"b": 65})) == []
-    assert list(too_much({"c 1": fits | {"serialises_products": 1}}, 80, spills={})) == ["c 1"]
+    assert list(too_much({"c 1": fits | {"serialises_wgmma": 1}}, 80, spills={})) == ["c 1"]
+
+
+@pytest.mark.parametrize("reason", ["(C7511) insufficient register resources", "(C7515) non wgmma instructions"])
+def test_products_that_wait_for_one_another_are_found(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    code, _, why = reason.partition(" ")
+    warning = f"{code} Potential Performance Loss: wgmma.mma_async instructions are serialized due to {why}"
+
+    def ptxas(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess([], 0, "", f"ptxas info    : {warning} in the function 'a'")
+
+    monkeypatch.setattr(subprocess, "run", ptxas)
+    assert ahead_of_time.serialises_wgmma("wgmma.mma_async.sync.aligned ...")
+    assert not ahead_of_time.serialises_wgmma("mma.sync.aligned ...")

@@ -127,6 +127,37 @@ def test_a_query_that_is_not_finite_gives_nothing_to_keys_it_does_not_see(device
     assert dv[0, 22:].isfinite().all()
 
 
+@pytest.mark.usefixtures("order")
+@pytest.mark.parametrize("of_values", [False, True])
+def test_a_key_that_is_not_finite_and_that_no_query_sees_has_no_gradient(device: torch.device, of_values: bool) -> None:
+    """Query 16 alone chose the block of key 20, which stands behind it; the other rows of its tile are idle."""
+    q, k, v, _ = draw(device, 40, 40, 1, 1, 16)
+    blocks = torch.full((1, 40, 1, 1), -1, dtype=torch.int32, device=device)
+    blocks[0, :8], blocks[0, 16] = 0, 2
+    with torch.no_grad():
+        (v if of_values else k)[0, 20] = float("nan")
+    *_, dk, dv = run("triton", (q, k, v, blocks))
+    assert dk.isfinite().all()
+    assert dv.isfinite().all()
+
+
+@pytest.mark.usefixtures("order")
+def test_a_gradient_of_lse_that_is_not_finite_reaches_all_keys_of_its_query(device: torch.device) -> None:
+    """Those too whose probability is 0, since one key has it all."""
+    q, k, v, blocks = draw(device, 40, 40, 1, 1, 16)
+    with torch.no_grad():
+        k[0, 20] = 1000 * q[0, 21]
+    rows = []
+    for backend in ("triton", "reference"):
+        outputs = nsa.selected_attention(q, k, v, blocks, CONFIG, backend=backend)
+        upstream = [torch.zeros_like(x) for x in outputs]
+        upstream[1][0, 21] = float("nan")
+        (dk,) = torch.autograd.grad(outputs, (k,), upstream)
+        rows.append((~dk.isfinite()).any(-1).nonzero()[:, 1].tolist())
+    assert rows[0] == rows[1]
+    assert len(rows[0]) > 8
+
+
 @pytest.mark.parametrize("size", [12, 16, 32])
 def test_blocks_as_wide_as_a_tile_and_others_agree_with_the_oracle(device: torch.device, size: int) -> None:
     q, k, v, _ = draw(device, 100, 100, 3, 1, 16)
