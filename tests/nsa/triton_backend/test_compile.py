@@ -52,20 +52,28 @@ SPILLS = {
 of 256 spill everywhere; of the choice it is one version, for 64 blocks."""
 
 KEYS_OF_192_SPILL = {"hopper.compressed_window._forward": 88}
+KEYS_OF_192_SERIALISE = frozenset({"compressed_window._backward_kv"})
+"""Kernels whose wgmma are serialised with more than 128 channels, for lack of registers (C7512). The table was measured
+so."""
 
 
 def too_much(
-    needs: dict[str, dict[str, int]], architecture: int, *, spills: dict[str, int], otherwise: int = FEW_BYTES
+    needs: dict[str, dict[str, int]],
+    architecture: int,
+    *,
+    spills: dict[str, int],
+    otherwise: int = FEW_BYTES,
+    serialised: frozenset[str] = frozenset(),
 ) -> dict[str, Any]:
-    """What does not fit, or has serialised wgmma, by kernel; those without an entry in `spills` may spill
-    `otherwise`."""
+    """What does not fit, or has serialised wgmma and is not among `serialised`, by kernel; those without an entry in
+    `spills` may spill `otherwise`."""
     shared_bytes = SHARED_MEMORY_KIB[architecture] * 1024
     return {
         name: need
         for name, need in needs.items()
         if need["shared_bytes"] > shared_bytes
         or need["spilled_bytes"] > spills.get(name.split()[0], otherwise)
-        or need["serialises_wgmma"]
+        or (need["serialises_wgmma"] and name.split()[0] not in serialised)
     }
 
 
@@ -87,7 +95,9 @@ def test_every_kernel_compiles_and_fits(architecture: int, heads: tuple[int, int
     of_hopper = {name.split()[0] for name in needs if name.startswith("hopper.")}
     assert bool(of_hopper) == served
     assert len(of_hopper) == 5 or not served or heads[0] != 16
-    assert not too_much(needs, architecture, spills=SPILLS | (KEYS_OF_192_SPILL if heads[1] == 192 else {}))
+    spills = SPILLS | (KEYS_OF_192_SPILL if heads[1] == 192 else {})
+    serialised = KEYS_OF_192_SERIALISE if heads[1] > 128 else frozenset()
+    assert not too_much(needs, architecture, spills=spills, serialised=serialised)
 
 
 def test_kernels_that_have_another_on_hopper_fit_there_too() -> None:
@@ -124,7 +134,9 @@ def test_what_does_not_fit_is_found() -> None:
     needs = {"a 1": fits | {"shared_bytes": 100 * 1024}, "b 1": fits | {"spilled_bytes": 65}}
     assert list(too_much(needs, 86, spills={})) == ["a 1", "b 1"]
     assert list(too_much(needs, 80, spills={"b": 65})) == []
-    assert list(too_much({"c 1": fits | {"serialises_wgmma": 1}}, 80, spills={})) == ["c 1"]
+    slow = {"c 1": fits | {"serialises_wgmma": 1}}
+    assert list(too_much(slow, 80, spills={})) == ["c 1"]
+    assert not too_much(slow, 80, spills={}, serialised=frozenset({"c"}))
 
 
 @pytest.mark.parametrize("reason", ["(C7511) insufficient register resources", "(C7515) non wgmma instructions"])
