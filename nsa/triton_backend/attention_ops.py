@@ -248,7 +248,7 @@ def attention(q: Tensor, *more: Any, observed: bool) -> tuple[Tensor, ...]:
 def _is_short(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether calls of these shapes go by plans, for a graph that is traced. Other calls would have to copy their
     tensors into one, as these do where launches cannot be recorded (`planned.AVAILABLE`)."""
-    if max(q.numel(), k.numel()) * q.itemsize > planned.MOST_BYTES:
+    if max(q.numel(), k.numel()) * q.itemsize > dispatch.MOST_PLANNED_BYTES:
         return False
     of_hopper = v.shape[3] == hopper.CHANNELS and k.shape[3] in hopper.CHANNELS_OF_KEYS
     return not (of_hopper and dispatch.has_hopper_kernels(q.device))

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.triton_backend import hopper, partial_sums, tuning
-from nsa.triton_backend.dispatch import Variant, variant
+from nsa.triton_backend.dispatch import Variant, readable_by_tma, variant
 from nsa.triton_backend.gated_sum import gated
 from nsa.triton_backend.intervals import (
     CHECKED,
@@ -381,18 +381,27 @@ def _parts_of_keys(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """[splits, B, T, Hkv, D] of dk and of dv."""
     (batch, length, heads, dk), (num_keys, num_kv_heads, dv) = q.shape, v.shape[1:]
-    shape = _shape("backward_kv", q, v, chosen)
-    sizes = _sizes(shape, dk, dv, chosen)
-    tiles = cdiv(num_keys, sizes[-1])
+    on_hopper = (
+        lo is not None and variant("compressed_window_backward_kv", q, k, v) is Variant.HOPPER and readable_by_tma(do)
+    )
+    kernel = "hopper.compressed_window_backward_kv"
+    shape = tuning.shape(kernel, q, v) if on_hopper else _shape("backward_kv", q, v, chosen)
+    *sizes, keys = _sizes(shape, dk, dv, chosen)
+    tiles = cdiv(num_keys, keys)
     splits = _splits(tiles * num_kv_heads * batch, length, min_programs, masked=chosen is not None)
     of_k, of_v = (x.new_empty(splits, *x.shape, dtype=torch.float32 if wide or splits > 1 else q.dtype) for x in (k, v))
-    if of_k.numel():
-        _backward_kv[tiles * splits, num_kv_heads, batch](
-            q, k, v, do, lo, hi, _bits(chosen), lse, delta, seen_from, seen_to, of_k, of_v,
-            *strides(q), *strides(k), *strides(v),
-            length, num_keys, heads, num_kv_heads, heads // num_kv_heads, _ahead(chosen), scale, scale * LOG2E, splits,
-            *sizes, shape.rows_first, _stretches_of(chosen), **shape.launch,
-        )  # fmt: skip
+    if not of_k.numel():
+        return of_k, of_v
+    if on_hopper:
+        bounds = lo, hi, seen_from, seen_to
+        hopper.compressed_window.backward_kv(q, k, v, do, lse, delta, bounds, of_k, of_v, scale)
+        return of_k, of_v
+    _backward_kv[tiles * splits, num_kv_heads, batch](
+        q, k, v, do, lo, hi, _bits(chosen), lse, delta, seen_from, seen_to, of_k, of_v,
+        *strides(q), *strides(k), *strides(v),
+        length, num_keys, heads, num_kv_heads, heads // num_kv_heads, _ahead(chosen), scale, scale * LOG2E, splits,
+        *sizes, keys, shape.rows_first, _stretches_of(chosen), **shape.launch,
+    )  # fmt: skip
     return of_k, of_v
 
 

@@ -22,8 +22,6 @@ from nsa.triton_backend.plan import Plan, Tensors
 from nsa.triton_backend.plans import Plans
 from nsa.triton_backend.recording import Memory
 
-MOST_BYTES = 16 * 2**20
-"""Of queries, and of keys: from some 10,000 tokens of 12 heads of 64 on, the GPU takes longer than the host."""
 AVAILABLE = isinstance(gated_sum._forward, relaunch.Kernel)
 """Whether launches can be recorded: neither in the interpreter nor with a version of Triton that was not tried."""
 NUM_SAVED = 5
@@ -90,7 +88,7 @@ def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
     Where kernels of `hopper/` serve, there would be none.
     """
-    if not AVAILABLE or not 0 < max(q.numel(), k.numel()) * q.itemsize <= MOST_BYTES or not q.numel():
+    if not AVAILABLE or not 0 < max(q.numel(), k.numel()) * q.itemsize <= dispatch.MOST_PLANNED_BYTES or not q.numel():
         return False
     group = q.shape[2] // k.shape[2]
     return not dispatch.hopper_serves("compressed_window_forward", group, k, v)

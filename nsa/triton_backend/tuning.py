@@ -23,7 +23,9 @@ MIN_DOT = 16  # tensor cores take no smaller side
 # is right without its optimiser, and from the ptxas of CUDA 13. So values are padded as far as keys are, up to 64.
 ENOUGH_VALUES = 64
 NARROW = 512  # bytes of q and o, or of k and v, per row that the table is made for: bfloat16, head sizes of 128
-CUT_GROUPS = frozenset({"compressed_window_forward", "compressed_window_backward_q"})
+CUT_GROUPS = frozenset(
+    f"{folder}compressed_window_{kernel}" for folder in ("", "hopper.") for kernel in ("forward", "backward_q")
+)
 """Kernels whose tiles may cut a group (`tile.rows_of_tile`), which is never padded there."""
 BY_ROW_OR_BY_KEY = frozenset({"compressed_window_backward_kv", "selected_backward_kv"})
 """Kernels that write dk and dv; see `rows_first`."""

@@ -184,7 +184,7 @@ def operators_of(call: Callable[..., Tensor], inputs: list[Tensor]) -> Counter[s
 def test_a_graph_holds_a_call_as_one_operator(
     device: torch.device, kernels: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch, most_bytes: int, name: str
 ) -> None:
-    monkeypatch.setattr("nsa.triton_backend.planned.MOST_BYTES", most_bytes)
+    monkeypatch.setattr("nsa.triton_backend.dispatch.MOST_PLANNED_BYTES", most_bytes)
     assert operators_of(kernels, draw(device, 24, 24)) == {name: 1}
 
 

@@ -12,7 +12,7 @@ TRIED = ("3.6.", "3.7.")
 """Versions of Triton."""
 CHANNELS = 128
 """Channels of a value, and of the first tile of a key: tiles have widths that are powers of two."""
-CHANNELS_OF_KEYS = (128, 192)
+CHANNELS_OF_KEYS = (64, 128, 192)
 AVAILABLE = triton.__version__.startswith(TRIED)
 if AVAILABLE:
     from nsa.triton_backend.hopper import compressed_window, scores, selected  # noqa: F401 - for the callers

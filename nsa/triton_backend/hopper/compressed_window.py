@@ -10,15 +10,18 @@ have tiles and barriers of their own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import jit
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from nsa.triton_backend import tuning
 from nsa.triton_backend.hopper.tile import (
     any_nonfinite,
     descriptor,
-    descriptors_of_keys,
+    descriptors,
     fetch,
     finish,
     finite_keys,
@@ -26,13 +29,14 @@ from nsa.triton_backend.hopper.tile import (
     load_rows,
     nonfinite,
     ring,
-    rows_of,
+    rows_of_tile,
     shared,
     softmax,
     start,
     store_rows,
     stretches,
     tile,
+    tokens_of_tile,
     visible_keys,
     wait,
     zero_rows,
@@ -44,20 +48,20 @@ from nsa.triton_backend.tuning import cdiv
 @kernel
 def _forward(
     Q, K, K_REST, V, FINITE, LO, HI, O, LSE, READ, q_b, q_s, q_h, S, T, HQ, HKV, G, to_base_2,
-    D: gl.constexpr, REST: gl.constexpr, BT: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr,
+    D: gl.constexpr, REST: gl.constexpr, ROWS: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
-    gl.static_assert(BT * GP == 16 * WARPS, "a warpgroup takes 64 rows")
+    gl.static_assert(ROWS == 16 * WARPS, "a warpgroup takes 64 rows")
     of_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])  # [rows, keys]
     of_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])  # [rows, channels]
     of_p: gl.constexpr = gl.DotOperandLayout(0, of_o, 2)
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])  # as memory is read and written
 
     # the last queries see the most keys, so they start first
-    first_token = (gl.num_programs(0) - 1 - gl.program_id(0)) * BT
+    rows_tile = gl.num_programs(0) - 1 - gl.program_id(0)
     h, b = gl.program_id(1), gl.program_id(2)
-    last_token = gl.minimum(first_token + BT, S) - 1
+    first_token, last_token = tokens_of_tile(rows_tile, S, ROWS, GP)
     first, end = gl.load(LO + first_token), gl.load(HI + last_token)
     tiles, some, most = stretches(first, end, gl.load(LO + last_token), gl.load(HI + first_token), BN)
     tiles = gl.maximum(tiles, 1)  # rows that see no key still take one tile, so that there is no other case
@@ -70,7 +74,7 @@ def _forward(
         rest_slots, rest_full = ring(K_REST, K_STAGES)
         start(K_REST, b, first, h, rest_slots, rest_full, K_STAGES, tiles, BN)
 
-    token, g, real = rows_of(first_token, S, G, BT, GP, gl.SliceLayout(1, flat))
+    token, g, real = rows_of_tile(rows_tile, S, G, ROWS, GP, gl.SliceLayout(1, flat))
     at_q = b.to(gl.int64) * q_b + token * q_s + (h * G + g) * q_h
     q = load_rows(Q, at_q, real, D, flat)
     nonfinite_q = gl.convert_layout(nonfinite(q), gl.SliceLayout(1, of_s))
@@ -81,13 +85,13 @@ def _forward(
         q_rest_tile = shared(q_rest)
     fence_async_shared()
 
-    row_token, row_g, row_real = rows_of(first_token, S, G, BT, GP, gl.SliceLayout(1, of_s))
+    row_token, row_g, row_real = rows_of_tile(rows_tile, S, G, ROWS, GP, gl.SliceLayout(1, of_s))
     lo, hi = gl.load(LO + row_token, mask=row_real, other=0), gl.load(HI + row_token, mask=row_real, other=0)
     finite_base = FINITE + (b.to(gl.int64) * T * HKV + h)
 
-    m = gl.full([BT * GP], float("-inf"), gl.float32, gl.SliceLayout(1, of_s))
+    m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, of_s))
     l, read = gl.zeros_like(m), gl.zeros_like(lo)
-    acc, nothing = gl.zeros([BT * GP, D], gl.float32, of_o), gl.zeros([BT * GP, BN], gl.float32, of_s)
+    acc, nothing = gl.zeros([ROWS, D], gl.float32, of_o), gl.zeros([ROWS, BN], gl.float32, of_s)
     p = gl.convert_layout(nothing.to(Q.dtype.element_ty), of_p)
     wait(k_full, 0, K_STAGES)
     if REST > 0:
@@ -144,7 +148,7 @@ def _forward(
     gl.store(LSE + ((b.to(gl.int64) * S + row_token) * HQ + h * G + row_g), lse, mask=row_real)
     gl.store(READ + ((b.to(gl.int64) * S + row_token) * HKV + h), read, mask=row_real & (row_g == 0))
     factor = gl.convert_layout(factor, gl.SliceLayout(1, of_o))
-    token, g, real = rows_of(first_token, S, G, BT, GP, gl.SliceLayout(1, flat))
+    token, g, real = rows_of_tile(rows_tile, S, G, ROWS, GP, gl.SliceLayout(1, flat))
     out = ((b.to(gl.int64) * S + token) * HQ + h * G + g) * D
     store_rows(O, out, real, acc * gl.expand_dims(factor, 1), D, flat)
 
@@ -152,19 +156,19 @@ def _forward(
 @kernel
 def _backward_q(
     Q, K, K_REST, V, FINITE, DO, LO, HI, LSE, DELTA, DQ, q_b, q_s, q_h, S, T, HQ, HKV, G, scale, to_base_2,
-    D: gl.constexpr, REST: gl.constexpr, BT: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr,
+    D: gl.constexpr, REST: gl.constexpr, ROWS: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
-    gl.static_assert(BT * GP == 16 * WARPS, "a warpgroup takes 64 rows")
+    gl.static_assert(ROWS == 16 * WARPS, "a warpgroup takes 64 rows")
     of_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])  # [rows, keys]
     of_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])  # [rows, channels]
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
 
     # the last queries see the most keys, so they start first
-    first_token = (gl.num_programs(0) - 1 - gl.program_id(0)) * BT
+    rows_tile = gl.num_programs(0) - 1 - gl.program_id(0)
     h, b = gl.program_id(1), gl.program_id(2)
-    last_token = gl.minimum(first_token + BT, S) - 1
+    first_token, last_token = tokens_of_tile(rows_tile, S, ROWS, GP)
     first, end = gl.load(LO + first_token), gl.load(HI + last_token)
     tiles, some, most = stretches(first, end, gl.load(LO + last_token), gl.load(HI + first_token), BN)
 
@@ -176,7 +180,7 @@ def _backward_q(
         rest_slots, rest_full = ring(K_REST, K_STAGES)
         start(K_REST, b, first, h, rest_slots, rest_full, K_STAGES, tiles, BN)
 
-    token, g, real = rows_of(first_token, S, G, BT, GP, gl.SliceLayout(1, flat))
+    token, g, real = rows_of_tile(rows_tile, S, G, ROWS, GP, gl.SliceLayout(1, flat))
     of_head = (b.to(gl.int64) * S + token) * HQ + h * G + g
     at_q = b.to(gl.int64) * q_b + token * q_s + (h * G + g) * q_h
     q_tile = shared(load_rows(Q, at_q, real, D, flat))
@@ -185,17 +189,17 @@ def _backward_q(
         q_rest_tile = shared(load_rows(Q, at_q + D, real, REST, flat))
     fence_async_shared()
 
-    row_token, row_g, row_real = rows_of(first_token, S, G, BT, GP, gl.SliceLayout(1, of_s))
+    row_token, row_g, row_real = rows_of_tile(rows_tile, S, G, ROWS, GP, gl.SliceLayout(1, of_s))
     lo, hi = gl.load(LO + row_token, mask=row_real, other=0), gl.load(HI + row_token, mask=row_real, other=0)
     row = (b.to(gl.int64) * S + row_token) * HQ + h * G + row_g
     lse = gl.expand_dims(gl.load(LSE + row, mask=row_real, other=0.0), 1)
     delta = gl.expand_dims(gl.load(DELTA + row, mask=row_real, other=0.0), 1)
     finite_base = FINITE + (b.to(gl.int64) * T * HKV + h)
 
-    dq, nothing = gl.zeros([BT * GP, D], gl.float32, of_q), gl.zeros([BT * GP, BN], gl.float32, of_s)
+    dq, nothing = gl.zeros([ROWS, D], gl.float32, of_q), gl.zeros([ROWS, BN], gl.float32, of_s)
     if REST > 0:
         of_q_rest: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, REST, 16])
-        dq_rest = gl.zeros([BT * GP, REST], gl.float32, of_q_rest)
+        dq_rest = gl.zeros([ROWS, REST], gl.float32, of_q_rest)
     for stretch in gl.static_range(3):
         begin = 0 if stretch == 0 else (some if stretch == 1 else most)
         stop = some if stretch == 0 else (most if stretch == 1 else tiles)
@@ -242,6 +246,164 @@ def _backward_q(
         store_rows(DQ, of_head * (D + REST) + D, real, dq_rest * scale, REST, flat)
 
 
+@jit
+def _within(key, lo, hi):
+    """`intervals.within`"""
+    return ((key - lo) ^ -(2**31)) < ((hi - lo) ^ -(2**31))
+
+
+@jit
+def _place(number, start, steps, own, splits, BOXES: gl.constexpr):
+    """(step of queries, box of heads in it) of a program's `number`-th tile: every `splits`-th step from `start` down;
+    behind the first step comes the last one."""
+    step = start - number // BOXES * splits - own
+    return gl.where(step < 0, step + steps, step), number % BOXES
+
+
+@jit
+def _fetch_queries(
+    source, b, first, head, place, slots, full, number, STAGES: gl.constexpr, BT: gl.constexpr, HEADS: gl.constexpr,
+    wanted,
+):  # fmt: skip
+    """`fetch` of a box of BT tokens × HEADS heads."""
+    step, box = place
+    fetch(source, b, first + step * BT, head + box * HEADS, slots, full, number, STAGES, wanted)
+
+
+@kernel
+def _backward_kv(
+    Q, Q_REST, K, K_REST, V, DO, LO, HI, LSE, DELTA, SEEN_FROM, SEEN_TO, DK_OUT, DV_OUT, S, num_keys, HQ, HKV, scale,
+    to_base_2, splits, D: gl.constexpr, REST: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr,
+    BOXES: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    WARPS: gl.constexpr = gl.num_warps()
+    gl.static_assert(BN == 16 * WARPS, "a warpgroup takes 64 keys")
+    gl.static_assert(STAGES > 1, "the next queries are waited for before these are given back")
+    BT: gl.constexpr = ROWS // HEADS
+    of_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])  # [keys, rows]
+    of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])  # [keys, channels]
+    of_p: gl.constexpr = gl.DotOperandLayout(0, of_k, 2)
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+
+    first_key, own = gl.program_id(0) // splits * BN, gl.program_id(0) % splits
+    h, b = gl.program_id(1), gl.program_id(2)
+    last_key = gl.minimum(first_key + BN, num_keys) - 1
+    first, end = gl.load(SEEN_FROM + first_key), gl.load(SEEN_TO + last_key)
+    steps, some, most = stretches(first, end, gl.load(SEEN_FROM + last_key), gl.load(SEEN_TO + first_key), BT)
+    # Programs that run at the same time read the same queries at the same time, so that L2 serves all but one: of
+    # keys that the last query sees, down from there; of a window's, which end one after the other, down from the
+    # multiple of a window that all near it see. The steps that need a mask are then in the middle.
+    period = gl.maximum(steps, 1) * BT
+    multiple = gl.maximum((period - first % period) % period // BT, some - 1)
+    start = most - 1 if end == S else gl.minimum(multiple, most - 1)
+    masked_from = gl.maximum(gl.cdiv(start - some + 1 - own, splits), 0) * BOXES
+    masked_to = gl.maximum(gl.cdiv(start + 1 + steps - most - own, splits), 0) * BOXES
+    tiles = gl.maximum(gl.cdiv(steps - own, splits), 0) * BOXES
+
+    k_slot, k_full = ring(K, 1)
+    v_slot, v_full = ring(V, 1)
+    fetch(K, b, first_key, h, k_slot, k_full, 0, 1, True)
+    fetch(V, b, first_key, h, v_slot, v_full, 0, 1, True)
+    q_slots, q_full = ring(Q, STAGES)
+    do_slots, do_full = ring(DO, STAGES)
+    if REST > 0:
+        k_rest_slot, k_rest_full = ring(K_REST, 1)
+        fetch(K_REST, b, first_key, h, k_rest_slot, k_rest_full, 0, 1, True)
+        q_rest_slots, q_rest_full = ring(Q_REST, STAGES)
+    head = h * HEADS * BOXES
+    for number in gl.static_range(STAGES):
+        place, wanted = _place(number, start, steps, own, splits, BOXES), number < tiles
+        _fetch_queries(Q, b, first, head, place, q_slots, q_full, number, STAGES, BT, HEADS, wanted)
+        if REST > 0:
+            _fetch_queries(Q_REST, b, first, head, place, q_rest_slots, q_rest_full, number, STAGES, BT, HEADS, wanted)
+        _fetch_queries(DO, b, first, head, place, do_slots, do_full, number, STAGES, BT, HEADS, wanted)
+
+    key = gl.expand_dims(first_key + gl.arange(0, BN, gl.SliceLayout(1, of_s)), 1)
+    row = gl.arange(0, ROWS, gl.SliceLayout(0, of_s))
+    flat_row = gl.arange(0, ROWS, gl.SliceLayout(1, flat))
+    of_sequence = b.to(gl.int64) * S * HQ + head
+    lse_base, delta_base = LSE + of_sequence, DELTA + of_sequence
+    k, v = tile(k_slot, 0, 1), tile(v_slot, 0, 1)
+    dk, dv = gl.zeros([BN, D], gl.float32, of_k), gl.zeros([BN, D], gl.float32, of_k)
+    nothing = gl.zeros([BN, ROWS], gl.float32, of_s)
+    wait(k_full, 0, 1)
+    wait(v_full, 0, 1)
+    wait(q_full, 0, STAGES, tiles > 0)
+    s = warpgroup_mma(k, tile(q_slots, 0, STAGES).permute((1, 0)), nothing, use_acc=False)
+    if REST > 0:
+        of_k_rest: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, REST, 16])
+        k_rest, dk_rest = tile(k_rest_slot, 0, 1), gl.zeros([BN, REST], gl.float32, of_k_rest)
+        wait(k_rest_full, 0, 1)
+        wait(q_rest_full, 0, STAGES, tiles > 0)
+        s = warpgroup_mma(k_rest, tile(q_rest_slots, 0, STAGES).permute((1, 0)), s)
+    # Tile after tile: the scores of the next one are multiplied while the sums of this one are waited for.
+    for stretch in gl.static_range(3):
+        begin = 0 if stretch == 0 else (masked_from if stretch == 1 else masked_to)
+        stop = masked_from if stretch == 0 else (masked_to if stretch == 1 else tiles)
+        for number in range(begin, stop):
+            q, do = tile(q_slots, number, STAGES), tile(do_slots, number, STAGES)
+            wait(do_full, number, STAGES)
+            changes = warpgroup_mma(v, do.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            step, box = _place(number, start, steps, own, splits, BOXES)
+            token = first + step * BT + row // HEADS
+            at = token * HQ + box * HEADS + row % HEADS
+            lse = gl.expand_dims(gl.load(lse_base + at, mask=token < S, other=0.0), 0)
+            delta = gl.expand_dims(gl.load(delta_base + at, mask=token < S, other=0.0), 0)
+            p = gl.exp2(s * to_base_2 - lse)
+            if stretch == 1:
+                lo, hi = gl.load(LO + token, mask=token < S, other=0), gl.load(HI + token, mask=token < S, other=0)
+                p = gl.where(_within(key, gl.expand_dims(lo, 0), gl.expand_dims(hi, 0)), p, 0.0)
+            p_16 = gl.convert_layout(p.to(Q.dtype), of_p)
+            if stretch == 1:
+                dp = warpgroup_mma_wait(0, deps=[changes])
+                flat_token = first + step * BT + flat_row // HEADS
+                flat_at = flat_token * HQ + box * HEADS + flat_row % HEADS
+                flat_lse = gl.load(lse_base + flat_at, mask=flat_token < S, other=0.0)
+                if any_nonfinite(flat_lse == flat_lse):  # an lse of NaN: `launch.backward_rows`
+                    zero_rows(q_slots, q_full, number, STAGES, flat_lse == flat_lse, flat)
+                    zero_rows(do_slots, do_full, number, STAGES, flat_lse == flat_lse, flat)
+                    if REST > 0:
+                        zero_rows(q_rest_slots, q_rest_full, number, STAGES, flat_lse == flat_lse, flat)
+                sums_of_v = warpgroup_mma(p_16, do, dv, is_async=True)
+            else:
+                sums_of_v = warpgroup_mma(p_16, do, dv, is_async=True)
+                dp = warpgroup_mma_wait(1, deps=[changes])
+            ds = p * (dp - delta)
+            if stretch == 1:  # `intervals.masked_pair`
+                ds = gl.where(p == 0.0, 0.0, ds)
+            ds_16 = gl.convert_layout(ds.to(Q.dtype), of_p)
+            sums_of_k = warpgroup_mma(ds_16, q, dk, is_async=True)
+            if REST > 0:
+                q_rest = tile(q_rest_slots, number, STAGES)
+                ds_rest = gl.convert_layout(ds_16, gl.DotOperandLayout(0, of_k_rest, 2))
+                sums_of_rest = warpgroup_mma(ds_rest, q_rest, dk_rest, is_async=True)
+            then, wanted = number + 1, number + 1 < tiles
+            wait(q_full, then, STAGES, wanted)
+            next_q = tile(q_slots, then, STAGES).permute((1, 0))  # behind the last: whatever stands there
+            scores = warpgroup_mma(k, next_q, nothing, use_acc=False, is_async=True)
+            if REST > 0:
+                wait(q_rest_full, then, STAGES, wanted)
+                scores = warpgroup_mma(k_rest, tile(q_rest_slots, then, STAGES).permute((1, 0)), scores, is_async=True)
+                dv, dk, dk_rest = warpgroup_mma_wait(2, deps=[sums_of_v, sums_of_k, sums_of_rest])
+            else:
+                dv, dk = warpgroup_mma_wait(1, deps=[sums_of_v, sums_of_k])
+            then, wanted = number + STAGES, number + STAGES < tiles
+            place = _place(then, start, steps, own, splits, BOXES)
+            _fetch_queries(DO, b, first, head, place, do_slots, do_full, then, STAGES, BT, HEADS, wanted)
+            _fetch_queries(Q, b, first, head, place, q_slots, q_full, then, STAGES, BT, HEADS, wanted)
+            if REST > 0:
+                _fetch_queries(
+                    Q_REST, b, first, head, place, q_rest_slots, q_rest_full, then, STAGES, BT, HEADS, wanted
+                )
+            s = warpgroup_mma_wait(0, deps=[scores])
+    key = (first_key + gl.arange(0, BN, gl.SliceLayout(1, flat))).to(gl.int64)
+    out = ((own * gl.num_programs(2) + b).to(gl.int64) * num_keys + key) * HKV + h
+    store_rows(DK_OUT, out * (D + REST), key < num_keys, dk * scale, D, flat)
+    if REST > 0:
+        store_rows(DK_OUT, out * (D + REST) + D, key < num_keys, dk_rest * scale, REST, flat)
+    store_rows(DV_OUT, out * D, key < num_keys, dv, D, flat)
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, finite: Tensor, lo: Tensor, hi: Tensor, o: Tensor, lse: Tensor, read: Tensor,
     scale: float,
@@ -249,10 +411,10 @@ def forward(
     """Write o, lse and read; `compressed_window.forward` says what they are."""
     (batch, length, heads, dk), (num_kv_heads, d) = q.shape, v.shape[2:]
     shape = tuning.shape("hopper.compressed_window_forward", q, v)
-    _forward[cdiv(length, shape.tokens), num_kv_heads, batch](
-        q, *descriptors_of_keys(k, shape.keys), descriptor(v, shape.keys), finite, lo, hi, o, lse, read, *strides(q),
+    _forward[shape.tiles(length), num_kv_heads, batch](
+        q, *descriptors(k, shape.keys), descriptor(v, shape.keys), finite, lo, hi, o, lse, read, *strides(q),
         length, k.shape[1], heads, num_kv_heads, heads // num_kv_heads, scale * LOG2E,
-        d, dk - d, shape.tokens, shape.group, shape.keys, shape.num_stages, shape.value_stages, **shape.launch,
+        d, dk - d, shape.rows, shape.group, shape.keys, shape.num_stages, shape.value_stages, **shape.launch,
     )  # fmt: skip
 
 
@@ -263,8 +425,30 @@ def backward_q(
     """Write dq; lse (base 2) and delta are those of `launch.backward_rows`."""
     (batch, length, heads, dk), (num_kv_heads, d) = q.shape, v.shape[2:]
     shape = tuning.shape("hopper.compressed_window_backward_q", q, v)
-    _backward_q[cdiv(length, shape.tokens), num_kv_heads, batch](
-        q, *descriptors_of_keys(k, shape.keys), descriptor(v, shape.keys), finite, do, lo, hi, lse, delta, dq,
+    _backward_q[shape.tiles(length), num_kv_heads, batch](
+        q, *descriptors(k, shape.keys), descriptor(v, shape.keys), finite, do, lo, hi, lse, delta, dq,
         *strides(q), length, k.shape[1], heads, num_kv_heads, heads // num_kv_heads, scale, scale * LOG2E,
-        d, dk - d, shape.tokens, shape.group, shape.keys, shape.num_stages, shape.value_stages, **shape.launch,
+        d, dk - d, shape.rows, shape.group, shape.keys, shape.num_stages, shape.value_stages, **shape.launch,
+    )  # fmt: skip
+
+
+def backward_kv(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, bounds: Sequence[Tensor | None],
+    of_k: Tensor, of_v: Tensor, scale: float,
+) -> None:  # fmt: skip
+    """Write the parts of dk and dv [splits, B, T, Hkv, D]; lse (base 2) and delta are those of `launch.backward_rows`.
+
+    `bounds`: lo, hi, seen_from and seen_to of `compressed_window.gradients`, none of them None.
+    """
+    lo, hi, seen_from, seen_to = bounds
+    (batch, length, heads, dk), (num_keys, num_kv_heads, d) = q.shape, v.shape[1:]
+    shape = tuning.shape("hopper.compressed_window_backward_kv", q, v)
+    splits, group = of_k.shape[0], heads // num_kv_heads
+    in_box = min(group & -group, shape.rows)  # heads that TMA brings at a time: a power of two that divides the group
+    tokens = shape.rows // in_box
+    _backward_kv[cdiv(num_keys, shape.keys) * splits, num_kv_heads, batch](
+        *descriptors(q, tokens, in_box), *descriptors(k, shape.keys), descriptor(v, shape.keys),
+        descriptor(do, tokens, in_box), lo, hi, lse, delta, seen_from, seen_to, of_k, of_v,
+        length, num_keys, heads, num_kv_heads, scale, scale * LOG2E, splits,
+        d, dk - d, shape.rows, in_box, group // in_box, shape.keys, shape.num_stages, **shape.launch,
     )  # fmt: skip

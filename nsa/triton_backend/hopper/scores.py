@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from nsa.triton_backend.hopper import CHANNELS
 from nsa.triton_backend.hopper.tile import (
-    descriptors_of_keys,
+    descriptors,
     fetch,
     kernel,
     load_rows,
@@ -100,7 +100,7 @@ def group_probabilities(
     (batch, length, heads, dk), (slots, num_kv_heads) = q.shape, k_cmp.shape[1:3]
     tiles = -(-count // shape.tokens)
     _group_probabilities[tiles * splits, num_kv_heads, batch](
-        q, *descriptors_of_keys(k_cmp, shape.keys), lse, *bounds, p, *strides(q),
+        q, *descriptors(k_cmp, shape.keys), lse, *bounds, p, *strides(q),
         first, count, length, slots, heads, num_kv_heads, heads // num_kv_heads, to_base_2, splits,
         CHANNELS, dk - CHANNELS, shape.tokens, shape.group, shape.keys, shape.num_stages, **shape.launch,
     )  # fmt: skip

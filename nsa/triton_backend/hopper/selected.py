@@ -16,7 +16,7 @@ from nsa.geometry import Layout
 from nsa.triton_backend import tuning
 from nsa.triton_backend.hopper.tile import (
     descriptor,
-    descriptors_of_keys,
+    descriptors,
     fetch,
     finish,
     gated,
@@ -232,7 +232,7 @@ def forward(
     (batch, length, heads, _), num_kv_heads = q.shape, k.shape[2]
     constants, keys, options = _launch("forward", q, v, block_indices, layout)
     _forward[length, num_kv_heads, batch](
-        q, *descriptors_of_keys(k, keys), descriptor(v, keys), block_indices, layout.starts, o, lse, read,
+        q, *descriptors(k, keys), descriptor(v, keys), block_indices, layout.starts, o, lse, read,
         *(whole or 4 * (None,)), *strides(q),
         length, layout.num_keys - length, heads, num_kv_heads, heads // num_kv_heads, scale * LOG2E,
         *constants, **options,
@@ -247,7 +247,7 @@ def backward_q(
     (batch, length, heads, _), num_kv_heads = q.shape, k.shape[2]
     constants, keys, options = _launch("backward_q", q, v, block_indices, layout)
     _backward_q[length, num_kv_heads, batch](
-        q, *descriptors_of_keys(k, keys), descriptor(v, keys), do, block_indices, layout.starts, lse, delta, dq,
+        q, *descriptors(k, keys), descriptor(v, keys), do, block_indices, layout.starts, lse, delta, dq,
         *(more_dq or (None, None)), *strides(q),
         length, layout.num_keys - length, heads, num_kv_heads, heads // num_kv_heads, scale, scale * LOG2E,
         *constants, **options,

@@ -36,24 +36,24 @@ def kernel(function):
 
 
 @functools.cache
-def _shared_layout(tokens: int, channels: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Of a tile [1, tokens, 1, channels]."""
-    return gl.NVMMASharedLayout.get_default_for([1, tokens, 1, channels], GLUON_DTYPES[dtype])
+def _shared_layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(box), GLUON_DTYPES[dtype])
 
 
-def descriptor(x: Tensor, tokens: int) -> TensorDescriptor:
-    """How TMA reads tiles [1, tokens, 1, D] of x [B, T, H, D]; what lies outside is 0."""
+def descriptor(x: Tensor, tokens: int, heads: int = 1) -> TensorDescriptor:
+    """How TMA reads tiles [1, tokens, heads, D] of x [B, T, H, D]; what lies outside is 0."""
     sizes, channels = list(x.shape), x.shape[3]
     # where there is only one, its step means nothing and may be one that TMA does not take
     steps = [step if size > 1 else channels for size, step in zip(sizes[:3], x.stride()[:3], strict=True)]
-    return TensorDescriptor(x, sizes, [*steps, 1], [1, tokens, 1, channels], _shared_layout(tokens, channels, x.dtype))
+    box = (1, tokens, heads, channels)
+    return TensorDescriptor(x, sizes, [*steps, 1], list(box), _shared_layout(box, x.dtype))
 
 
-def descriptors_of_keys(k: Tensor, tokens: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
-    """Descriptors of the first CHANNELS channels of k and of the remaining ones; None if there are none."""
-    if k.shape[3] == CHANNELS:
-        return descriptor(k, tokens), None
-    return descriptor(k[..., :CHANNELS], tokens), descriptor(k[..., CHANNELS:], tokens)
+def descriptors(x: Tensor, tokens: int, heads: int = 1) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+    """Descriptors of the first CHANNELS channels of x and of the remaining ones; None if there are none."""
+    if x.shape[3] <= CHANNELS:
+        return descriptor(x, tokens, heads), None
+    return descriptor(x[..., :CHANNELS], tokens, heads), descriptor(x[..., CHANNELS:], tokens, heads)
 
 
 @jit
@@ -93,9 +93,9 @@ def wait(full, number, STAGES: gl.constexpr, wanted=True):
 
 @jit
 def tile(slots, number, STAGES: gl.constexpr):
-    """[tokens, channels] of the `number`-th tile [1, tokens, 1, channels]."""
+    """[rows, channels] of the `number`-th tile [1, tokens, heads, channels], heads of a token side by side."""
     slot = slots.index(number % STAGES)
-    return slot.reshape([slot.shape[1], slot.shape[3]])
+    return slot.reshape([slot.shape[1] * slot.shape[2], slot.shape[3]])
 
 
 @jit
@@ -143,6 +143,30 @@ def rows_of(first, S, G, BT: gl.constexpr, GP: gl.constexpr, layout: gl.constexp
     row = gl.arange(0, BT * GP, layout)
     token, head = (first + row // GP).to(gl.int64), row % GP
     return token, head, (token < S) & (head < G)
+
+
+@jit
+def rows_of_tile(tile, S, G, ROWS: gl.constexpr, GP: gl.constexpr, layout: gl.constexpr):
+    """As `rows_of`, of tile number `tile` of the rows of all tokens: `nsa.triton_backend.tile.rows_of_tile`."""
+    if ROWS % GP == 0:
+        token, head, real = rows_of(tile * (ROWS // GP), S, G, ROWS // GP, GP, layout)
+    else:
+        row = tile * ROWS + gl.arange(0, ROWS, layout)
+        token, head = (row // GP).to(gl.int64), row % GP
+        real = token < S
+    return token, head, real
+
+
+@jit
+def tokens_of_tile(tile, S, ROWS: gl.constexpr, GP: gl.constexpr):
+    """(the first token of such a tile, the last one)."""
+    if ROWS % GP == 0:
+        first = tile * (ROWS // GP)
+        last = gl.minimum(first + ROWS // GP, S) - 1
+    else:
+        first = tile * ROWS // GP
+        last = gl.minimum((tile * ROWS + ROWS - 1) // GP, S - 1)
+    return first, last
 
 
 @jit

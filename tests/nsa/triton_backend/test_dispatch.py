@@ -143,6 +143,24 @@ class TestWhatIsServed:
         monkeypatch.setattr(architecture, "of_gpu", lambda _: 80)
         assert not hopper_serves("compressed_window_forward", 16, self.keys, self.keys)
 
+    @pytest.mark.parametrize(
+        ("group", "dk", "keys", "served"),
+        [(16, 128, 4096, True), (16, 128, 255, False), (8, 128, 255, True), (16, 192, 255, True), (6, 64, 255, True)],
+    )
+    def test_dk_and_dv_are_but_for_compressed_keys_of_large_groups(
+        self, group: int, dk: int, keys: int, served: bool
+    ) -> None:
+        q = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(4, 8192, 2 * group, dk).contiguous()
+        k, v = (torch.zeros(4, 2 * keys, 2, d, dtype=torch.bfloat16) for d in (dk, min(dk, 128)))
+        assert (variant("compressed_window_backward_kv", q, k, v) is Variant.HOPPER) is served
+
+    def test_neither_are_dk_and_dv_of_calls_by_plan_and_of_queries_that_tma_cannot_read(self) -> None:
+        kernel, heads_of_64 = "compressed_window_backward_kv", torch.zeros(1, 2048, 12, 64, dtype=torch.bfloat16)
+        assert variant(kernel, heads_of_64, heads_of_64[:, :, :2], heads_of_64[:, :, :2]) is Variant.PLAIN
+        assert variant(kernel, self.keys, self.keys, self.keys) is Variant.HOPPER
+        odd = torch.zeros(2, 30, 4, 129, dtype=torch.bfloat16)[..., 1:]
+        assert variant(kernel, odd, self.keys, self.keys) is Variant.PLAIN
+
     def test_the_interpreter_runs_none_of_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dispatch, "interpreted", lambda: True)
         assert not hopper_serves("compressed_window_forward", 16, self.keys, self.keys)

@@ -13,7 +13,7 @@ from harness import forced
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import compressed_window, hopper, scores, selected
+from nsa.triton_backend import compressed_window, dispatch, hopper, scores, selected
 from nsa.triton_backend.dispatch import hopper_serves
 from tests.laws import test_causality, test_memory, test_selection
 from tests.laws.cases import Case
@@ -45,6 +45,9 @@ CASES = {
     "keys of 192, batch of 2": replace(PLAIN, dk=192, batch=2, group=6, queries=333, keys=333, seed=210),
     "keys of 192, packed": replace(PLAIN, dk=192, documents=(130, 0, 1, 309, 260)),
     "one token": replace(PLAIN, queries=1, keys=1, seed=0),
+    "heads of 64": replace(PLAIN, dk=64, dv=64, group=6),
+    "heads of 64, packed": replace(PLAIN, dk=64, dv=64, group=12, documents=(130, 0, 1, 309, 260)),
+    "group of 5, chunk": replace(PLAIN, group=5, queries=301),
 }
 LAWS: list[Callable[..., None]] = [
     test_causality.test_past_ignores_a_changed_future.check,
@@ -68,7 +71,7 @@ class _Unused:
         pytest.fail("the call did not reach `hopper/`")
 
 
-KERNELS = [
+FORWARD_AND_DQ = [
     *((compressed_window, name) for name in ("_forward", "_backward_q")),
     (scores, "_group_probabilities"),
     *((selected, name) for name in ("_forward", "_backward_q")),
@@ -79,11 +82,15 @@ KERNELS = [
 def only_hopper(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     """Fail where a kernel is launched that `hopper/` stands in for.
 
-    Of one token there is no compressed block; the selected branch takes groups of up to 16 heads.
+    Of one token there is no compressed block; the selected branch takes groups of up to 16 heads. Heads of 64 have dk
+    and dv in `hopper/` alone, and compressed keys of large groups with heads of 128 all but these.
     """
-    for module, name in KERNELS:
+    monkeypatch.setattr(dispatch, "MOST_PLANNED_BYTES", 0)
+    for module, name in FORWARD_AND_DQ if case.dk > 64 else ():
         if case.group <= 16 if module is selected else case.keys > 1:
             monkeypatch.setattr(module, name, _Unused())
+    if case.keys > 1 and (case.dk != 128 or case.group < 16):
+        monkeypatch.setattr(compressed_window, "_backward_kv", _Unused())
 
 
 @pytest.mark.usefixtures("only_hopper")

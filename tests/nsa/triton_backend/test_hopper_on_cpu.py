@@ -54,10 +54,18 @@ CASES = {
     "packed, keys of 192": replace(PLAIN, dk=192, documents=(40, 0, 1, 49), queries=90, keys=90),
     "one query": replace(PLAIN, queries=1, keys=9),
 }
+HEADS_OF_64 = {
+    "heads of 64": replace(PLAIN, dk=64, dv=64, group=6, num_kv_heads=2),
+    "heads of 64, packed": replace(PLAIN, dk=64, dv=64, group=12, documents=(40, 0, 1, 109)),
+    "long chunk, heads of 64": replace(LONG_CHUNK, dk=64, dv=64, group=5),
+}
+"""Of these the table has dk and dv alone."""
 GROUP_OF_64 = replace(PLAIN, group=64, queries=70, keys=70)
 of_cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 of_all_groups = pytest.mark.parametrize("case", [*CASES.values(), GROUP_OF_64], ids=[*CASES, "group of 64"])
-of_both_keys = pytest.mark.parametrize("dk", hopper.CHANNELS_OF_KEYS)
+WITH_HEADS_OF_64 = CASES | {"group of 64": GROUP_OF_64} | HEADS_OF_64
+of_all_heads = pytest.mark.parametrize("case", WITH_HEADS_OF_64.values(), ids=WITH_HEADS_OF_64.keys())
+of_both_keys = pytest.mark.parametrize("dk", [128, 192])
 of_intervals = pytest.mark.parametrize("branch", ["compressed", "window"])
 
 
@@ -150,11 +158,23 @@ class Branch:
             hopper.compressed_window.forward(q, k, v, self.finite, *self.interval, *written, self.scale)
         return found
 
-    def dq(self, found: Results, do: Tensor, more: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """dq; as `launch.backward_rows` has it, rows that see nothing have an lse of NaN."""
-        q, k, v = self.qkv
+    def rows(self, found: Results, do: Tensor) -> tuple[Tensor, Tensor]:
+        """(lse, delta); as `launch.backward_rows` has it, rows that see nothing have an lse of NaN."""
         delta = (do.float() * found.o.float()).sum(-1)
-        lse = torch.where(found.lse == -torch.inf, torch.nan, found.lse * LOG2E)
+        return torch.where(found.lse == -torch.inf, torch.nan, found.lse * LOG2E), delta
+
+    def dkv(self, found: Results, do: Tensor, parts: int = 1) -> tuple[Tensor, Tensor]:
+        """(dk, dv) of the window or the compressed branch, by programs that share the queries of a tile of keys."""
+        q, k, v = self.qkv
+        of_k, of_v = (torch.full((parts, *x.shape), torch.nan, dtype=torch.float32) for x in (k, v))
+        seen_by = self.layout.compressed_queries if self.name == "compressed" else self.layout.window_queries
+        rows, bounds = self.rows(found, do), (*self.interval, *seen_by)
+        hopper.compressed_window.backward_kv(q, k, v, do, *rows, bounds, of_k, of_v, self.scale)
+        return of_k.sum(0).to(k.dtype), of_v.sum(0).to(v.dtype)
+
+    def dq(self, found: Results, do: Tensor, more: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        q, k, v = self.qkv
+        lse, delta = self.rows(found, do)
         dq = torch.full_like(q, torch.nan)
         if self.name == "selected":
             hopper.selected.backward_q(q, k, v, do, self.blocks, self.layout, self.scale, lse, delta, dq, more)
@@ -180,35 +200,43 @@ def require_forward_within_budget(branch: Branch, found: Results) -> None:
     assert torch.equal(found.read.long(), branch.mask.sum(-1).transpose(1, 2))
 
 
-def require_dq_within_budget(branch: Branch, found: Results) -> None:
+def require_gradients_within_budget(branch: Branch, found: Results, parts: int = 1) -> None:
+    """Of the selected branch dq alone: its dk and dv have no kernel in `hopper/`."""
     do = branch.case.noise(found.o)
-    own = _gradient(branch, do, oracle.sdpa, do.dtype)
-    truth = _gradient(branch, do, oracle.dense, torch.float64)
-    within_budget("dq", branch.dq(found, do), own, truth, BACKWARD, unit=gradient_unit(branch.x, do))
+    own = _gradients(branch, do, oracle.sdpa, do.dtype)
+    truth = _gradients(branch, do, oracle.dense, torch.float64)
+    got = [branch.dq(found, do), *(() if branch.name == "selected" else branch.dkv(found, do, parts))]
+    for name, *three in zip(("dq", "dk", "dv"), got, own, truth, strict=False):
+        within_budget(name, *three, BACKWARD, unit=gradient_unit(branch.x, do))
 
 
-def _gradient(branch: Branch, do: Tensor, attention: oracle.Attention, dtype: torch.dtype) -> Tensor:
-    q, k, v = (x.to(dtype) for x in branch.qkv)
-    q.requires_grad_()
-    return torch.autograd.grad(attention(q, k, v, branch.mask), q, do.to(dtype))[0]
+def _gradients(branch: Branch, do: Tensor, attention: oracle.Attention, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    leaves = [x.to(dtype).detach().requires_grad_() for x in branch.qkv]
+    return torch.autograd.grad(attention(*leaves, branch.mask), leaves, do.to(dtype))
 
 
 @pytest.mark.usefixtures("order")
 class TestBranches:
     @of_intervals
-    @of_all_groups
+    @pytest.mark.parametrize("parts", [2, 5])
+    def test_programs_that_share_the_queries_of_a_key(self, branch: str, parts: int) -> None:
+        of_case = branch_of(replace(LONG_CHUNK, group=12, dk=64, dv=64, queries=200), branch)
+        require_gradients_within_budget(of_case, of_case.forward(), parts)
+
+    @of_intervals
+    @of_all_heads
     def test_intervals(self, case: Case, branch: str) -> None:
         of_case = branch_of(case, branch)
         found = of_case.forward()
         require_forward_within_budget(of_case, found)
-        require_dq_within_budget(of_case, found)
+        require_gradients_within_budget(of_case, found)
 
     @of_cases
     def test_selected(self, case: Case) -> None:
         of_case = branch_of(case, "selected")
         found = of_case.forward()
         require_forward_within_budget(of_case, found)
-        require_dq_within_budget(of_case, found)
+        require_gradients_within_budget(of_case, found)
 
 
 @pytest.mark.usefixtures("order")
@@ -301,6 +329,20 @@ class TestWhatIsNotFinite:
         assert found.o[0, 60, 4].isfinite().all()
         assert found.o[0, changed:].isnan().all()
         assert found.o[0, 61:140].isfinite().all()
+
+    @pytest.mark.parametrize("heads", [(64, 64), (128, 128), (192, 128)], ids=str)
+    @pytest.mark.parametrize("name", ["compressed", "window"])
+    def test_a_row_reaches_dk_and_dv_of_the_keys_that_it_sees_alone(self, name: str, heads: tuple[int, int]) -> None:
+        branch = branch_of(replace(PLAIN, group=6, dk=heads[0], dv=heads[1]), name)
+        found, do = branch.forward(), PLAIN.noise(branch.forward().o)
+        before = branch.dkv(found, do)
+        q, do, lse = branch.x.q.clone(), do.clone(), found.lse.clone()
+        q[0, 60, 3], do[0, 60, 3], lse[0, 60, 3] = torch.nan, torch.nan, torch.nan
+        after = replace(branch, x=branch.x._replace(q=q)).dkv(replace(found, lse=lse), do)
+        seen = branch.mask[0, 0, 60]
+        for old, new in zip(before, after, strict=True):
+            assert new[:, seen].isnan().all()
+            assert torch.equal(new[:, ~seen], old[:, ~seen])
 
 
 class TestWhatTheEmulationRefuses:

@@ -155,7 +155,7 @@ def test_a_call_by_plan_has_the_bits_of_one_without(
     if call.masked:
         masking.serve(monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(planned, "MOST_BYTES", 0)
+        patch.setattr(dispatch, "MOST_PLANNED_BYTES", 0)
         wanted = call.outcome(device, 1)
     call.outcome(device, 0)  # is recorded
     for one, true in zip(call.outcome(device, 1), wanted, strict=True):
@@ -200,7 +200,7 @@ def test_an_upstream_gradient_that_is_an_input_is_no_other(
         return torch.autograd.grad(o, leaves, leaves[0].detach() if of_q else leaves[0].detach() + 1)
 
     with monkeypatch.context() as patch:
-        patch.setattr(planned, "MOST_BYTES", 0)
+        patch.setattr(dispatch, "MOST_PLANNED_BYTES", 0)
         wanted = gradients(False)
     gradients(True)  # is recorded
     for one, true in zip(gradients(False), wanted, strict=True):
@@ -221,10 +221,10 @@ def test_a_recomputed_call_saves_as_many_tensors_as_the_first(device: torch.devi
 
 def test_long_calls_have_no_plan(device: torch.device, small: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their backward pass frees each tensor behind its last use."""
-    monkeypatch.setattr(planned, "MOST_BYTES", SHORT * 4 * 16 * 4 - 1)
+    monkeypatch.setattr(dispatch, "MOST_PLANNED_BYTES", SHORT * 4 * 16 * 4 - 1)
     small.outcome(device, 0)
     assert not planned.FORWARD._known
-    monkeypatch.setattr(planned, "MOST_BYTES", SHORT * 4 * 16 * 4)
+    monkeypatch.setattr(dispatch, "MOST_PLANNED_BYTES", SHORT * 4 * 16 * 4)
     small.outcome(device, 0)
     assert planned.FORWARD._known
 
