@@ -40,6 +40,7 @@ PARTS = {
     "selected_kv_major": ("selected",),
     "hopper.compressed_window_forward": ("compressed", "window"),
     "hopper.compressed_window_backward_q": ("compressed", "window"),
+    "hopper.compressed_window_backward_kv": ("compressed", "window"),
     "hopper.scores": ("choice",),
     "hopper.selected_forward": ("selected",),
     "hopper.selected_backward_q": ("selected",),

@@ -272,7 +272,7 @@ def _fetch_queries(
 
 @kernel
 def _backward_kv(
-    Q, Q_REST, K, K_REST, V, DO, LO, HI, LSE, DELTA, SEEN_FROM, SEEN_TO, DK_OUT, DV_OUT, S, num_keys, HQ, HKV, scale,
+    Q, Q_REST, K, K_REST, V, DO, LO, HI, LSE, DELTA, SEEN_FROM, SEEN_TO, DK_OUT, DV_OUT, S, T, HQ, HKV, scale,
     to_base_2, splits, D: gl.constexpr, REST: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr,
     BOXES: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -287,7 +287,7 @@ def _backward_kv(
 
     first_key, own = gl.program_id(0) // splits * BN, gl.program_id(0) % splits
     h, b = gl.program_id(1), gl.program_id(2)
-    last_key = gl.minimum(first_key + BN, num_keys) - 1
+    last_key = gl.minimum(first_key + BN, T) - 1
     first, end = gl.load(SEEN_FROM + first_key), gl.load(SEEN_TO + last_key)
     steps, some, most = stretches(first, end, gl.load(SEEN_FROM + last_key), gl.load(SEEN_TO + first_key), BT)
     # Programs that run at the same time read the same queries at the same time, so that L2 serves all but one: of
@@ -397,11 +397,11 @@ def _backward_kv(
                 )
             s = warpgroup_mma_wait(0, deps=[scores])
     key = (first_key + gl.arange(0, BN, gl.SliceLayout(1, flat))).to(gl.int64)
-    out = ((own * gl.num_programs(2) + b).to(gl.int64) * num_keys + key) * HKV + h
-    store_rows(DK_OUT, out * (D + REST), key < num_keys, dk * scale, D, flat)
+    out = ((own * gl.num_programs(2) + b).to(gl.int64) * T + key) * HKV + h
+    store_rows(DK_OUT, out * (D + REST), key < T, dk * scale, D, flat)
     if REST > 0:
-        store_rows(DK_OUT, out * (D + REST) + D, key < num_keys, dk_rest * scale, REST, flat)
-    store_rows(DV_OUT, out * D, key < num_keys, dv, D, flat)
+        store_rows(DK_OUT, out * (D + REST) + D, key < T, dk_rest * scale, REST, flat)
+    store_rows(DV_OUT, out * D, key < T, dv, D, flat)
 
 
 def forward(

@@ -51,6 +51,8 @@ SPILLS = {
 """Per thread. On Hopper the tables were measured, and tiles that spill this much were faster than smaller ones; heads
 of 256 spill everywhere; of the choice it is one version, for 64 blocks."""
 
+HOPPER_SPILLS = {"hopper.compressed_window._backward_kv": 240}
+"""Per thread: hardly anything of it in the steps that need no mask."""
 KEYS_OF_192_SPILL = {"hopper.compressed_window._forward": 88}
 KEYS_OF_192_SERIALISE = frozenset({"compressed_window._backward_kv"})
 """Kernels whose wgmma are serialised with more than 128 channels, for lack of registers (C7512). The table was measured
@@ -91,11 +93,12 @@ def marks(architecture: int, heads: tuple[int, int, int]) -> list[pytest.MarkDec
 def test_every_kernel_compiles_and_fits(architecture: int, heads: tuple[int, int, int]) -> None:
     needs = answer("compile_kernels", architecture, *heads)
     assert len({name.split()[0] for name in needs}) in KERNELS
-    served = hopper.AVAILABLE and architecture == 90 and heads[1:] in ((128, 128), (192, 128))
     of_hopper = {name.split()[0] for name in needs if name.startswith("hopper.")}
-    assert bool(of_hopper) == served
-    assert len(of_hopper) == 5 or not served or heads[0] != 16
-    spills = SPILLS | (KEYS_OF_192_SPILL if heads[1] == 192 else {})
+    served = hopper.AVAILABLE and architecture == 90
+    # a group of 16 takes all of them; of heads of 64 there are dk and dv alone
+    wanted = {(64, 64): 1, (128, 128): 6, (192, 128): 6}.get(heads[1:], 0) if served else 0
+    assert len(of_hopper) == wanted or (0 < len(of_hopper) < wanted and heads[0] != 16)
+    spills = SPILLS | HOPPER_SPILLS | (KEYS_OF_192_SPILL if heads[1] == 192 else {})
     serialised = KEYS_OF_192_SERIALISE if heads[1] > 128 else frozenset()
     assert not too_much(needs, architecture, spills=spills, serialised=serialised)
 

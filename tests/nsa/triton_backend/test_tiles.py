@@ -19,6 +19,9 @@ from nsa.triton_backend.tuning import LaunchConfig, Table
 
 CONFIG = nsa.NSAConfig(l=8, d=4, l_sel=32, n_sel=3, w=21)
 
+OF_EVERY_TABLE = frozenset(tuning.shipped_table(80).narrow)
+"""Kernels that are not for one architecture alone."""
+
 
 @pytest.mark.parametrize(("rows", "keys"), [(16, 16), (64, 64)])
 def test_tiles_smaller_and_larger_than_a_block_agree_with_the_oracle(
@@ -94,7 +97,7 @@ def test_rows_come_first_only_in_tiles_of_the_table(group: int, channels: int, w
     assert shape.rows_first is wanted
 
 
-@pytest.mark.parametrize("kernel", sorted(tuning.CUT_GROUPS))
+@pytest.mark.parametrize("kernel", sorted(OF_EVERY_TABLE & tuning.CUT_GROUPS))
 def test_pieces_of_a_sequence_begin_where_tiles_do(kernel: str) -> None:
     """Whatever the architecture, the heads and the type, and whatever `nsa.tune` may choose."""
     for capability, group, channels, dtype in itertools.product(
@@ -103,6 +106,15 @@ def test_pieces_of_a_sequence_begin_where_tiles_do(kernel: str) -> None:
         shape = tuning.fit(kernel, capability, group, channels, channels, dtype)
         assert GRID["triton"] * shape.group % shape.rows == 0
     assert GRID["triton"] % candidates.MAX_ROWS == 0
+
+
+@pytest.mark.parametrize("kernel", sorted(tuning.CUT_GROUPS - OF_EVERY_TABLE))
+@pytest.mark.parametrize("dk", [128, 192])
+def test_pieces_begin_where_tiles_of_hopper_do(kernel: str, dk: int) -> None:
+    for group in range(1, 65):
+        shape = tuning.fit(kernel, 90, group, dk, 128, torch.bfloat16)
+        assert shape.group == group
+        assert GRID["triton"] * group % shape.rows == 0
 
 
 def test_slim_rows_have_launches_of_their_own() -> None:
@@ -115,7 +127,7 @@ def test_slim_rows_have_launches_of_their_own() -> None:
     assert slim != tuning.table(90).narrow["compressed_window_backward_kv"]
 
 
-@pytest.mark.parametrize("kernel", sorted(tuning.BY_ROW_OR_BY_KEY | tuning.CUT_GROUPS))
+@pytest.mark.parametrize("kernel", sorted(OF_EVERY_TABLE & (tuning.BY_ROW_OR_BY_KEY | tuning.CUT_GROUPS)))
 @pytest.mark.parametrize("channels", [64, 128])
 def test_float32_takes_half_the_rows_and_keys_of_16_bit_types(kernel: str, channels: int) -> None:
     """Whose rows have as many bytes: with as large tiles kernels would spill some KiB per thread."""
