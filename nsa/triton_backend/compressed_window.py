@@ -394,7 +394,7 @@ def _parts_of_keys(
         return of_k, of_v
     if on_hopper:
         bounds = lo, hi, seen_from, seen_to
-        hopper.compressed_window.backward_kv(q, k, v, do, lse, delta, bounds, of_k, of_v, scale)
+        hopper.keys_and_values.backward(q, k, v, do, lse, delta, bounds, of_k, of_v, scale)
         return of_k, of_v
     _backward_kv[tiles * splits, num_kv_heads, batch](
         q, k, v, do, lo, hi, _bits(chosen), lse, delta, seen_from, seen_to, of_k, of_v,

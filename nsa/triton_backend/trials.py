@@ -48,6 +48,7 @@ PARTS = {
 """What a kernel is part of."""
 HOPPER = "hopper."
 JIT_NAMES = {
+    "hopper.compressed_window_backward_kv": "hopper.keys_and_values._backward",
     "hopper.scores": "hopper.scores._group_probabilities",
     "scores": "scores._group_probabilities",
     "selected_kv_major": "selected_kv_major._forward",

@@ -114,7 +114,7 @@ def test_what_does_not_fit_an_architecture_is_dropped() -> None:
 
 @pytest.mark.skipif(not hopper.AVAILABLE, reason="kernels of hopper/ need a version of Triton that was tried")
 def test_what_hopper_does_not_serve_or_take_is_dropped() -> None:
-    """Other heads; one stage, with which the scores would wait for ever; 32 rows, which are no warpgroup; keys of 192
+    """Other heads; one stage, with which scores, and dk and dv, would wait for ever; 32 rows, which are no warpgroup; keys of 192
     channels, unless the table has a launch for them."""
     program = (
         "from nsa.triton_backend.trials import *\n"
@@ -128,10 +128,12 @@ def test_what_hopper_does_not_serve_or_take_is_dropped() -> None:
         "without = {name: tuned for name, tuned in table.wide.items() if name != 'hopper.scores'}\n"
         "print(fits('hopper.scores', launch, dataclasses.replace(table, wide=without), wide))\n"
         "print(fits('hopper.scores', launch, table, wide))\n"
+        "print(fits('hopper.compressed_window_backward_kv', launch, table, narrow))\n"
+        "print(fits('hopper.compressed_window_backward_kv', LaunchConfig(64, 64, 4, 1), table, narrow))\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["True", "False", "False", "False", "False", "True"], done.stderr
+    assert done.stdout.split() == ["True", *4 * ["False"], "True", "True", "False"], done.stderr
 
 
 def test_a_kernel_that_no_candidate_serves_is_passed_over_unless_it_was_named(

@@ -45,7 +45,8 @@ from tests.nsa.triton_backend.gluon_memory import (
 )
 
 KERNELS = {
-    hopper.compressed_window: ("_forward", "_backward_q", "_backward_kv"),
+    hopper.compressed_window: ("_forward", "_backward_q"),
+    hopper.keys_and_values: ("_backward",),
     hopper.scores: ("_group_probabilities",),
     hopper.selected: ("_forward", "_backward_q"),
 }

@@ -51,7 +51,7 @@ SPILLS = {
 """Per thread. On Hopper the tables were measured, and tiles that spill this much were faster than smaller ones; heads
 of 256 spill everywhere; of the choice it is one version, for 64 blocks."""
 
-HOPPER_SPILLS = {"hopper.compressed_window._backward_kv": 240}
+HOPPER_SPILLS = {"hopper.keys_and_values._backward": 240}
 """Per thread: hardly anything of it in the steps that need no mask."""
 KEYS_OF_192_SPILL = {"hopper.compressed_window._forward": 88}
 KEYS_OF_192_SERIALISE = frozenset({"compressed_window._backward_kv"})

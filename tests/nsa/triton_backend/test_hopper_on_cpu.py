@@ -169,7 +169,7 @@ class Branch:
         of_k, of_v = (torch.full((parts, *x.shape), torch.nan, dtype=torch.float32) for x in (k, v))
         seen_by = self.layout.compressed_queries if self.name == "compressed" else self.layout.window_queries
         rows, bounds = self.rows(found, do), (*self.interval, *seen_by)
-        hopper.compressed_window.backward_kv(q, k, v, do, *rows, bounds, of_k, of_v, self.scale)
+        hopper.keys_and_values.backward(q, k, v, do, *rows, bounds, of_k, of_v, self.scale)
         return of_k.sum(0).to(k.dtype), of_v.sum(0).to(v.dtype)
 
     def dq(self, found: Results, do: Tensor, more: tuple[Tensor, Tensor] | None = None) -> Tensor:

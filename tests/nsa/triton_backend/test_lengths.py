@@ -22,7 +22,7 @@ def test_lengths_come_and_go_without_a_compilation(group: int) -> None:
     assert len(found) >= 13
     # of groups of 16 with `hopper/` that of compressed keys, of others none
     assert found.pop("compressed_window._backward_kv", 1) <= BACKWARD_OF_KEYS
-    assert found.pop("hopper.compressed_window._backward_kv", 1) <= 2  # into float32, and into the type of the keys
+    assert found.pop("hopper.keys_and_values._backward", 1) <= 2  # into float32, and into the type of the keys
     assert found.pop("topk._topk") == 2  # up to 64 and up to 128 blocks
     assert found.pop("compression._prepare") == 2  # keys and values together, and one of them alone
     assert found.pop("partial_sums._add_kv_parts", 1) <= 2  # into float32, and into the type of the keys
