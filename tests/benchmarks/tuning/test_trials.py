@@ -114,8 +114,8 @@ def test_what_does_not_fit_an_architecture_is_dropped() -> None:
 
 @pytest.mark.skipif(not hopper.AVAILABLE, reason="kernels of hopper/ need a version of Triton that was tried")
 def test_what_hopper_does_not_serve_or_take_is_dropped() -> None:
-    """Other heads; one stage, with which scores, and dk and dv, would wait for ever; 32 rows, which are no warpgroup; keys of 192
-    channels, unless the table has a launch for them."""
+    """Other heads; one stage, with which scores, and dk and dv, would wait for ever; 32 rows, which are no warpgroup;
+    keys of 192 channels, unless the table has a launch for them."""
     program = (
         "from nsa.triton_backend.trials import *\n"
         "table, launch = tuning.table(90), LaunchConfig(64, 64, 4, 2)\n"
