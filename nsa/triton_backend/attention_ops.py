@@ -250,5 +250,5 @@ def _is_short(q: Tensor, k: Tensor, v: Tensor) -> bool:
     tensors into one, as these do where launches cannot be recorded (`planned.AVAILABLE`)."""
     if max(q.numel(), k.numel()) * q.itemsize > dispatch.MOST_PLANNED_BYTES:
         return False
-    of_hopper = v.shape[3] == hopper.CHANNELS and k.shape[3] in hopper.CHANNELS_OF_KEYS
+    of_hopper = k.shape[3] in hopper.CHANNELS_OF_KEYS and k.shape[3] >= v.shape[3] == hopper.CHANNELS
     return not (of_hopper and dispatch.has_hopper_kernels(q.device))

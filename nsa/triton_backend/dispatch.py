@@ -106,7 +106,8 @@ def _hopper(call: Call) -> bool:
 
 def _hopper_backward_kv(call: Call) -> bool:
     """TMA reads queries too. Plans launch nothing with TMA, so that short calls with heads of 64 are left out. So are
-    compressed keys of groups of 16 with heads of 128: 64/4 at 16k take 1.40 ms here and 1.28 in tiles of 128 keys."""
+    compressed keys of groups of 16 with heads of 128, where they are fewer than the queries: 64/4 at 16k take 1.40 ms
+    here and 1.28 in tiles of 128 keys."""
     if not _hopper(call) or not readable_by_tma(call.q):
         return False
     (queries, keys), dk = call.lengths, call.q.shape[3]
@@ -213,7 +214,7 @@ def hopper_serves(computation: str, group: int, k: Tensor, v: Tensor) -> bool:
     """Whether a kernel of `hopper/` can be launched for groups of so many heads and these keys and values [B, T, H, D].
 
     That takes a version of Triton that was tried, a launch in the architecture's table ("hopper.scores", ..., measured
-    with 16 heads per group), and 16-bit heads of 128, or 192 of keys, that TMA can read where they lie.
+    with 16 heads per group), and 16-bit heads of 128 (192 of keys; 64 for dk and dv), that TMA can read where they lie.
     """
     dk, dv = k.shape[3], v.shape[3]
     if not hopper.AVAILABLE or dk not in hopper.CHANNELS_OF_KEYS or interpreted():

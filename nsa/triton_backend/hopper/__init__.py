@@ -1,4 +1,4 @@
-"""Forward, dq and scores again with Hopper's own instructions, in Gluon: TMA brings tiles while others are multiplied.
+"""Kernels again with Hopper's own instructions, in Gluon: TMA brings tiles while others are multiplied.
 
 The kernels of the folder above say what is computed; nothing but how differs here. Which calls come here:
 `dispatch.py`. Gluon is an experiment of Triton's: only versions that were tried serve.
@@ -11,7 +11,7 @@ import triton
 TRIED = ("3.6.", "3.7.")
 """Versions of Triton."""
 CHANNELS = 128
-"""Channels of a value, and of the first tile of a key: tiles have widths that are powers of two."""
+"""Channels of a value, and of the first tile of a key, at most: tiles have widths that are powers of two."""
 CHANNELS_OF_KEYS = (64, 128, 192)
 AVAILABLE = triton.__version__.startswith(TRIED)
 if AVAILABLE:

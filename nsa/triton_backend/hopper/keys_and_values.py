@@ -34,7 +34,7 @@ from nsa.triton_backend.tuning import cdiv
 
 @jit
 def _within(key, lo, hi):
-    """`intervals.within`"""
+    """`intervals.within`; flipping the top bit of both makes a signed comparison an unsigned one."""
     return ((key - lo) ^ -(2**31)) < ((hi - lo) ^ -(2**31))
 
 

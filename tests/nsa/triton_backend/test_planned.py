@@ -264,6 +264,19 @@ def test_kernels_of_hopper_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> 
     assert [one.args[2] for one in told.launched.call_args_list] == [None]
 
 
+@pytest.mark.parametrize("heads", [(64, 64), (64, 128), (128, 128), (192, 128)], ids=str)
+def test_a_graph_and_a_call_agree_on_what_goes_by_plan_on_hopper(
+    monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(dispatch, "interpreted", lambda: False)
+    with ahead_of_time.recorded(90):
+        monkeypatch.setattr(planned, "AVAILABLE", True)
+        q, k, v = (
+            torch.zeros(1, 256, n, d, dtype=torch.bfloat16) for n, d in ((12, heads[0]), *((2, d) for d in heads))
+        )
+        assert attention_ops._is_short(q, k, v) is planned.serves(q, k, v)
+
+
 def _before(launches: list[Any]) -> list[set[int]]:
     """For each launch of a plan which ones have ended when it starts: by the order in its lane, and by its waits."""
     found, last = list[set[int]](), dict[int, int]()
