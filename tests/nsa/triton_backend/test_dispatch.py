@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import architecture, dispatch, hopper, scores, tuning
+from nsa.triton_backend import architecture, compressed_window, dispatch, hopper, scores, tuning
 from nsa.triton_backend.dispatch import TABLE, Call, SelectionBlocks, Variant, hopper_serves, variant
 from tests.nsa.triton_backend import masking
 
@@ -160,6 +161,21 @@ class TestWhatIsServed:
         assert variant(kernel, self.keys, self.keys, self.keys) is Variant.HOPPER
         odd = torch.zeros(2, 30, 4, 129, dtype=torch.bfloat16)[..., 1:]
         assert variant(kernel, odd, self.keys, self.keys) is Variant.PLAIN
+
+    @pytest.mark.parametrize("readable", [True, False])
+    def test_dk_and_dv_take_a_gradient_that_tma_cannot_read_elsewhere(
+        self, monkeypatch: pytest.MonkeyPatch, readable: bool
+    ) -> None:
+        on_hopper, elsewhere = mock.MagicMock(), mock.MagicMock()
+        monkeypatch.setattr(hopper.keys_and_values, "backward", on_hopper)
+        monkeypatch.setattr(compressed_window, "_backward_kv", elsewhere)
+        size = self.keys.numel()
+        do = torch.zeros(size + 8, dtype=torch.bfloat16)[8 if readable else 1 :][:size].view(self.keys.shape)
+        bounds, of_rows = torch.zeros(30, dtype=torch.int32), torch.zeros(2, 30, 4)
+        compressed_window._parts_of_keys(
+            self.keys, self.keys, self.keys, do, bounds, bounds, of_rows, of_rows, bounds, bounds, 1, 1.0, False, None
+        )
+        assert (on_hopper.called, elsewhere.__getitem__.called) == (readable, not readable)
 
     def test_the_interpreter_runs_none_of_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dispatch, "interpreted", lambda: True)
