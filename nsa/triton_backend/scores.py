@@ -10,6 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from nsa.config import NSAConfig
 from nsa.geometry import Layout
 from nsa.triton_backend import compressed_window, hopper, topk, tuning
 from nsa.triton_backend.dispatch import Variant, variant
@@ -69,7 +70,9 @@ def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: T
     on_hopper = variant("scores", q, k_cmp, k_cmp) is Variant.HOPPER
     shape = tuning.shape("hopper.scores" if on_hopper else "scores", q, k_cmp)
     chunk = min(CHUNK, max(SCRATCH // (batch * num_kv_heads * max(slots, 1)), shape.tokens), length)
-    p = q.new_empty(batch, chunk, num_kv_heads, slots, dtype=torch.float32)
+    summed = on_hopper and layout.cu_seqlens is None and _summed_weights(layout.config)
+    width = cdiv(layout.max_blocks, topk.READ_AT_ONCE) * topk.READ_AT_ONCE if summed else slots
+    p = q.new_empty(batch, chunk, num_kv_heads, width, dtype=torch.float32)
     for first in range(0, length, chunk):
         count = min(chunk, length - first)
         tiles = cdiv(count, shape.tokens)
@@ -78,7 +81,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: T
         with on_device(q):
             if on_hopper:
                 hopper.scores.group_probabilities(
-                    q, k_cmp, lse, (lo, hi), p, first, count, splits, shape, scale * LOG2E
+                    q, k_cmp, lse, (lo, hi), p, first, count, splits, shape, scale * LOG2E, summed
                 )
             elif slots:
                 _group_probabilities[tiles * splits, num_kv_heads, batch](
@@ -86,5 +89,10 @@ def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: T
                     first, count, length, slots, heads, num_kv_heads, heads // num_kv_heads, scale * LOG2E, splits,
                     dk, shape.dk, shape.tokens, shape.group, shape.keys, **shape.launch,
                 )  # fmt: skip
-            topk.choose(p, layout, first, count, out)
+            topk.choose(p, layout, first, count, out, summed)
     return out
+
+
+def _summed_weights(config: NSAConfig) -> bool:
+    """Whether the kernel of `hopper/` can sum the probabilities to scores."""
+    return topk.weights(config) == (-1, hopper.scores.SUMMED_WEIGHTS)

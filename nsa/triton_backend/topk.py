@@ -21,6 +21,7 @@ from nsa.triton_backend.tuning import cdiv, next_power_of_2
 
 ELEMENTS = 128  # scores per program, unless a row has more
 ELEMENTS_PER_WARP = 2048
+READ_AT_ONCE = 4  # scores of selection blocks by one thread; rows of them are a multiple as long
 BITS_OF_INF = tl.constexpr(0x7F800000)  # above any score; a forced block gets it
 FIRST_STEP = tl.constexpr(1 << 19)  # below the best score, as integers: 1/32 to 1/16 of it
 LAST_STEP = tl.constexpr(1 << 29)
@@ -55,9 +56,9 @@ def best(score, block, current, INIT: tl.constexpr, LOCAL: tl.constexpr, N: tl.c
 
 @kernel
 def _topk(
-    P, LO, HI, POSITIONS, OUT, first_query, count, S, SLOTS, HKV,
-    STEP: tl.constexpr, FIRST_OFFSET: tl.constexpr, WEIGHTS: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
-    SIZE: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BR: tl.constexpr, BLOCKS: tl.constexpr,
+    P, LO, HI, POSITIONS, OUT, first_query, count, S, WIDTH, HKV,
+    SUMMED: tl.constexpr, STEP: tl.constexpr, FIRST_OFFSET: tl.constexpr, WEIGHTS: tl.constexpr, INIT: tl.constexpr,
+    LOCAL: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BR: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     b, row = tl.program_id(1).to(tl.int64), tl.program_id(0) * BR + tl.arange(0, BR)
     here = row < count * HKV
@@ -66,12 +67,18 @@ def _topk(
     current = (tl.load(POSITIONS + query, mask=here, other=-1) // SIZE).to(tl.int32)  # the block that holds the query
     block = tl.arange(0, BLOCKS)
 
-    from_row = P + ((b * count * HKV + row) * SLOTS + lo)[:, None]
-    score = tl.zeros([BR, BLOCKS], tl.float32)
-    for i in tl.static_range(len(WEIGHTS)):
-        c = block * STEP + (FIRST_OFFSET + i)
-        visible = (c >= 0)[None, :] & (c[None, :] < (hi - lo)[:, None])
-        score += WEIGHTS[i] * tl.load(from_row + c[None, :], mask=visible, other=0.0)
+    if SUMMED:  # of one document, and four at a time: WIDTH is a multiple of 4
+        from_row = P + ((b * count * HKV + row) * (WIDTH // 4) * 4)[:, None]
+        some_visible = (block // 4 * (4 * STEP) + FIRST_OFFSET)[None, :] < hi[:, None]
+        score = tl.load(from_row + block[None, :], mask=some_visible, other=0.0)
+        score = tl.where((block * STEP + FIRST_OFFSET)[None, :] < hi[:, None], score, 0.0)
+    else:
+        from_row = P + ((b * count * HKV + row) * WIDTH + lo)[:, None]
+        score = tl.zeros([BR, BLOCKS], tl.float32)
+        for i in tl.static_range(len(WEIGHTS)):
+            c = block * STEP + (FIRST_OFFSET + i)
+            visible = (c >= 0)[None, :] & (c[None, :] < (hi - lo)[:, None])
+            score += WEIGHTS[i] * tl.load(from_row + c[None, :], mask=visible, other=0.0)
     score = tl.where(score == score, score, 0.0)  # the bits of a NaN would rank above a forced block
     taken = best(score, block, current, INIT, LOCAL, N)
 
@@ -84,13 +91,16 @@ def _topk(
 
 
 @functools.cache
-def _weights(config: NSAConfig) -> tuple[int, tuple[int, ...]]:
+def weights(config: NSAConfig) -> tuple[int, tuple[int, ...]]:
     """Eq. 9's first offset, and the weights from there on."""
     return geometry.overlap_offsets(config).start, tuple(geometry.overlap_weights(config))
 
 
-def choose(p: Tensor, layout: Layout, first: int, count: int, out: Tensor) -> None:
-    """Write out[:, first : first + count], int32 [B, S, Hkv, n], from p, the probabilities of these queries."""
+def choose(p: Tensor, layout: Layout, first: int, count: int, out: Tensor, summed: bool = False) -> None:
+    """Write out[:, first : first + count], int32 [B, S, Hkv, n], from p of these queries.
+
+    p are the probabilities of compressed blocks; `summed`, the scores of selection blocks.
+    """
     config, (batch, length, num_kv_heads, n) = layout.config, out.shape
     seen = layout.num_keys - length + first + count  # no position in these queries is as large
     places = next_power_of_2(n)
@@ -98,7 +108,7 @@ def choose(p: Tensor, layout: Layout, first: int, count: int, out: Tensor) -> No
     rows = max(ELEMENTS // blocks, 1)
     _topk[cdiv(count * num_kv_heads, rows), batch](
         p, *layout.compressed_interval, layout.positions, out, first, count, length, p.shape[3], num_kv_heads,
-        config.l_sel // config.d, *_weights(config),
+        summed, config.l_sel // config.d, *weights(config),
         config.init_blocks, config.local_blocks, config.l_sel, n, places, rows, blocks,
         num_warps=min(max(rows * blocks // ELEMENTS_PER_WARP, 1), 16),
     )  # fmt: skip

@@ -80,6 +80,26 @@ def test_choice_among_many_blocks_is_that_of_a_sort(device: torch.device, n: int
         assert out[0, i, 0].tolist() == wanted(scores, t // 8, config), i
 
 
+@pytest.mark.parametrize("keys", [40, 300])
+def test_choice_by_scores_is_that_by_probabilities(device: torch.device, keys: int) -> None:
+    config, queries = nsa.NSAConfig(l=4, d=2, l_sel=8, n_sel=5, w=30), 33
+    layout = Layout(queries, keys, config, device)
+    p = torch.rand(2, queries, 2, layout.num_slots, generator=torch.Generator().manual_seed(keys)).to(device)
+    seen = torch.arange(layout.num_slots, device=device) < layout.compressed_interval[1][:, None, None]
+    width = -(-layout.max_blocks // topk.READ_AT_ONCE) * topk.READ_AT_ONCE
+    padded = torch.nn.functional.pad(torch.where(seen, p, 0.0), (1, 4 * width - layout.num_slots))
+    scores = padded[..., 0:-1:4]
+    for offset, weight in enumerate(topk.weights(config)[1][1:], start=1):
+        scores = scores + weight * padded[..., offset::4][..., :width]
+    has_any = 4 * torch.arange(width, device=device) - 1 < layout.compressed_interval[1][:, None, None]
+    by_scores, by_probabilities = (
+        torch.empty(2, queries, 2, config.n_sel, dtype=torch.int32, device=device) for _ in range(2)
+    )
+    topk.choose(torch.where(has_any, scores, torch.inf), layout, 0, queries, by_scores, summed=True)
+    topk.choose(torch.where(seen, p, torch.inf), layout, 0, queries, by_probabilities)
+    assert torch.equal(by_scores, by_probabilities)
+
+
 @pytest.mark.parametrize("documents", [None, (30, 1, 0, 39)])
 def test_queries_choose_alike_piece_by_piece(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, documents: tuple[int, ...] | None
