@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from nsa.triton_backend import architecture, hopper, traffic, tuning
+from nsa.triton_backend import architecture, block_unions, hopper, traffic, tuning
 from nsa.triton_backend.tuning import next_power_of_2
 
 MAX_HEAD_DIM = 256
@@ -27,6 +27,8 @@ MIN_CAPABILITY = (8, 0)
 KV_MAJOR_MIN_QUERIES = 2048  # below, the sort costs more than it saves
 MASKED_MIN_QUERIES = 1024  # below, too few tiles keep the GPU busy
 MASKED_MAX_BLOCKS = 64  # the bits of a mask
+SHARED_MIN_QUERIES = 1024  # below, too few tiles keep the GPU busy
+SHARED_MAX_CHOSEN = 32  # by a query; the blocks of a tile are compared with one another
 KV_MAJOR_MAX_BLOCK_BYTES = 48 * 2**10  # of keys and values, which stay in shared memory
 MOST_PLANNED_BYTES = 16 * 2**20
 """Of queries, and of keys, of a call that goes by a plan (`planned.py`): from some 10,000 tokens of 12 heads of 64 on,
@@ -41,6 +43,7 @@ class Variant(enum.Enum):
     MASKED = "selected_masked.py"
     HOPPER = "hopper/"
     KV_MAJOR = "selected_kv_major.py"
+    SHARED = "hopper/shared_blocks.py"
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class SelectionBlocks:
     """Of a query's blocks, those that are forced."""
     count: int = 0
     """Blocks that there are."""
+    chosen: int = 0
+    """Of them by a query, n."""
     packed: bool = False
     """Whether they are of several documents."""
     sequence_tokens: int | None = None
@@ -123,6 +128,15 @@ def _hopper_selected(call: Call) -> bool:
     return call.blocks.size % tuning.shape(f"hopper.{call.computation}", call.q, call.v).keys == 0
 
 
+def _shared(call: Call) -> bool:
+    """A block must be a tile, and the heads of TOKENS queries a tile's rows."""
+    if not hopper_serves("shared_blocks_forward", call.group, call.k, call.v) or call.blocks.packed:
+        return False
+    shape = tuning.shape("hopper.shared_blocks_forward", call.q, call.v)
+    fits = tuning.padded(call.group) * block_unions.TOKENS == shape.rows and call.blocks.size == shape.keys
+    return fits and call.lengths[0] >= SHARED_MIN_QUERIES and call.blocks.chosen <= SHARED_MAX_CHOSEN
+
+
 def _masked(call: Call, *kernels: str) -> bool:
     """A step of keys, whose number is a power of two, must lie in one block, and all blocks in one mask."""
     blocks, (queries, keys) = call.blocks, call.lengths
@@ -187,6 +201,7 @@ TABLE = {
     "selected_forward": (
         Rule(Variant.MASKED, _masked_forward, _SHORT),
         Rule(Variant.KV_MAJOR, _kv_major_forward, "each block is read once: small groups, or an L2 that holds no head"),
+        Rule(Variant.SHARED, _shared, "neighbours choose alike: what several of them chose is brought once"),
         Rule(Variant.HOPPER, _hopper_selected, _ON_HOPPER),
         Rule(Variant.PLAIN, _any, "the heads of a group share each key; nothing is sorted"),
     ),

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.geometry import Layout, num_selection_blocks
-from nsa.triton_backend import hopper, selected_kv_major, selected_masked, tuning
+from nsa.triton_backend import block_unions, hopper, selected_kv_major, selected_masked, tuning
 from nsa.triton_backend.dispatch import SelectionBlocks, Variant, variant
 from nsa.triton_backend.gated_sum import gated
 from nsa.triton_backend.launch import LOG2E, MAX_TILE, backward_rows, finite_keys, on_device, strides, unit_stride
@@ -158,7 +158,12 @@ def forward(
     if kernel is Variant.KV_MAJOR:
         selected_kv_major.forward(q, k, v, block_indices, layout, scale, finite, o, lse, read, whole)
         return o, lse, read, NO_MASKS
-    if kernel is Variant.HOPPER:
+    if kernel is Variant.SHARED:
+        finite = finite_keys(k, v) if finite is None else finite
+        shared = block_unions.unions(block_indices, finite, layout)
+        with on_device(q):
+            hopper.shared_blocks.forward(q, k, v, finite, shared, scale, o, lse, read, whole)
+    elif kernel is Variant.HOPPER:
         with on_device(q):
             hopper.selected.forward(q, k, v, block_indices, layout, scale, o, lse, read, whole)
     else:
@@ -224,7 +229,7 @@ def backward(
 def finite_keys_of(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor | None:
     """`launch.finite_keys` for `forward` in a call of all branches; None where the kernel that serves it reads none."""
     kernel = variant("selected_forward", q, k, v, _blocks(layout, layout.config.n_sel))
-    return finite_keys(k, v) if kernel in (Variant.MASKED, Variant.KV_MAJOR) else None
+    return finite_keys(k, v) if kernel in (Variant.MASKED, Variant.KV_MAJOR, Variant.SHARED) else None
 
 
 def _blocks(layout: Layout, n: int) -> SelectionBlocks:
@@ -233,7 +238,7 @@ def _blocks(layout: Layout, n: int) -> SelectionBlocks:
     forced = min((config.init_blocks + config.local_blocks) / max(n, 1), 1.0)
     whole = layout.sequence_tokens
     count = layout.max_blocks if whole is None else num_selection_blocks(whole, config)
-    return SelectionBlocks(config.l_sel, forced, count, layout.cu_seqlens is not None, whole)
+    return SelectionBlocks(config.l_sel, forced, count, n, layout.cu_seqlens is not None, whole)
 
 
 def _per_token(

@@ -44,9 +44,11 @@ PARTS = {
     "hopper.scores": ("choice",),
     "hopper.selected_forward": ("selected",),
     "hopper.selected_backward_q": ("selected",),
+    "hopper.shared_blocks_forward": ("selected",),
 }
 """What a kernel is part of."""
 HOPPER = "hopper."
+SHARED = "hopper.shared_blocks_forward"
 JIT_NAMES = {
     "hopper.compressed_window_backward_kv": "hopper.keys_and_values._backward",
     "hopper.scores": "hopper.scores._group_probabilities",
@@ -54,7 +56,12 @@ JIT_NAMES = {
     "selected_kv_major": "selected_kv_major._forward",
     "selected_backward_kv": "selected_kv_major._backward",
 }
-BY_BLOCK = {"selected_kv_major": True, "selected_forward": False, "selected_backward_q": False}
+BY_BLOCK = {
+    "selected_kv_major": True,
+    "selected_forward": False,
+    "selected_backward_q": False,
+    "shared_blocks_forward": False,
+}
 """Kernels of the selected branch that serve some calls only: whether they loop over blocks of keys."""
 SAME_BLOCKS = 0.999
 """Of the chosen blocks: a sum in another order may turn a tie in the last bit."""
@@ -79,7 +86,9 @@ def using(kernel: str, tuned: LaunchConfig, table: Table, workload: Workload) ->
     launches = {table.name(kernel, workload.width, workload.group): tuned}
     other = candidates.changed(table, workload.width, launches, table.how)
     if not kernel.startswith(HOPPER):
-        other = dataclasses.replace(other, narrow=_without_hopper(other.narrow), wide=_without_hopper(other.wide))
+        other = _without(HOPPER, other)
+    elif kernel == "hopper.selected_forward":
+        other = _without(SHARED, other)
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(tuning, "table", return_value=other))
         if (by_block := BY_BLOCK.get(kernel.removeprefix(HOPPER))) is not None:
@@ -87,8 +96,13 @@ def using(kernel: str, tuned: LaunchConfig, table: Table, workload: Workload) ->
         yield
 
 
-def _without_hopper(launches: Mapping[str, LaunchConfig]) -> dict[str, LaunchConfig]:
-    return {name: launch for name, launch in launches.items() if not name.startswith(HOPPER)}
+def _without(prefix: str, table: Table) -> Table:
+    """The table without the launches whose names begin so, of wide and narrow rows."""
+
+    def others(launches: Mapping[str, LaunchConfig]) -> dict[str, LaunchConfig]:
+        return {name: launch for name, launch in launches.items() if not name.startswith(prefix)}
+
+    return dataclasses.replace(table, narrow=others(table.narrow), wide=others(table.wide))
 
 
 def fits(kernel: str, tuned: LaunchConfig, table: Table, workload: Workload) -> bool:

@@ -15,4 +15,10 @@ CHANNELS = 128
 CHANNELS_OF_KEYS = (64, 128, 192)
 AVAILABLE = triton.__version__.startswith(TRIED)
 if AVAILABLE:
-    from nsa.triton_backend.hopper import compressed_window, keys_and_values, scores, selected  # noqa: F401 - for the callers
+    from nsa.triton_backend.hopper import (  # noqa: F401 - for the callers
+        compressed_window,
+        keys_and_values,
+        scores,
+        selected,
+        shared_blocks,
+    )

@@ -49,6 +49,7 @@ KERNELS = {
     hopper.keys_and_values: ("_backward",),
     hopper.scores: ("_group_probabilities",),
     hopper.selected: ("_forward", "_backward_q"),
+    hopper.shared_blocks: ("_forward",),
 }
 ORDERS = ("late", "early")
 """When a product that runs beside other work reads its operands: as late as it may, or at once."""
@@ -198,6 +199,8 @@ _LANGUAGE: dict[str, Any] = {
     "zeros_like": torch.zeros_like,
     "convert_layout": lambda x, _: x,
     "expand_dims": torch.unsqueeze,
+    "split": lambda x: (x[..., 0], x[..., 1]),
+    "gather": lambda x, index, axis: x.gather(axis, index.long()),
     "max": _largest,
     "min": lambda x, axis: x.amin(axis),
     "sum": lambda x, axis: x.sum(axis, dtype=x.dtype),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -186,6 +187,33 @@ class TestWhatIsServed:
         q = self.keys.repeat(1, 1, 4, 1)
         found = variant("selected_forward", q, self.keys, self.keys, SelectionBlocks(l_sel))
         assert (found is Variant.HOPPER) == served
+
+    @pytest.mark.parametrize(
+        ("changes", "shared"),
+        [
+            ({}, True),
+            ({"queries": 1023}, False),
+            ({"queries": 64, "sequence_tokens": 1024}, True),
+            ({"group": 9}, True),
+            ({"group": 17}, False),
+            ({"dk": 192}, True),
+            ({"dk": 64}, False),
+            ({"size": 128}, False),
+            ({"packed": True}, False),
+            ({"chosen": 32}, True),
+            ({"chosen": 33}, False),
+        ],
+        ids=str,
+    )
+    def test_neighbours_share_blocks_that_are_tiles_of_one_document(
+        self, changes: dict[str, Any], shared: bool
+    ) -> None:
+        sizes = {"queries": 1024, "group": 16, "dk": 128, "size": 64, "chosen": 16, **changes}
+        queries, group, dk = (sizes.pop(name) for name in ("queries", "group", "dk"))
+        q = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(1, queries, 2 * group, dk)
+        k, v = (torch.zeros(1, queries, 2, d, dtype=torch.bfloat16) for d in (dk, min(dk, 128)))
+        found = variant("selected_forward", q, k, v, SelectionBlocks(**sizes))
+        assert (found is Variant.SHARED) is shared
 
     def test_the_selected_branch_has_sixteen_rows_whatever_the_table_says(
         self, monkeypatch: pytest.MonkeyPatch

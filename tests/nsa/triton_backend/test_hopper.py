@@ -32,6 +32,8 @@ on_hopper = [
 PLAIN = replace(
     LONG, config=nsa.NSAConfig(l=8, d=4, l_sel=64, n_sel=6, w=150), group=16, dk=128, dv=128, dtype=torch.bfloat16
 )
+PAPER = replace(PLAIN, config=nsa.NSAConfig(n_sel=6, w=150), keys=2311)
+"""Its choice is made of scores that the kernel summed, several tiles of them."""
 CASES = {
     "plain": PLAIN,
     "packed": replace(PLAIN, documents=(130, 0, 1, 309, 260)),
@@ -44,11 +46,19 @@ CASES = {
     "keys of 192": replace(PLAIN, dk=192),
     "keys of 192, batch of 2": replace(PLAIN, dk=192, batch=2, group=6, queries=333, keys=333, seed=210),
     "keys of 192, packed": replace(PLAIN, dk=192, documents=(130, 0, 1, 309, 260)),
+    "compressed blocks of the paper": replace(PAPER, queries=301),
+    "compressed blocks of the paper, keys of 192, group of 6": replace(PAPER, queries=301, dk=192, group=6),
     "one token": replace(PLAIN, queries=1, keys=1, seed=0),
     "heads of 64": replace(PLAIN, dk=64, dv=64, group=6),
     "heads of 64, packed": replace(PLAIN, dk=64, dv=64, group=12, documents=(130, 0, 1, 309, 260)),
     "group of 5, chunk": replace(PLAIN, group=5, queries=301),
 }
+SHARED = {
+    f"{name}, blocks shared": replace(case, seed=case.seed + 1)
+    for name, case in CASES.items()
+    if case.dk > 64 and case.group <= 16 and not case.documents and case.config.l_sel == 64
+}
+"""Calls in which neighbouring queries share their blocks, however short."""
 LAWS: list[Callable[..., None]] = [
     test_causality.test_past_ignores_a_changed_future.check,
     test_causality.test_past_ignores_a_future_that_is_not_finite.check,
@@ -86,6 +96,9 @@ def only_hopper(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     and dv in `hopper/` alone, and compressed keys of large groups with heads of 128 all but these.
     """
     monkeypatch.setattr(dispatch, "MOST_PLANNED_BYTES", 0)
+    if case in SHARED.values():
+        monkeypatch.setattr(dispatch, "SHARED_MIN_QUERIES", 1)
+        monkeypatch.setattr(hopper.selected, "_forward", _Unused())
     for module, name in FORWARD_AND_DQ if case.dk > 64 else ():
         if case.group <= 16 if module is selected else case.keys > 1:
             monkeypatch.setattr(module, name, _Unused())
@@ -94,7 +107,7 @@ def only_hopper(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
 
 
 @pytest.mark.usefixtures("only_hopper")
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("case", (CASES | SHARED).values(), ids=CASES | SHARED)
 class TestLaws:
     pytestmark = on_hopper
 
@@ -118,6 +131,13 @@ class TestChoices:
         same = x._replace(k=x.k[:, :1].expand_as(x.k).contiguous())
         found, wanted = (Parts(name, torch.device("cuda")).select(case, same) for name in ("triton", "reference"))
         assert torch.equal(found, wanted)
+
+    @pytest.mark.parametrize(("group", "dk"), [(16, 128), (6, 192)])
+    def test_programs_that_share_a_tile_choose_as_the_reference(self, group: int, dk: int) -> None:
+        case = replace(PAPER, group=group, dk=dk, queries=61, keys=20_011)
+        x = case.inputs(torch.device("cuda"))
+        found, wanted = (Parts(name, torch.device("cuda")).select(case, x) for name in ("triton", "torch"))
+        assert (found == wanted).float().mean() > 0.999  # of probabilities rounded in two ways
 
 
 class TestAddresses:

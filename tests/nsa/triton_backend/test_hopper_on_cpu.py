@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 import nsa
 from nsa.geometry import Layout
-from nsa.triton_backend import architecture, hopper, tuning
+from nsa.triton_backend import architecture, block_unions, hopper, tuning
 from nsa.triton_backend.launch import LOG2E
 from tests.laws import oracle
 from tests.laws.budget import BACKWARD, FORWARD, gradient_unit, output_unit, score_unit, within_budget
@@ -60,12 +60,22 @@ HEADS_OF_64 = {
     "long chunk, heads of 64": replace(LONG_CHUNK, dk=64, dv=64, group=5),
 }
 """Of these the table has dk and dv alone."""
+OF_SHARED = [name for name, case in CASES.items() if not case.documents]
+OF_SUMMED = {
+    "plain": {"queries": 90, "keys": 300},
+    "batch of 2, group of 6": {"batch": 2, "group": 6, "num_kv_heads": 2, "queries": 31, "keys": 410},
+    "group of 64, keys of 192": {"group": 64, "dk": 192, "queries": 20, "keys": 258},
+    "one query": {"queries": 1, "keys": 9},
+}
+"""Of cases whose kernel sums probabilities to scores of selection blocks."""
 GROUP_OF_64 = replace(PLAIN, group=64, queries=70, keys=70)
 of_cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 of_all_groups = pytest.mark.parametrize("case", [*CASES.values(), GROUP_OF_64], ids=[*CASES, "group of 64"])
 WITH_HEADS_OF_64 = CASES | {"group of 64": GROUP_OF_64} | HEADS_OF_64
 of_all_heads = pytest.mark.parametrize("case", WITH_HEADS_OF_64.values(), ids=WITH_HEADS_OF_64.keys())
 of_both_keys = pytest.mark.parametrize("dk", [128, 192])
+SELECTED = ("selected", "shared")
+"""The selected branch by query, and by tiles of queries that share their blocks (forward alone)."""
 of_intervals = pytest.mark.parametrize("branch", ["compressed", "window"])
 
 
@@ -121,7 +131,7 @@ class Branch:
     @cached_property
     def mask(self) -> Tensor:
         """bool [B, Hkv, S, T]: what each query sees."""
-        if self.name == "selected":
+        if self.name in SELECTED:
             return oracle.selected_mask(self.case, self.blocks)
         if self.name == "window":
             mask = oracle.window_mask(self.case, CPU)
@@ -154,6 +164,9 @@ class Branch:
         written = found.o, found.lse, found.read
         if self.name == "selected":
             hopper.selected.forward(q, k, v, self.blocks, self.layout, self.scale, *written, whole)
+        elif self.name == "shared":
+            unions = block_unions.unions(self.blocks, self.finite, self.layout)
+            hopper.shared_blocks.forward(q, k, v, self.finite, unions, self.scale, *written, whole)
         else:
             hopper.compressed_window.forward(q, k, v, self.finite, *self.interval, *written, self.scale)
         return found
@@ -176,7 +189,7 @@ class Branch:
         q, k, v = self.qkv
         lse, delta = self.rows(found, do)
         dq = torch.full_like(q, torch.nan)
-        if self.name == "selected":
+        if self.name in SELECTED:
             hopper.selected.backward_q(q, k, v, do, self.blocks, self.layout, self.scale, lse, delta, dq, more)
         else:
             hopper.compressed_window.backward_q(q, k, v, self.finite, do, *self.interval, lse, delta, dq, self.scale)
@@ -209,7 +222,7 @@ def require_gradients_within_budget(branch: Branch, found: Results, parts: int =
     own = _gradients(branch, do, oracle.sdpa, do.dtype)
     truth = _gradients(branch, do, oracle.dense, torch.float64)
     within_budget("dq", branch.dq(found, do), own[0], truth[0], BACKWARD, unit=gradient_unit(branch.x, do))
-    if branch.name != "selected":
+    if branch.name not in SELECTED:
         for name, *three in zip(("dk", "dv"), branch.dkv(found, do, parts), own[1:], truth[1:], strict=True):
             within_budget(name, *three, BACKWARD, unit=0.0, steady=True)
 
@@ -242,6 +255,10 @@ class TestBranches:
         require_forward_within_budget(of_case, found)
         require_gradients_within_budget(of_case, found)
 
+    @pytest.mark.parametrize("name", OF_SHARED)
+    def test_shared_blocks(self, name: str) -> None:
+        require_forward_within_budget(branch := branch_of(CASES[name], "shared"), branch.forward())
+
 
 @pytest.mark.usefixtures("order")
 class TestScores:
@@ -254,9 +271,8 @@ class TestScores:
         first, count = case.queries // 3, case.queries - case.queries // 2
         found = torch.full((case.batch, count, case.num_kv_heads, k.shape[1]), torch.nan)
         shape = tuning.shape("hopper.scores", q, k)
-        hopper.scores.group_probabilities(
-            q, k, lse.float().contiguous(), branch.interval, found, first, count, splits, shape, branch.scale * LOG2E
-        )
+        of_call = lse.float().contiguous(), branch.interval, found, first, count, splits, shape, branch.scale * LOG2E
+        hopper.scores.group_probabilities(q, k, *of_call, summed=False)
         single = oracle.attend(*(x.float() for x in (q, k, k)), branch.mask)[2]
         seen = branch.mask[:, :, first : first + count].transpose(1, 2)
         summed = (
@@ -267,11 +283,39 @@ class TestScores:
         unit = case.group * score_unit(branch.x)
         within_budget("p", found[seen], *summed, FORWARD, unit=unit)
 
+    @pytest.mark.parametrize("splits", [1, 2, 5])
+    @pytest.mark.parametrize("changes", OF_SUMMED.values(), ids=OF_SUMMED.keys())
+    def test_scores_are_the_sums_of_equation_9_bit_for_bit(self, changes: dict[str, int], splits: int) -> None:
+        """What a query does not see is NaN here: as long as that shows, no score of a block has a share of it."""
+        case = replace(PLAIN, config=nsa.NSAConfig(l=4, d=2, l_sel=8, n_sel=5, w=30), **changes)
+        branch = branch_of(case, "compressed")
+        q, k, _ = branch.qkv
+        k = torch.where(torch.arange(k.shape[1])[:, None, None] < branch.interval[1][-1] - 3, k, torch.nan)
+        first, count = case.queries // 3, case.queries - case.queries // 2
+        lse, shape = case.noise(q)[..., 0].float().contiguous(), tuning.shape("hopper.scores", q, k)
+        blocks = branch.layout.max_blocks
+        p, found = (
+            torch.full((case.batch, count, case.num_kv_heads, width), torch.nan) for width in (k.shape[1], blocks)
+        )
+        for out in (p, found):
+            hopper.scores.group_probabilities(
+                q, k, lse, branch.interval, out, first, count, splits, shape, branch.scale * LOG2E, out is found
+            )
+        hi = branch.interval[1][first : first + count, None, None]
+        p = torch.where(torch.arange(p.shape[3]) < hi, p, 0.0)
+        p = torch.nn.functional.pad(p, (1, 4 * blocks - p.shape[3]))
+        wanted = p[..., 0:-1:4]
+        for offset, weight in enumerate(hopper.scores.SUMMED_WEIGHTS[1:], start=1):
+            wanted = wanted + weight * p[..., offset::4][..., :blocks]
+        has_any = 4 * torch.arange(blocks) - 1 < hi
+        assert torch.equal(*(torch.where(has_any, x, 0.0).nan_to_num(-1.0) for x in (found, wanted)))
+
 
 @pytest.mark.usefixtures("order")
 class TestWholeCalls:
-    def test_the_gated_sum_is_that_of_the_three_outputs(self) -> None:
-        branch = branch_of(PLAIN, "selected")
+    @pytest.mark.parametrize("name", SELECTED)
+    def test_the_gated_sum_is_that_of_the_three_outputs(self, name: str) -> None:
+        branch = branch_of(PLAIN, name)
         gates = branch.x.gates
         others = [PLAIN.noise(branch.qkv[0]) + i for i in range(2)]
         total = torch.full_like(others[0], torch.nan)
@@ -294,7 +338,7 @@ class TestWholeCalls:
 @pytest.mark.usefixtures("order")
 class TestWhatIsNotFinite:
     @of_both_keys
-    @pytest.mark.parametrize("name", ["compressed", "window", "selected"])
+    @pytest.mark.parametrize("name", ["compressed", "window", *SELECTED])
     def test_keys_that_a_query_does_not_see_change_no_bit(self, name: str, dk: int) -> None:
         branch = branch_of(replace(PLAIN, dk=dk), name)
         cut = 100
@@ -306,7 +350,7 @@ class TestWhatIsNotFinite:
         k, v = k.clone(), v.clone()
         k[:, cut], v[:, cut + 1 :] = torch.nan, torch.inf
         broken = replace(branch, x=branch.x._replace(k=k, v=v))
-        if name == "selected":
+        if name in SELECTED:
             broken.__dict__["blocks"] = branch.blocks
         after = broken.forward()
         assert torch.equal(before.o[:, :cut], after.o[:, :cut])
@@ -315,7 +359,7 @@ class TestWhatIsNotFinite:
         assert torch.equal(dq[:, :cut], broken.dq(after, do)[:, :cut])
 
     @of_both_keys
-    @pytest.mark.parametrize("name", ["compressed", "window", "selected"])
+    @pytest.mark.parametrize("name", ["compressed", "window", *SELECTED])
     def test_a_query_or_a_key_that_is_seen_makes_its_rows_nan(self, name: str, dk: int) -> None:
         branch = branch_of(replace(PLAIN, dk=dk), name)
         q, k, _ = branch.x.qkv()
@@ -324,10 +368,10 @@ class TestWhatIsNotFinite:
         k[..., -5] = -k[..., -5].abs()
         k[0, 140, 0, -7] = torch.nan
         broken = replace(branch, x=branch.x._replace(q=q, k=k))
-        if name == "selected":
+        if name in SELECTED:
             broken.__dict__["blocks"] = branch.blocks
         found = broken.forward()
-        changed = {"compressed": 140 // 4 * 4 + 8, "window": 140, "selected": 140}[name]
+        changed = 140 // 4 * 4 + 8 if name == "compressed" else 140
         assert found.o[0, 60, 3].isnan().all()
         assert found.lse[0, 60, 3].isnan()
         assert found.o[0, 60, 4].isfinite().all()
