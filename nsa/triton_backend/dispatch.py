@@ -130,9 +130,10 @@ def _hopper_selected(call: Call) -> bool:
 
 def _shared(call: Call) -> bool:
     """A block must be a tile, and the heads of TOKENS queries a tile's rows."""
-    if not hopper_serves("shared_blocks_forward", call.group, call.k, call.v) or call.blocks.packed:
+    kernel = call.computation.replace("selected", "shared_blocks")
+    if not hopper_serves(kernel, call.group, call.k, call.v) or call.blocks.packed:
         return False
-    shape = tuning.shape("hopper.shared_blocks_forward", call.q, call.v)
+    shape = tuning.shape(f"hopper.{kernel}", call.q, call.v)
     fits = tuning.padded(call.group) * block_unions.TOKENS == shape.rows and call.blocks.size == shape.keys
     return fits and call.lengths[0] >= SHARED_MIN_QUERIES and call.blocks.chosen <= SHARED_MAX_CHOSEN
 
@@ -171,16 +172,26 @@ def _kv_major_dq(call: Call) -> bool:
 
 def sooner_by_block(call: Call, *, backward: bool) -> bool:
     """Whether the selected branch waits less for bytes with the loop over blocks of keys (`traffic.py`)."""
+    return traffic.sooner_by_block(*_traffic(call), backward=backward)
+
+
+def most_shared(q: Tensor, k: Tensor, v: Tensor, blocks: SelectionBlocks) -> int:
+    """Of the blocks of a tile of queries, as many as are sooner shared than read by query: dq."""
+    call, memory = _traffic(Call("selected_backward_q", q, k, v, blocks))
+    return traffic.most_shared(call, memory, blocks.chosen, block_unions.TOKENS)
+
+
+def _traffic(call: Call) -> tuple[traffic.SelectedCall, traffic.MemorySystem]:
     dk, dv, (queries, keys) = call.q.shape[3], call.v.shape[3], call.lengths
     seen = traffic.SelectedCall(
         call.group, dk, dv, call.q.element_size(), call.blocks.size, queries, keys, call.blocks.forced_share
     )
-    memory = traffic.memory_system(call.q.device, architecture.of(call.q.device))
-    return traffic.sooner_by_block(seen, memory, backward=backward)
+    return seen, traffic.memory_system(call.q.device, architecture.of(call.q.device))
 
 
 _SHORT = "most of what a query sees is chosen: no index, no sort, every key once for a tile of queries"
 _ON_HOPPER = "TMA brings the next tiles while warpgroups multiply these"
+_ALIKE = "neighbours choose alike: what several of them chose is brought once"
 TABLE = {
     "compressed_window_forward": (
         Rule(Variant.HOPPER, _hopper, _ON_HOPPER),
@@ -201,13 +212,14 @@ TABLE = {
     "selected_forward": (
         Rule(Variant.MASKED, _masked_forward, _SHORT),
         Rule(Variant.KV_MAJOR, _kv_major_forward, "each block is read once: small groups, or an L2 that holds no head"),
-        Rule(Variant.SHARED, _shared, "neighbours choose alike: what several of them chose is brought once"),
+        Rule(Variant.SHARED, _shared, _ALIKE),
         Rule(Variant.HOPPER, _hopper_selected, _ON_HOPPER),
         Rule(Variant.PLAIN, _any, "the heads of a group share each key; nothing is sorted"),
     ),
     "selected_backward_q": (
         Rule(Variant.MASKED, _masked_backward, _SHORT),
         Rule(Variant.KV_MAJOR, _kv_major_dq, "the same; dk and dv read the blocks anyway, and dq comes along"),
+        Rule(Variant.SHARED, _shared, f"{_ALIKE}; tiles in which they did not go by query, as in hopper/selected.py"),
         Rule(Variant.HOPPER, _hopper_selected, _ON_HOPPER),
         Rule(Variant.PLAIN, _any, "the heads of a group share each key; no partial dq goes through memory"),
     ),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nsa.geometry import Layout, num_selection_blocks
 from nsa.triton_backend import block_unions, hopper, selected_kv_major, selected_masked, tuning
-from nsa.triton_backend.dispatch import SelectionBlocks, Variant, variant
+from nsa.triton_backend.dispatch import SelectionBlocks, Variant, most_shared, variant
 from nsa.triton_backend.gated_sum import gated
 from nsa.triton_backend.launch import LOG2E, MAX_TILE, backward_rows, finite_keys, on_device, strides, unit_stride
 from nsa.triton_backend.selected_masked import NO_MASKS, Masks
@@ -160,9 +160,9 @@ def forward(
         return o, lse, read, NO_MASKS
     if kernel is Variant.SHARED:
         finite = finite_keys(k, v) if finite is None else finite
-        shared = block_unions.unions(block_indices, finite, layout)
+        unions = block_unions.unions(block_indices, finite, layout)
         with on_device(q):
-            hopper.shared_blocks.forward(q, k, v, finite, shared, scale, o, lse, read, whole)
+            hopper.shared_blocks.forward(q, k, v, finite, unions, scale, o, lse, read, whole)
     elif kernel is Variant.HOPPER:
         with on_device(q):
             hopper.selected.forward(q, k, v, block_indices, layout, scale, o, lse, read, whole)
@@ -189,7 +189,8 @@ def gradients(
     """
     q, k, v, block_indices = unit_stride(q), unit_stride(k), unit_stride(v), block_indices.contiguous()
     (_, length, heads, _), num_kv_heads = q.shape, k.shape[2]
-    kernel = variant("selected_backward_q", q, k, v, _blocks(layout, block_indices.shape[-1]))
+    blocks = _blocks(layout, block_indices.shape[-1])
+    kernel = variant("selected_backward_q", q, k, v, blocks)
     if q.numel() == 0:
         return torch.empty_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape)
     rows = do, lse, delta, block_indices, layout, scale
@@ -203,8 +204,15 @@ def gradients(
     dk, dv = selected_kv_major.backward(q, k, v, *rows, None, None, wide)
     if dq is None:  # not before: the partial sums of dk and dv are freed now
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if kernel is Variant.SHARED:
+        finite = finite_keys(k, v) if masks.finite is None else masks.finite
+        unions, most = block_unions.unions(block_indices, finite, layout), most_shared(q, k, v, blocks)
     with on_device(q):
-        if kernel is Variant.HOPPER:
+        if kernel is Variant.SHARED:
+            of_rows = scale, lse, delta, dq, more_dq
+            hopper.shared_blocks.backward_q(q, k, v, finite, unions, do, *of_rows, most)
+            hopper.selected.backward_q(q, k, v, do, block_indices, layout, *of_rows, unions.counts, most)
+        elif kernel is Variant.HOPPER:
             hopper.selected.backward_q(q, k, v, do, block_indices, layout, scale, lse, delta, dq, more_dq)
         else:
             sizes, launch = _per_token("selected_backward_q", q, v, block_indices, layout)

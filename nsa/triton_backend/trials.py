@@ -45,10 +45,11 @@ PARTS = {
     "hopper.selected_forward": ("selected",),
     "hopper.selected_backward_q": ("selected",),
     "hopper.shared_blocks_forward": ("selected",),
+    "hopper.shared_blocks_backward_q": ("selected",),
 }
 """What a kernel is part of."""
 HOPPER = "hopper."
-SHARED = "hopper.shared_blocks_forward"
+SHARED = "hopper.shared_blocks_"
 JIT_NAMES = {
     "hopper.compressed_window_backward_kv": "hopper.keys_and_values._backward",
     "hopper.scores": "hopper.scores._group_probabilities",
@@ -61,6 +62,7 @@ BY_BLOCK = {
     "selected_forward": False,
     "selected_backward_q": False,
     "shared_blocks_forward": False,
+    "shared_blocks_backward_q": False,
 }
 """Kernels of the selected branch that serve some calls only: whether they loop over blocks of keys."""
 SAME_BLOCKS = 0.999
@@ -87,7 +89,7 @@ def using(kernel: str, tuned: LaunchConfig, table: Table, workload: Workload) ->
     other = candidates.changed(table, workload.width, launches, table.how)
     if not kernel.startswith(HOPPER):
         other = _without(HOPPER, other)
-    elif kernel == "hopper.selected_forward":
+    elif kernel.startswith("hopper.selected_"):
         other = _without(SHARED, other)
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(tuning, "table", return_value=other))

@@ -14,6 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from nsa.geometry import Layout
 from nsa.triton_backend import tuning
+from nsa.triton_backend.block_unions import TOKENS
+from nsa.triton_backend.hopper.shared_blocks import are_shared
 from nsa.triton_backend.hopper.tile import (
     descriptor,
     descriptors,
@@ -25,6 +27,7 @@ from nsa.triton_backend.hopper.tile import (
     nonfinite,
     ring,
     softmax,
+    store_dq,
     store_rows,
     tile,
     wait,
@@ -137,21 +140,11 @@ def _forward(
         store_rows(SUM, row * D, g < G, gated(GATES, row, g < G, o_cmp, o, o_win), D, flat)
 
 
-@jit
-def _store_dq(DQ, DQ_CMP, DQ_WIN, row, inside, dq, D: gl.constexpr, flat: gl.constexpr):
-    """Write D channels of dq; add dq of the other branches if given, as `tile.add_branches`."""
-    dq = gl.convert_layout(dq.to(DQ.dtype.element_ty), flat)
-    if DQ_CMP is not None:
-        total = dq.to(gl.float32) + load_rows(DQ_CMP, row, inside, D, flat).to(gl.float32)
-        dq = total + load_rows(DQ_WIN, row, inside, D, flat).to(gl.float32)
-    store_rows(DQ, row, inside, dq, D, flat)
-
-
 @kernel
 def _backward_q(
-    Q, K, K_REST, V, DO, BLOCKS, STARTS, LSE, DELTA, DQ, DQ_CMP, DQ_WIN, q_b, q_s, q_h,
-    S, ahead, HQ, HKV, G, scale, to_base_2, N: gl.constexpr, NP: gl.constexpr, SIZE: gl.constexpr,
-    D: gl.constexpr, REST: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr,
+    Q, K, K_REST, V, DO, BLOCKS, STARTS, COUNTS, LSE, DELTA, DQ, DQ_CMP, DQ_WIN, q_b, q_s, q_h,
+    S, ahead, HQ, HKV, G, most, scale, to_base_2, TOKENS: gl.constexpr, N: gl.constexpr, NP: gl.constexpr,
+    SIZE: gl.constexpr, D: gl.constexpr, REST: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
     STEPS: gl.constexpr = SIZE // BN
@@ -161,6 +154,10 @@ def _backward_q(
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0])
 
     i, h, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    if COUNTS is not None:
+        counts = COUNTS + (b.to(gl.int64) * HKV + h) * gl.cdiv(S, TOKENS) * 2
+        if are_shared(counts, i // TOKENS, most):
+            return
     token, start = i.to(gl.int64) + ahead, gl.load(STARTS + i)
     chosen = BLOCKS + ((b.to(gl.int64) * S + i) * HKV + h) * N
     whole, tiles = _tiles(chosen, token, start, N, NP, SIZE, STEPS)
@@ -219,9 +216,9 @@ def _backward_q(
             fetch(V, b, next_v_at, h, v_slots, v_full, next_v, V_STAGES, next_v < tiles)
             fetch(K, b, next_k_at, h, k_slots, k_full, next_k, K_STAGES, next_k < tiles)
     row = (first_row + g) * (D + REST)
-    _store_dq(DQ, DQ_CMP, DQ_WIN, row, g < G, dq * scale, D, flat)
+    store_dq(DQ, DQ_CMP, DQ_WIN, row, g < G, dq * scale, D, flat)
     if REST > 0:
-        _store_dq(DQ, DQ_CMP, DQ_WIN, row + D, g < G, dq_rest * scale, REST, flat)
+        store_dq(DQ, DQ_CMP, DQ_WIN, row + D, g < G, dq_rest * scale, REST, flat)
 
 
 def forward(
@@ -242,15 +239,17 @@ def forward(
 def backward_q(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, block_indices: Tensor, layout: Layout, scale: float,
     lse: Tensor, delta: Tensor, dq: Tensor, more_dq: tuple[Tensor, Tensor] | None,
+    counts: Tensor | None = None, most: int = 0,
 ) -> None:  # fmt: skip
-    """Write dq, with `more_dq` of the other branches; lse (base 2) and delta are those of `launch.backward_rows`."""
+    """Write dq, with `more_dq` of the other branches; lse (base 2) and delta are those of `launch.backward_rows`. With
+    `counts`, of the tiles that are not `are_shared`."""
     (batch, length, heads, _), num_kv_heads = q.shape, k.shape[2]
     constants, keys, options = _launch("backward_q", q, v, block_indices, layout)
     _backward_q[length, num_kv_heads, batch](
-        q, *descriptors(k, keys), descriptor(v, keys), do, block_indices, layout.starts, lse, delta, dq,
+        q, *descriptors(k, keys), descriptor(v, keys), do, block_indices, layout.starts, counts, lse, delta, dq,
         *(more_dq or (None, None)), *strides(q),
-        length, layout.num_keys - length, heads, num_kv_heads, heads // num_kv_heads, scale, scale * LOG2E,
-        *constants, **options,
+        length, layout.num_keys - length, heads, num_kv_heads, heads // num_kv_heads, most, scale, scale * LOG2E,
+        TOKENS, *constants, **options,
     )  # fmt: skip
 
 

@@ -200,6 +200,16 @@ def gated(GATES, row, inside, o_cmp, o_sel, o_win):
 
 
 @jit
+def store_dq(DQ, DQ_CMP, DQ_WIN, row, inside, dq, D: gl.constexpr, flat: gl.constexpr):
+    """Write D channels of dq; add dq of the other branches if given, as `tile.add_branches`."""
+    dq = gl.convert_layout(dq.to(DQ.dtype.element_ty), flat)
+    if DQ_CMP is not None:
+        total = dq.to(gl.float32) + load_rows(DQ_CMP, row, inside, D, flat).to(gl.float32)
+        dq = total + load_rows(DQ_WIN, row, inside, D, flat).to(gl.float32)
+    store_rows(DQ, row, inside, dq, D, flat)
+
+
+@jit
 def stretches(first, end, all_from, all_to, STEP: gl.constexpr):
     """(tiles, the first that all rows see the whole of, the first after those) of `first` … `end`."""
     tiles = gl.cdiv(gl.maximum(end - first, 0), STEP)

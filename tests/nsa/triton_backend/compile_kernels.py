@@ -4,8 +4,8 @@ Run as a process of its own, without Triton's interpreter, with the compute capa
 `python -m tests.nsa.triton_backend.compile_kernels 86 16 128 128`. A kernel's name is followed by which of its
 versions it is; "forward" behind the sizes leaves the backward pass out, "portable" the kernels of `hopper/`, and
 "float32" is of that type in place of bfloat16. "by-block" compiles the selected branch's loop over blocks alone, as
-where L2 holds no head. The selected branch of short sequences and that of long ones are both compiled,
-and so are calls by plan and others.
+where L2 holds no head. The selected branch of short sequences and that of long ones are both compiled, queries that
+share their blocks and others, calls by plan and others.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ def main() -> None:
     by_block = {"return_value": True} if "by-block" in sys.argv else {"wraps": dispatch.sooner_by_block}
     backward, dtype = "forward" not in sys.argv, torch.float32 if "float32" in sys.argv else torch.bfloat16
     with recorded(architecture) as launches, mock.patch.object(dispatch, "sooner_by_block", **by_block):
-        for least in (LENGTH, LENGTH + 1):  # of `selected_masked.py`
+        for least in (LENGTH, LENGTH + 1):  # of `selected_masked.py` and `hopper/shared_blocks.py`
             most_planned = {LENGTH: 0}.get(least, dispatch.MOST_PLANNED_BYTES)
             with (
                 mock.patch.object(dispatch, "MASKED_MIN_QUERIES", least),
+                mock.patch.object(dispatch, "SHARED_MIN_QUERIES", least),
                 mock.patch.object(dispatch, "MOST_PLANNED_BYTES", most_planned),
             ):
                 call(Heads(group, dk, dv, dtype=dtype), LENGTH, LENGTH, backward=backward)

@@ -49,7 +49,7 @@ KERNELS = {
     hopper.keys_and_values: ("_backward",),
     hopper.scores: ("_group_probabilities",),
     hopper.selected: ("_forward", "_backward_q"),
-    hopper.shared_blocks: ("_forward",),
+    hopper.shared_blocks: ("_forward", "_backward_q"),
 }
 ORDERS = ("late", "early")
 """When a product that runs beside other work reads its operands: as late as it may, or at once."""

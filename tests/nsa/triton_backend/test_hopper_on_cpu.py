@@ -60,7 +60,9 @@ HEADS_OF_64 = {
     "long chunk, heads of 64": replace(LONG_CHUNK, dk=64, dv=64, group=5),
 }
 """Of these the table has dk and dv alone."""
-OF_SHARED = [name for name, case in CASES.items() if not case.documents]
+OF_SHARED = {name: case for name, case in CASES.items() if not case.documents} | {
+    "many blocks": replace(PLAIN, config=nsa.NSAConfig(l=8, d=4, l_sel=64, n_sel=6, w=70), queries=41, keys=911)
+}
 OF_SUMMED = {
     "plain": {"queries": 90, "keys": 300},
     "batch of 2, group of 6": {"batch": 2, "group": 6, "num_kv_heads": 2, "queries": 31, "keys": 410},
@@ -74,8 +76,10 @@ of_all_groups = pytest.mark.parametrize("case", [*CASES.values(), GROUP_OF_64], 
 WITH_HEADS_OF_64 = CASES | {"group of 64": GROUP_OF_64} | HEADS_OF_64
 of_all_heads = pytest.mark.parametrize("case", WITH_HEADS_OF_64.values(), ids=WITH_HEADS_OF_64.keys())
 of_both_keys = pytest.mark.parametrize("dk", [128, 192])
-SELECTED = ("selected", "shared")
-"""The selected branch by query, and by tiles of queries that share their blocks (forward alone)."""
+MOST_SHARED = {"shared": 1000, "partly shared": 2}
+"""In the backward pass, how many blocks a tile of queries shares at most."""
+SELECTED = ("selected", *MOST_SHARED)
+"""The selected branch by query, by such tiles, and both."""
 of_intervals = pytest.mark.parametrize("branch", ["compressed", "window"])
 
 
@@ -164,7 +168,7 @@ class Branch:
         written = found.o, found.lse, found.read
         if self.name == "selected":
             hopper.selected.forward(q, k, v, self.blocks, self.layout, self.scale, *written, whole)
-        elif self.name == "shared":
+        elif self.name in MOST_SHARED:
             unions = block_unions.unions(self.blocks, self.finite, self.layout)
             hopper.shared_blocks.forward(q, k, v, self.finite, unions, self.scale, *written, whole)
         else:
@@ -189,8 +193,13 @@ class Branch:
         q, k, v = self.qkv
         lse, delta = self.rows(found, do)
         dq = torch.full_like(q, torch.nan)
-        if self.name in SELECTED:
+        if self.name == "selected":
             hopper.selected.backward_q(q, k, v, do, self.blocks, self.layout, self.scale, lse, delta, dq, more)
+        elif self.name in MOST_SHARED:
+            unions, most = block_unions.unions(self.blocks, self.finite, self.layout), MOST_SHARED[self.name]
+            of_rows = self.scale, lse, delta, dq, more
+            hopper.shared_blocks.backward_q(q, k, v, self.finite, unions, do, *of_rows, most)
+            hopper.selected.backward_q(q, k, v, do, self.blocks, self.layout, *of_rows, unions.counts, most)
         else:
             hopper.compressed_window.backward_q(q, k, v, self.finite, do, *self.interval, lse, delta, dq, self.scale)
         return dq
@@ -255,9 +264,37 @@ class TestBranches:
         require_forward_within_budget(of_case, found)
         require_gradients_within_budget(of_case, found)
 
-    @pytest.mark.parametrize("name", OF_SHARED)
-    def test_shared_blocks(self, name: str) -> None:
-        require_forward_within_budget(branch := branch_of(CASES[name], "shared"), branch.forward())
+    @pytest.mark.parametrize("most", MOST_SHARED)
+    @pytest.mark.parametrize("case", OF_SHARED.values(), ids=OF_SHARED)
+    def test_shared_blocks(self, case: Case, most: str) -> None:
+        branch = branch_of(case, most)
+        found = branch.forward()
+        require_forward_within_budget(branch, found)
+        require_gradients_within_budget(branch, found)
+
+    def test_whether_a_tile_shares_is_known_before_its_queries_chose(self) -> None:
+        """Of a tile, what its last query chose decides about the next one alone."""
+        branch = branch_of(PLAIN, "partly shared")
+        found, do = branch.forward(), PLAIN.noise(branch.forward().o)
+        unions = block_unions.unions(branch.blocks, branch.finite, branch.layout)
+        of_rows = (branch.scale, *branch.rows(found, do))
+        seen = []
+        for counts in (unions.counts, unions.counts.clone()):
+            counts[0, 0, 20, 0] = 1 if counts is unions.counts else 3
+            dq = torch.zeros_like(branch.x.q)
+            q, k, v = branch.qkv
+            hopper.selected.backward_q(q, k, v, do, branch.blocks, branch.layout, *of_rows, dq, None, counts, 2)
+            seen.append((dq != 0).flatten(2).any(2)[0])
+        assert torch.equal(seen[0][:84], seen[1][:84])
+        assert not seen[0][84:88].any()
+        assert seen[1][84:88].all()
+        assert torch.equal(seen[0][88:], seen[1][88:])
+
+    def test_some_tiles_share_and_some_do_not(self) -> None:
+        branch = branch_of(PLAIN, "partly shared")
+        unions = block_unions.unions(branch.blocks, branch.finite, branch.layout)
+        before = unions.counts[0, 0, :-1, 0] <= MOST_SHARED[branch.name]
+        assert 0.2 < before.float().mean() < 0.9
 
 
 @pytest.mark.usefixtures("order")
@@ -325,8 +362,9 @@ class TestWholeCalls:
         torch.testing.assert_close(total, wanted.to(total.dtype), rtol=torch.finfo(total.dtype).eps, atol=1e-5)
 
     @of_both_keys
-    def test_dq_of_the_other_branches_is_added(self, dk: int) -> None:
-        branch = branch_of(replace(PLAIN, dk=dk), "selected")
+    @pytest.mark.parametrize("name", SELECTED)
+    def test_dq_of_the_other_branches_is_added(self, name: str, dk: int) -> None:
+        branch = branch_of(replace(PLAIN, dk=dk), name)
         found = branch.forward()
         do = PLAIN.noise(found.o)
         more = tuple(PLAIN.noise(branch.x.q) * i for i in (1, 2))
@@ -360,14 +398,14 @@ class TestWhatIsNotFinite:
 
     @of_both_keys
     @pytest.mark.parametrize("name", ["compressed", "window", *SELECTED])
-    def test_a_query_or_a_key_that_is_seen_makes_its_rows_nan(self, name: str, dk: int) -> None:
+    @pytest.mark.parametrize("of", ["key", "value"])
+    def test_a_query_or_a_key_that_is_seen_makes_its_rows_nan(self, name: str, dk: int, of: str) -> None:
         branch = branch_of(replace(PLAIN, dk=dk), name)
-        q, k, _ = branch.x.qkv()
-        q, k = q.clone(), k.clone()
+        q, k, v = (x.clone() for x in branch.x.qkv())
         q[0, 60, 3, -5] = torch.inf  # its scores are all -inf, as if it saw nothing
         k[..., -5] = -k[..., -5].abs()
-        k[0, 140, 0, -7] = torch.nan
-        broken = replace(branch, x=branch.x._replace(q=q, k=k))
+        (k if of == "key" else v)[0, 140, 0, -7] = torch.nan
+        broken = replace(branch, x=branch.x._replace(q=q, k=k, v=v))
         if name in SELECTED:
             broken.__dict__["blocks"] = branch.blocks
         found = broken.forward()
@@ -375,7 +413,7 @@ class TestWhatIsNotFinite:
         assert found.o[0, 60, 3].isnan().all()
         assert found.lse[0, 60, 3].isnan()
         assert found.o[0, 60, 4].isfinite().all()
-        assert found.o[0, changed:].isnan().all()
+        assert found.o[0, changed:, :, slice(None) if of == "key" else -7].isnan().all()
         assert found.o[0, 61:140].isfinite().all()
 
     @pytest.mark.parametrize("heads", [(64, 64), (128, 128), (192, 128)], ids=str)
