@@ -162,7 +162,7 @@ def forward(
         finite = finite_keys(k, v) if finite is None else finite
         unions = block_unions.unions(block_indices, finite, layout)
         with on_device(q):
-            hopper.shared_blocks.forward(q, k, v, finite, unions, scale, o, lse, read, whole)
+            hopper.shared_blocks.forward(q, k, v, finite, unions, layout, scale, o, lse, read, whole)
     elif kernel is Variant.HOPPER:
         with on_device(q):
             hopper.selected.forward(q, k, v, block_indices, layout, scale, o, lse, read, whole)
@@ -209,9 +209,9 @@ def gradients(
         unions, most = block_unions.unions(block_indices, finite, layout), most_shared(q, k, v, blocks)
     with on_device(q):
         if kernel is Variant.SHARED:
-            of_rows = scale, lse, delta, dq, more_dq
+            of_rows = layout, scale, lse, delta, dq, more_dq
             hopper.shared_blocks.backward_q(q, k, v, finite, unions, do, *of_rows, most)
-            hopper.selected.backward_q(q, k, v, do, block_indices, layout, *of_rows, unions.counts, most)
+            hopper.selected.backward_q(q, k, v, do, block_indices, *of_rows, unions.counts, most)
         elif kernel is Variant.HOPPER:
             hopper.selected.backward_q(q, k, v, do, block_indices, layout, scale, lse, delta, dq, more_dq)
         else:

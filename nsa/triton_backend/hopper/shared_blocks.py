@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import jit
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from nsa.geometry import Layout
 from nsa.triton_backend import tuning
 from nsa.triton_backend.block_unions import TOKENS, Unions
 from nsa.triton_backend.hopper.tile import (
@@ -69,7 +70,7 @@ def _start(source, b, h, entries, slots, full, STAGES: gl.constexpr, tiles, BT: 
 @kernel
 def _forward(
     Q, K, K_REST, V, FINITE, UNIONS, COUNTS, O, LSE, READ, O_CMP, O_WIN, GATES, SUM, q_b, q_s, q_h,
-    S, T, HQ, HKV, G, to_base_2, ENTRIES: gl.constexpr, D: gl.constexpr, REST: gl.constexpr, BT: gl.constexpr,
+    S, T, ahead, HQ, HKV, G, to_base_2, ENTRIES: gl.constexpr, D: gl.constexpr, REST: gl.constexpr, BT: gl.constexpr,
     GP: gl.constexpr, BN: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
@@ -105,7 +106,7 @@ def _forward(
 
     finite_base = FINITE + (b.to(gl.int64) * T * HKV + h)
     in_tile = gl.arange(0, ROWS, gl.SliceLayout(1, of_s)) // GP
-    behind = (i * BT + T - S + 1) + in_tile  # the first key that a row does not see
+    behind = (i * BT + ahead + 1) + in_tile  # the first key that a row does not see
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, of_s))
     l, read = gl.zeros_like(m), gl.zeros_like(in_tile)
     acc, nothing = gl.zeros([ROWS, D], gl.float32, of_o), gl.zeros([ROWS, BN], gl.float32, of_s)
@@ -182,7 +183,7 @@ def _forward(
 @kernel
 def _backward_q(
     Q, K, K_REST, V, FINITE, DO, UNIONS, COUNTS, LSE, DELTA, DQ, DQ_CMP, DQ_WIN, q_b, q_s, q_h,
-    S, T, HQ, HKV, G, most, scale, to_base_2, ENTRIES: gl.constexpr, D: gl.constexpr, REST: gl.constexpr,
+    S, T, ahead, HQ, HKV, G, most, scale, to_base_2, ENTRIES: gl.constexpr, D: gl.constexpr, REST: gl.constexpr,
     BT: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
@@ -221,7 +222,7 @@ def _backward_q(
     delta = gl.expand_dims(gl.load(DELTA + row, mask=row_real, other=0.0), 1)
     finite_base = FINITE + (b.to(gl.int64) * T * HKV + h)
     in_tile = gl.arange(0, ROWS, gl.SliceLayout(1, of_s)) // GP
-    behind = (i * BT + T - S + 1) + in_tile  # the first key that a row does not see
+    behind = (i * BT + ahead + 1) + in_tile  # the first key that a row does not see
 
     dq, nothing = gl.zeros([ROWS, D], gl.float32, of_q), gl.zeros([ROWS, BN], gl.float32, of_s)
     if REST > 0:
@@ -275,27 +276,27 @@ def _backward_q(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, finite: Tensor, unions: Unions, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, finite: Tensor, unions: Unions, layout: Layout, scale: float,
     o: Tensor, lse: Tensor, read: Tensor, whole: tuple[Tensor, Tensor, Tensor, Tensor] | None,
 ) -> None:  # fmt: skip
     """Write o, lse and read, and the gated sum of a `whole` call; `selected.forward` says what they are."""
     shape, sizes = _launch("forward", q, v, unions)
     _forward[_grid(unions)](
         q, *descriptors(k, shape.keys), descriptor(v, shape.keys), finite, unions.blocks, unions.counts, o, lse, read,
-        *(whole or 4 * (None,)), *strides(q), *_lengths(q, k), scale * LOG2E, *sizes, **shape.launch,
+        *(whole or 4 * (None,)), *strides(q), *_lengths(q, k, layout), scale * LOG2E, *sizes, **shape.launch,
     )  # fmt: skip
 
 
 def backward_q(
-    q: Tensor, k: Tensor, v: Tensor, finite: Tensor, unions: Unions, do: Tensor, scale: float,
-    lse: Tensor, delta: Tensor, dq: Tensor, more_dq: tuple[Tensor, Tensor] | None, most: int,
+    q: Tensor, k: Tensor, v: Tensor, finite: Tensor, unions: Unions, do: Tensor, layout: Layout,
+    scale: float, lse: Tensor, delta: Tensor, dq: Tensor, more_dq: tuple[Tensor, Tensor] | None, most: int,
 ) -> None:  # fmt: skip
     """Write dq, with `more_dq` of the other branches, of the tiles that are `are_shared`; lse (base 2) and delta are
     those of `launch.backward_rows`."""
     shape, sizes = _launch("backward_q", q, v, unions)
     _backward_q[_grid(unions)](
         q, *descriptors(k, shape.keys), descriptor(v, shape.keys), finite, do, unions.blocks, unions.counts,
-        lse, delta, dq, *(more_dq or (None, None)), *strides(q), *_lengths(q, k), most, scale, scale * LOG2E,
+        lse, delta, dq, *(more_dq or (None, None)), *strides(q), *_lengths(q, k, layout), most, scale, scale * LOG2E,
         *sizes, **shape.launch,
     )  # fmt: skip
 
@@ -305,9 +306,10 @@ def _grid(unions: Unions) -> tuple[int, int, int]:
     return tiles, num_kv_heads, batch
 
 
-def _lengths(q: Tensor, k: Tensor) -> tuple[int, int, int, int, int]:
-    """(S, T, query heads, key/value heads, heads per group)."""
-    return q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[2] // k.shape[2]
+def _lengths(q: Tensor, k: Tensor, layout: Layout) -> tuple[int, ...]:
+    """(S, T, keys ahead of the first query's, query heads, key/value heads, heads per group)."""
+    (_, length, heads, _), (_, num_keys, num_kv_heads, _) = q.shape, k.shape
+    return length, num_keys, layout.num_keys - length, heads, num_kv_heads, heads // num_kv_heads
 
 
 def _launch(kernel: str, q: Tensor, v: Tensor, unions: Unions) -> tuple[Shape, tuple[int, ...]]:

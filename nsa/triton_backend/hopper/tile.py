@@ -113,13 +113,13 @@ def softmax(s, m, l, to_base_2):
     """(p, alpha, m, l): the probabilities of s [rows, keys] before normalisation, the factor of the sums so far, and
     the running row max and row sum; `tile.online_softmax` without its product.
 
-    m is kept unscaled here. The rounding error in alpha that this leaves is one of float32, far below that of p, which
-    has 16 bits in the product.
+    m is kept unscaled, and alpha is of the difference: exactly 1 where the max stays, so that keys which a row does not
+    see leave its sums bit for bit as they were.
     """
     m_new = gl.maximum(m, gl.max(s, 1))
-    safe = gl.where(m_new == float("-inf"), 0.0, m_new) * to_base_2
-    p = gl.exp2(s * to_base_2 - gl.expand_dims(safe, 1))
-    alpha = gl.exp2(m * to_base_2 - safe)
+    safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+    p = gl.exp2(s * to_base_2 - gl.expand_dims(safe * to_base_2, 1))
+    alpha = gl.exp2((m - safe) * to_base_2)
     return p, alpha, m_new, l * alpha + gl.sum(p, 1)
 
 

@@ -10,6 +10,7 @@ import torch
 
 import nsa
 from harness import forced
+from nsa.geometry import Layout
 
 pytest.importorskip("triton")
 
@@ -146,6 +147,28 @@ class TestChoices:
         x = case.inputs(torch.device("cuda"))
         found, wanted = (Parts(name, torch.device("cuda")).select(case, x) for name in ("triton", "torch"))
         assert (found == wanted).float().mean() > 0.999  # of probabilities rounded in two ways
+
+
+class TestSharedBlocks:
+    pytestmark = on_hopper
+
+    @pytest.mark.parametrize(("group", "dk"), [(16, 128), (9, 192)])
+    def test_what_neighbours_chose_changes_no_bit(self, group: int, dk: int) -> None:
+        """Of four queries that share their blocks the first keeps its choice, the others take any."""
+        case = replace(PAPER, group=group, dk=dk, queries=2311)
+        x = case.inputs(torch.device("cuda"))
+        q, k, v = x.qkv()
+        layout = Layout(case.queries, case.keys, case.config, q.device)
+        chosen = Parts("triton", torch.device("cuda")).select(case, x).contiguous()
+        others = (torch.randint_like(chosen, 2**30) % (layout.positions.int() // 64 + 1)[:, None, None]).sort(-1).values
+        others = torch.where(others.diff(dim=-1, prepend=others[..., :1] - 1) == 0, -1, others)
+        first = (torch.arange(case.queries, device=q.device) % 4 == 0)[:, None, None]
+        changed = torch.where(first, chosen, others)
+        assert selected.variant("selected_forward", q, k, v, selected._blocks(layout, 6)) is dispatch.Variant.SHARED
+        one, other = (selected.forward(q, k, v, blocks, layout, dk**-0.5) for blocks in (chosen, changed))
+        assert not torch.equal(one[1], other[1])
+        for before, after in zip(one[:3], other[:3], strict=True):
+            assert torch.equal(before[:, ::4], after[:, ::4])
 
 
 class TestAddresses:

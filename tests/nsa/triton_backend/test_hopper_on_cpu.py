@@ -170,7 +170,7 @@ class Branch:
             hopper.selected.forward(q, k, v, self.blocks, self.layout, self.scale, *written, whole)
         elif self.name in MOST_SHARED:
             unions = block_unions.unions(self.blocks, self.finite, self.layout)
-            hopper.shared_blocks.forward(q, k, v, self.finite, unions, self.scale, *written, whole)
+            hopper.shared_blocks.forward(q, k, v, self.finite, unions, self.layout, self.scale, *written, whole)
         else:
             hopper.compressed_window.forward(q, k, v, self.finite, *self.interval, *written, self.scale)
         return found
@@ -197,9 +197,9 @@ class Branch:
             hopper.selected.backward_q(q, k, v, do, self.blocks, self.layout, self.scale, lse, delta, dq, more)
         elif self.name in MOST_SHARED:
             unions, most = block_unions.unions(self.blocks, self.finite, self.layout), MOST_SHARED[self.name]
-            of_rows = self.scale, lse, delta, dq, more
+            of_rows = self.layout, self.scale, lse, delta, dq, more
             hopper.shared_blocks.backward_q(q, k, v, self.finite, unions, do, *of_rows, most)
-            hopper.selected.backward_q(q, k, v, do, self.blocks, self.layout, *of_rows, unions.counts, most)
+            hopper.selected.backward_q(q, k, v, do, self.blocks, *of_rows, unions.counts, most)
         else:
             hopper.compressed_window.backward_q(q, k, v, self.finite, do, *self.interval, lse, delta, dq, self.scale)
         return dq
