@@ -149,7 +149,7 @@ class TestWhatIsServed:
         ("group", "dk", "keys", "served"),
         [(16, 128, 4096, True), (16, 128, 255, False), (8, 128, 255, True), (16, 192, 255, True), (6, 64, 255, True)],
     )
-    def test_dk_and_dv_are_but_for_compressed_keys_of_large_groups(
+    def test_dk_and_dv_are_served_except_compressed_keys_of_large_groups(
         self, group: int, dk: int, keys: int, served: bool
     ) -> None:
         q = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(4, 8192, 2 * group, dk).contiguous()
