@@ -25,7 +25,8 @@ class Unions:
 
     blocks: Tensor
     """int32 [B, Hkv, tiles, TOKENS * n], ascending: the block, then a bit that says whether any of its keys is not
-    finite, then a bit for each query, the lowest for the first, that says whether it chose the block."""
+    finite, then a bit for each query, the lowest for the first, that says whether it chose the block. Where no query
+    chose any, block 0 stands there for none of them, so that no tile is empty."""
     counts: Tensor
     """int32 [B, Hkv, tiles, 2]: blocks, and how many of them all these queries see the whole of."""
 
@@ -59,13 +60,15 @@ def _unions(
         other = tl.gather(by_block, (slot + distance) % SLOTS, 0)
         bits += tl.where(other // TOKENS == block, 1 << (other % TOKENS), 0)
     first = ((block != tl.gather(block, tl.maximum(slot - 1, 0), 0)) | (slot == 0)) & (by_block < NONE)
+    none = (slot == 0) & (by_block == NONE)  # the least is none: all are
 
     finite = tl.load(FINITE_BLOCKS + (b * max_blocks + block) * HKV + h, mask=first, other=1)
     entry = (block << (TOKENS + 1)) | tl.where(finite != 0, 0, 1 << TOKENS) | bits
     tile = (b * HKV + h) * tl.num_programs(0) + i
     tl.store(UNIONS + tile * (TOKENS * N) + tl.cumsum(first.to(tl.int32), axis=0) - 1, entry, mask=first)
+    tl.store(UNIONS + tile * (TOKENS * N) + slot, tl.full([SLOTS], 1 << TOKENS, tl.int32), mask=none)
     whole = first & ((block + 1) * SIZE - 1 <= i * TOKENS + T - S)
-    tl.store(COUNTS + tile * 2, tl.sum(first.to(tl.int32), axis=0))
+    tl.store(COUNTS + tile * 2, tl.sum((first | none).to(tl.int32), axis=0))
     tl.store(COUNTS + tile * 2 + 1, tl.sum(whole.to(tl.int32), axis=0))
 
 

@@ -48,7 +48,8 @@ def are_shared(counts, i, most):
     many; each `PERIOD`-th tile always does.
 
     Its own blocks do not decide, so that no query's result depends in its last bits on what those behind it chose; nor
-    do those of another period, so that a piece of a sequence has the bits of the whole.
+    do those of another period, so that a piece of a sequence that begins with one has the bits of the whole. A piece
+    that begins elsewhere is padded in front, and its first tile may share where that of the whole does not.
     """
     return (i % PERIOD == 0) | (gl.load(counts + gl.maximum(i - 1, 0) * 2) <= most)
 

@@ -272,6 +272,25 @@ class TestBranches:
         require_forward_within_budget(branch, found)
         require_gradients_within_budget(branch, found)
 
+    @pytest.mark.parametrize("name", MOST_SHARED)
+    @pytest.mark.parametrize("empty", [slice(0, 8), slice(60, 64), slice(148, 150), slice(0, 150)], ids=str)
+    def test_tiles_whose_queries_chose_no_block(self, name: str, empty: slice) -> None:
+        """As where ranks that share a sequence pad their pieces; the first block has a key that is not finite."""
+        branch = branch_of(PLAIN, name)
+        blocks, k = branch.blocks.clone(), branch.x.k.clone()
+        blocks[:, empty], k[0, 3] = -1, torch.nan
+        branch = replace(branch, x=branch.x._replace(k=k))
+        branch.__dict__["blocks"] = blocks
+        found = branch.forward()
+        dq = branch.dq(found, PLAIN.noise(found.o))
+        assert not found.o[:, empty].any()
+        assert found.lse[:, empty].eq(-torch.inf).all()
+        assert not found.read[:, empty].any()
+        assert not dq[:, empty].any()
+        by_query = replace(branch, name="selected")
+        by_query.__dict__["blocks"] = blocks
+        torch.testing.assert_close(found.o, by_query.forward().o, rtol=0.02, atol=0.02, equal_nan=True)
+
     def test_whether_a_tile_shares_is_known_before_its_queries_chose(self) -> None:
         """Of a tile, what its last query chose decides about the next one alone."""
         branch = branch_of(PLAIN, "partly shared")
