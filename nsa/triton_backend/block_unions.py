@@ -24,11 +24,11 @@ class Unions:
     """The blocks of each TOKENS queries and group."""
 
     blocks: Tensor
-    """int32 [B, Hkv, tiles, TOKENS * n], ascending: the block, then a bit that says whether any of its keys is not
-    finite, then a bit for each query, the lowest for the first, that says whether it chose the block. Where no query
-    chose any, block 0 stands there for none of them, so that no tile is empty."""
+    """int32 [B, Hkv, tiles, TOKENS * n], ascending by block, not written beyond the tile's count:
+    block << (TOKENS + 1) | has_nonfinite << TOKENS | bits of the queries that chose it, the lowest for the first. Fewer
+    than 2**26 blocks. Where no query chose any, block 0 stands there for none of them, so that no tile is empty."""
     counts: Tensor
-    """int32 [B, Hkv, tiles, 2]: blocks, and how many of them all these queries see the whole of."""
+    """int32 [B, Hkv, tiles, 2]: how many blocks, and how many of them all these queries see in full."""
 
 
 @kernel
@@ -58,7 +58,7 @@ def _unions(
     block, bits = by_block // TOKENS, 1 << (by_block % TOKENS)
     for distance in tl.static_range(1, TOKENS):
         other = tl.gather(by_block, (slot + distance) % SLOTS, 0)
-        bits += tl.where(other // TOKENS == block, 1 << (other % TOKENS), 0)
+        bits |= tl.where(other // TOKENS == block, 1 << (other % TOKENS), 0)
     first = ((block != tl.gather(block, tl.maximum(slot - 1, 0), 0)) | (slot == 0)) & (by_block < NONE)
     none = (slot == 0) & (by_block == NONE)  # the least is none: all are
 

@@ -175,10 +175,10 @@ def sooner_by_block(call: Call, *, backward: bool) -> bool:
     return traffic.sooner_by_block(*_traffic(call), backward=backward)
 
 
-def most_shared(q: Tensor, k: Tensor, v: Tensor, blocks: SelectionBlocks) -> int:
-    """Of the blocks of a tile of queries, as many as are sooner shared than read by query: dq."""
+def max_shared_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: SelectionBlocks) -> int:
+    """How many blocks a tile of queries may have for dq to be faster if they are shared than by query."""
     call, memory = _traffic(Call("selected_backward_q", q, k, v, blocks))
-    return traffic.most_shared(call, memory, blocks.chosen, block_unions.TOKENS)
+    return traffic.max_shared_blocks(call, memory, blocks.chosen, block_unions.TOKENS)
 
 
 def _traffic(call: Call) -> tuple[traffic.SelectedCall, traffic.MemorySystem]:
@@ -191,7 +191,7 @@ def _traffic(call: Call) -> tuple[traffic.SelectedCall, traffic.MemorySystem]:
 
 _SHORT = "most of what a query sees is chosen: no index, no sort, every key once for a tile of queries"
 _ON_HOPPER = "TMA brings the next tiles while warpgroups multiply these"
-_ALIKE = "neighbours choose alike: what several of them chose is brought once"
+_ALIKE = "what several neighbouring queries chose is brought once"
 TABLE = {
     "compressed_window_forward": (
         Rule(Variant.HOPPER, _hopper, _ON_HOPPER),
@@ -219,7 +219,7 @@ TABLE = {
     "selected_backward_q": (
         Rule(Variant.MASKED, _masked_backward, _SHORT),
         Rule(Variant.KV_MAJOR, _kv_major_dq, "the same; dk and dv read the blocks anyway, and dq comes along"),
-        Rule(Variant.SHARED, _shared, f"{_ALIKE}; tiles in which they did not go by query, as in hopper/selected.py"),
+        Rule(Variant.SHARED, _shared, f"{_ALIKE}; tiles of too many blocks go by query, as in hopper/selected.py"),
         Rule(Variant.HOPPER, _hopper_selected, _ON_HOPPER),
         Rule(Variant.PLAIN, _any, "the heads of a group share each key; no partial dq goes through memory"),
     ),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nsa.geometry import Layout, num_selection_blocks
 from nsa.triton_backend import block_unions, hopper, selected_kv_major, selected_masked, tuning
-from nsa.triton_backend.dispatch import SelectionBlocks, Variant, most_shared, variant
+from nsa.triton_backend.dispatch import SelectionBlocks, Variant, max_shared_blocks, variant
 from nsa.triton_backend.gated_sum import gated
 from nsa.triton_backend.launch import LOG2E, MAX_TILE, backward_rows, finite_keys, on_device, strides, unit_stride
 from nsa.triton_backend.selected_masked import NO_MASKS, Masks
@@ -206,12 +206,12 @@ def gradients(
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if kernel is Variant.SHARED:
         finite = finite_keys(k, v) if masks.finite is None else masks.finite
-        unions, most = block_unions.unions(block_indices, finite, layout), most_shared(q, k, v, blocks)
+        unions, max_shared = block_unions.unions(block_indices, finite, layout), max_shared_blocks(q, k, v, blocks)
     with on_device(q):
         if kernel is Variant.SHARED:
             of_rows = layout, scale, lse, delta, dq, more_dq
-            hopper.shared_blocks.backward_q(q, k, v, finite, unions, do, *of_rows, most)
-            hopper.selected.backward_q(q, k, v, do, block_indices, *of_rows, unions.counts, most)
+            hopper.shared_blocks.backward_q(q, k, v, finite, unions, do, *of_rows, max_shared)
+            hopper.selected.backward_q(q, k, v, do, block_indices, *of_rows, (unions.counts, max_shared))
         elif kernel is Variant.HOPPER:
             hopper.selected.backward_q(q, k, v, do, block_indices, layout, scale, lse, delta, dq, more_dq)
         else:

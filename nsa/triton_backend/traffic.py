@@ -35,8 +35,8 @@ SHARED_TFLOP_PER_S_PER_SM = 4.5
 """What a multiprocessor multiplies of dq where queries share their blocks.
 
 Of `hopper/shared_blocks.py` on an H200: 50 blocks for each of 65,536 tiles of 64 rows in 17.2 ms (64/4 heads of 128 at
-64k, random inputs), 42 for each of 16,384 in 4.53 ms (of 192/128 at 16k): 4.6 and 4.9. Slightly less, since recorded
-inputs, of which L2 serves more, are read by query sooner than `by_query_ns` says.
+64k, random inputs): 4.6 TFLOP/s; 42 for each of 16,384 in 4.53 ms (192/128 at 16k): 4.9. Set below both, because
+`by_query_ns` overestimates recorded inputs, which hit L2 more often.
 """
 WORTH = 0.9
 """By block must take at most this share of the time by query: it needs an index and scratch memory."""
@@ -154,11 +154,10 @@ def sooner_by_block(call: SelectedCall, memory: MemorySystem, *, backward: bool)
     return by_block_ns(call, memory, backward=backward) < WORTH * by_query_ns(call, memory)
 
 
-def most_shared(call: SelectedCall, memory: MemorySystem, chosen: int, tokens: int) -> int:
-    """Blocks of a tile of `tokens` queries with `chosen` each, at most, of which dq is multiplied sooner for all of the
-    tile than each query reads its own."""
-    rows = tokens * next_power_of_2(max(call.group, tuning.MIN_DOT))
-    flop = 2 * rows * call.block_size * (2 * call.dk + call.dv)
+def max_shared_blocks(call: SelectedCall, memory: MemorySystem, chosen: int, tokens: int) -> int:
+    """How many blocks a tile of `tokens` queries with `chosen` each may have, so that dq of all of them with each block
+    takes no longer (in ns) than reading each query's own blocks."""
+    flop = 2 * tokens * tuning.padded(call.group) * call.block_size * (2 * call.dk + call.dv)
     block_ns = flop / (memory.num_sms * SHARED_TFLOP_PER_S_PER_SM * 1e3)
     return int(tokens * chosen * by_query_ns(call, memory) / block_ns)
 

@@ -59,10 +59,10 @@ def _sum_of_heads(p, BT: gl.constexpr, GP: gl.constexpr):
 
 @jit
 def _block_scores(p, before, layout: gl.constexpr):
-    """(scores [blocks, queries], the last row of each block, moved down by one and around), both in `layout`.
+    """(scores [blocks, queries], moved [blocks, queries]), both in `layout`, of p [4 * blocks, queries].
 
-    p [4 * blocks, queries] and `before`, whose first row is that of the compressed block before p. The order of the
-    sum is that of `topk.py`, so that scores are equal bit for bit.
+    moved[j] is the last row of p in block j - 1; moved[0] is that of the last block, which the next tile needs as
+    `before`. The order of the sum is that of `topk.py`, so that scores are equal bit for bit.
     """
     BLOCKS: gl.constexpr = p.shape[0] // 4
     p = p.reshape([BLOCKS, 2, 2, p.shape[1]]).permute((0, 3, 1, 2))
@@ -184,8 +184,8 @@ def group_probabilities(
 ) -> None:  # fmt: skip
     """Write p of `count` queries from `first` on, where a tile of theirs sees a block.
 
-    `summed`, p [B, count, Hkv, selection blocks] are their scores, where any block that a query sees has a share: of
-    one document and `SUMMED_WEIGHTS`.
+    `summed` needs one document and `SUMMED_WEIGHTS`: then p [B, count, Hkv, selection blocks and a few more] are
+    scores, written for the selection blocks that overlap a compressed block which a query of the tile sees.
     """
     (batch, length, heads, dk), num_kv_heads = q.shape, k_cmp.shape[2]
     tiles = -(-count // shape.tokens)

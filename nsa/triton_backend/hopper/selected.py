@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 from nsa.geometry import Layout
 from nsa.triton_backend import tuning
 from nsa.triton_backend.block_unions import TOKENS
-from nsa.triton_backend.hopper.shared_blocks import are_shared
+from nsa.triton_backend.hopper.shared_blocks import shares_blocks
 from nsa.triton_backend.hopper.tile import (
     descriptor,
     descriptors,
@@ -143,7 +143,7 @@ def _forward(
 @kernel
 def _backward_q(
     Q, K, K_REST, V, DO, BLOCKS, STARTS, COUNTS, LSE, DELTA, DQ, DQ_CMP, DQ_WIN, q_b, q_s, q_h,
-    S, ahead, HQ, HKV, G, most, scale, to_base_2, TOKENS: gl.constexpr, N: gl.constexpr, NP: gl.constexpr,
+    S, ahead, HQ, HKV, G, max_shared, scale, to_base_2, TOKENS: gl.constexpr, N: gl.constexpr, NP: gl.constexpr,
     SIZE: gl.constexpr, D: gl.constexpr, REST: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -156,7 +156,7 @@ def _backward_q(
     i, h, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     if COUNTS is not None:
         counts = COUNTS + (b.to(gl.int64) * HKV + h) * gl.cdiv(S, TOKENS) * 2
-        if are_shared(counts, i // TOKENS, most):
+        if shares_blocks(counts, i // TOKENS, max_shared):
             return
     token, start = i.to(gl.int64) + ahead, gl.load(STARTS + i)
     chosen = BLOCKS + ((b.to(gl.int64) * S + i) * HKV + h) * N
@@ -239,16 +239,17 @@ def forward(
 def backward_q(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, block_indices: Tensor, layout: Layout, scale: float,
     lse: Tensor, delta: Tensor, dq: Tensor, more_dq: tuple[Tensor, Tensor] | None,
-    counts: Tensor | None = None, most: int = 0,
+    shared: tuple[Tensor, int] | None = None,
 ) -> None:  # fmt: skip
     """Write dq, with `more_dq` of the other branches; lse (base 2) and delta are those of `launch.backward_rows`. With
-    `counts`, of the tiles that are not `are_shared`."""
+    `shared`, counts int32 [B, Hkv, tiles, 2] of `Unions` and the most blocks that a tile shares, of the other tiles."""
     (batch, length, heads, _), num_kv_heads = q.shape, k.shape[2]
     constants, keys, options = _launch("backward_q", q, v, block_indices, layout)
+    counts, max_shared = shared or (None, 0)
     _backward_q[length, num_kv_heads, batch](
         q, *descriptors(k, keys), descriptor(v, keys), do, block_indices, layout.starts, counts, lse, delta, dq,
         *(more_dq or (None, None)), *strides(q),
-        length, layout.num_keys - length, heads, num_kv_heads, heads // num_kv_heads, most, scale, scale * LOG2E,
+        length, layout.num_keys - length, heads, num_kv_heads, heads // num_kv_heads, max_shared, scale, scale * LOG2E,
         TOKENS, *constants, **options,
     )  # fmt: skip
 

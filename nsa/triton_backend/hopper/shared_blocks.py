@@ -2,8 +2,9 @@
 
 `hopper/selected.py` reads the blocks of one query, 512 KiB through L2 for 16 blocks of 64 keys of 128 channels. Here 4
 queries of 16 heads are 64 rows, which a warpgroup multiplies with each block that any of them chose, under a mask of
-those that did. It loops as `compressed_window._forward` does. dq, which takes three products for two, is sooner by
-query where neighbours chose other blocks, and each tile goes by what the one before it chose.
+those that did. The loop is that of `compressed_window._forward`. dq takes three products instead of two. Where
+neighbours chose different blocks, dq is faster by query, so each tile decides by the number of blocks of the previous
+tile.
 """
 
 from __future__ import annotations
@@ -43,29 +44,39 @@ PERIOD = gl.constexpr(128 // TOKENS)  # pieces of a sequence begin at multiples 
 
 
 @jit
-def are_shared(counts, i, most):
-    """Whether the `i`-th tile of a head shares its blocks in the backward pass: where the tile before it has at most so
-    many; each `PERIOD`-th tile always does.
+def shares_blocks(counts, i, max_shared):
+    """Whether the `i`-th tile of a head shares its blocks in the backward pass: where the previous tile has at most
+    `max_shared` blocks; each `PERIOD`-th tile always does.
 
-    Its own blocks do not decide, so that no query's result depends in its last bits on what those behind it chose; nor
-    do those of another period, so that a piece of a sequence that begins with one has the bits of the whole. A piece
-    that begins elsewhere is padded in front, and its first tile may share where that of the whole does not.
+    Its own blocks do not decide, so that the last bits of a query's gradient do not depend on what later queries chose.
+    Nor do those of another period, so that a piece of a sequence that begins with a period has the bits of the whole. A
+    piece that begins elsewhere is padded in front; its first tile may share where that of the whole does not.
     """
-    return (i % PERIOD == 0) | (gl.load(counts + gl.maximum(i - 1, 0) * 2) <= most)
+    return (i % PERIOD == 0) | (gl.load(counts + gl.maximum(i - 1, 0) * 2) <= max_shared)
 
 
 @jit
-def _first_key(entries, number, tiles, BT: gl.constexpr, BN: gl.constexpr):
+def _first_key_of(entry, BT: gl.constexpr, BN: gl.constexpr):
+    return (entry >> (BT + 1)) * BN
+
+
+@jit
+def _has_nonfinite(entry, BT: gl.constexpr):
+    return ((entry >> BT) & 1) != 0
+
+
+@jit
+def _first_key(entries, number, num_blocks, BT: gl.constexpr, BN: gl.constexpr):
     """Of the `number`-th block; of the last where there are not as many."""
-    return (gl.load(entries + gl.minimum(number, tiles - 1)) >> (BT + 1)) * BN
+    return _first_key_of(gl.load(entries + gl.minimum(number, num_blocks - 1)), BT, BN)
 
 
 @jit
-def _start(source, b, h, entries, slots, full, STAGES: gl.constexpr, tiles, BT: gl.constexpr, BN: gl.constexpr):
+def _start(source, b, h, entries, slots, full, STAGES: gl.constexpr, num_blocks, BT: gl.constexpr, BN: gl.constexpr):
     """Begin to bring the first STAGES blocks."""
     for number in gl.static_range(STAGES):
-        at = _first_key(entries, number, tiles, BT, BN)
-        fetch(source, b, at, h, slots, full, number, STAGES, number < tiles)
+        at = _first_key(entries, number, num_blocks, BT, BN)
+        fetch(source, b, at, h, slots, full, number, STAGES, number < num_blocks)
 
 
 @kernel
@@ -85,14 +96,14 @@ def _forward(
     i, h, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     of_head = (b.to(gl.int64) * HKV + h) * gl.num_programs(0)
     counts, entries = COUNTS + of_head * 2, UNIONS + (of_head + i) * ENTRIES
-    tiles, whole = gl.load(counts + i * 2), gl.load(counts + i * 2 + 1)
+    num_blocks, num_full = gl.load(counts + i * 2), gl.load(counts + i * 2 + 1)
     k_slots, k_full = ring(K, K_STAGES)
     v_slots, v_full = ring(V, V_STAGES)
-    _start(K, b, h, entries, k_slots, k_full, K_STAGES, tiles, BT, BN)
-    _start(V, b, h, entries, v_slots, v_full, V_STAGES, tiles, BT, BN)
+    _start(K, b, h, entries, k_slots, k_full, K_STAGES, num_blocks, BT, BN)
+    _start(V, b, h, entries, v_slots, v_full, V_STAGES, num_blocks, BT, BN)
     if REST > 0:
         rest_slots, rest_full = ring(K_REST, K_STAGES)
-        _start(K_REST, b, h, entries, rest_slots, rest_full, K_STAGES, tiles, BT, BN)
+        _start(K_REST, b, h, entries, rest_slots, rest_full, K_STAGES, num_blocks, BT, BN)
 
     token, g, real = rows_of(i * BT, S, G, BT, GP, gl.SliceLayout(1, flat))
     at_q = b.to(gl.int64) * q_b + token * q_s + (h * G + g) * q_h
@@ -117,28 +128,28 @@ def _forward(
         wait(rest_full, 0, K_STAGES)
     # Block after block: scores of this one, sums of the one before. The first takes the mask of the last ones too.
     for stretch in gl.static_range(3):
-        begin = 0 if stretch == 0 else (1 if stretch == 1 else gl.maximum(whole, 1))
-        stop = 1 if stretch == 0 else (whole if stretch == 1 else tiles)
+        begin = 0 if stretch == 0 else (1 if stretch == 1 else gl.maximum(num_full, 1))
+        stop = 1 if stretch == 0 else (num_full if stretch == 1 else num_blocks)
         for number in range(begin, stop):
             entry = gl.load(entries + number)
-            at, nonfinite_keys = (entry >> (BT + 1)) * BN, ((entry >> BT) & 1) != 0
-            next_k_at = _first_key(entries, number + K_STAGES, tiles, BT, BN)
+            at, nonfinite_keys = _first_key_of(entry, BT, BN), _has_nonfinite(entry, BT)
+            next_k_at = _first_key(entries, number + K_STAGES, num_blocks, BT, BN)
             k = tile(k_slots, number, K_STAGES).permute((1, 0))
             scores = warpgroup_mma(q_tile, k, nothing, use_acc=False, is_async=True)
             if REST > 0:
                 k_rest = tile(rest_slots, number, K_STAGES).permute((1, 0))
                 scores = warpgroup_mma(q_rest_tile, k_rest, scores, is_async=True)
             if stretch > 0:
-                next_v_at = _first_key(entries, number - 1 + V_STAGES, tiles, BT, BN)
+                next_v_at = _first_key(entries, number - 1 + V_STAGES, num_blocks, BT, BN)
                 wait(v_full, number - 1, V_STAGES)
                 sums = warpgroup_mma(p, tile(v_slots, number - 1, V_STAGES), acc, is_async=True)
                 s = warpgroup_mma_wait(1, deps=[scores])
             else:
                 s = warpgroup_mma_wait(0, deps=[scores])
             next_k = number + K_STAGES
-            fetch(K, b, next_k_at, h, k_slots, k_full, next_k, K_STAGES, next_k < tiles)
+            fetch(K, b, next_k_at, h, k_slots, k_full, next_k, K_STAGES, next_k < num_blocks)
             if REST > 0:
-                fetch(K_REST, b, next_k_at, h, rest_slots, rest_full, next_k, K_STAGES, next_k < tiles)
+                fetch(K_REST, b, next_k_at, h, rest_slots, rest_full, next_k, K_STAGES, next_k < num_blocks)
             chose = ((entry >> in_tile) & 1) != 0
             if stretch == 1:
                 seen = gl.expand_dims(chose, 1)
@@ -152,20 +163,20 @@ def _forward(
                 s = gl.where(gl.expand_dims(finite, 0), s, float("nan"))
             exps, alpha, m, l = softmax(gl.where(seen, s, float("-inf")), m, l, to_base_2)
             next_p = gl.convert_layout(exps.to(Q.dtype.element_ty), of_p)
-            wait(k_full, number + 1, K_STAGES, number + 1 < tiles)  # here, as in `compressed_window._forward`
+            wait(k_full, number + 1, K_STAGES, number + 1 < num_blocks)  # here, as in `compressed_window._forward`
             if REST > 0:
-                wait(rest_full, number + 1, K_STAGES, number + 1 < tiles)
+                wait(rest_full, number + 1, K_STAGES, number + 1 < num_blocks)
             if stretch > 0:
                 acc, p, next_p = warpgroup_mma_wait(0, deps=[sums, p, next_p])
                 next_v = number - 1 + V_STAGES
-                fetch(V, b, next_v_at, h, v_slots, v_full, next_v, V_STAGES, next_v < tiles)
+                fetch(V, b, next_v_at, h, v_slots, v_full, next_v, V_STAGES, next_v < num_blocks)
             if nonfinite_keys:  # 0 · NaN would reach queries that do not see them
                 finite = finite_keys(finite_base, HKV, at, T, BN, gl.SliceLayout(1, flat))
                 zero_rows(v_slots, v_full, number, V_STAGES, finite, flat)
             acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, of_o)), 1)
             p = next_p
-    wait(v_full, tiles - 1, V_STAGES)
-    acc = warpgroup_mma(p, tile(v_slots, tiles - 1, V_STAGES), acc)
+    wait(v_full, num_blocks - 1, V_STAGES)
+    acc = warpgroup_mma(p, tile(v_slots, num_blocks - 1, V_STAGES), acc)
 
     factor, lse = finish(m, l, to_base_2, nonfinite_q & (read > 0))
     row_token, row_g, row_real = rows_of(i * BT, S, G, BT, GP, gl.SliceLayout(1, of_s))
@@ -184,7 +195,7 @@ def _forward(
 @kernel
 def _backward_q(
     Q, K, K_REST, V, FINITE, DO, UNIONS, COUNTS, LSE, DELTA, DQ, DQ_CMP, DQ_WIN, q_b, q_s, q_h,
-    S, T, ahead, HQ, HKV, G, most, scale, to_base_2, ENTRIES: gl.constexpr, D: gl.constexpr, REST: gl.constexpr,
+    S, T, ahead, HQ, HKV, G, max_shared, scale, to_base_2, ENTRIES: gl.constexpr, D: gl.constexpr, REST: gl.constexpr,
     BT: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
@@ -197,16 +208,16 @@ def _backward_q(
     i, h, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     of_head = (b.to(gl.int64) * HKV + h) * gl.num_programs(0)
     counts, entries = COUNTS + of_head * 2, UNIONS + (of_head + i) * ENTRIES
-    if not are_shared(counts, i, most):
+    if not shares_blocks(counts, i, max_shared):
         return
-    tiles, whole = gl.load(counts + i * 2), gl.load(counts + i * 2 + 1)
+    num_blocks, num_full = gl.load(counts + i * 2), gl.load(counts + i * 2 + 1)
     k_slots, k_full = ring(K, K_STAGES)
     v_slots, v_full = ring(V, V_STAGES)
-    _start(K, b, h, entries, k_slots, k_full, K_STAGES, tiles, BT, BN)
-    _start(V, b, h, entries, v_slots, v_full, V_STAGES, tiles, BT, BN)
+    _start(K, b, h, entries, k_slots, k_full, K_STAGES, num_blocks, BT, BN)
+    _start(V, b, h, entries, v_slots, v_full, V_STAGES, num_blocks, BT, BN)
     if REST > 0:
         rest_slots, rest_full = ring(K_REST, K_STAGES)
-        _start(K_REST, b, h, entries, rest_slots, rest_full, K_STAGES, tiles, BT, BN)
+        _start(K_REST, b, h, entries, rest_slots, rest_full, K_STAGES, num_blocks, BT, BN)
 
     token, g, real = rows_of(i * BT, S, G, BT, GP, gl.SliceLayout(1, flat))
     at_row = (b.to(gl.int64) * S + token) * HQ + h * G + g
@@ -230,12 +241,12 @@ def _backward_q(
         of_q_rest: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, REST, 16])
         dq_rest = gl.zeros([ROWS, REST], gl.float32, of_q_rest)
     for stretch in gl.static_range(2):
-        for number in range(0 if stretch == 0 else whole, whole if stretch == 0 else tiles):
+        for number in range(0 if stretch == 0 else num_full, num_full if stretch == 0 else num_blocks):
             entry = gl.load(entries + number)
-            at = (entry >> (BT + 1)) * BN
-            next_k_at = _first_key(entries, number + K_STAGES, tiles, BT, BN)
-            next_v_at = _first_key(entries, number + V_STAGES, tiles, BT, BN)
-            if ((entry >> BT) & 1) != 0:  # 0 · NaN would reach queries that do not see them
+            at = _first_key_of(entry, BT, BN)
+            next_k_at = _first_key(entries, number + K_STAGES, num_blocks, BT, BN)
+            next_v_at = _first_key(entries, number + V_STAGES, num_blocks, BT, BN)
+            if _has_nonfinite(entry, BT):  # 0 · NaN would reach queries that do not see them
                 finite = finite_keys(finite_base, HKV, at, T, BN, gl.SliceLayout(1, flat))
                 zero_rows(k_slots, k_full, number, K_STAGES, finite, flat)
                 zero_rows(v_slots, v_full, number, V_STAGES, finite, flat)
@@ -255,7 +266,7 @@ def _backward_q(
             p = gl.exp2(s * to_base_2 - lse)
             dp = warpgroup_mma_wait(0, deps=[changes])
             next_v, next_k = number + V_STAGES, number + K_STAGES
-            fetch(V, b, next_v_at, h, v_slots, v_full, next_v, V_STAGES, next_v < tiles)
+            fetch(V, b, next_v_at, h, v_slots, v_full, next_v, V_STAGES, next_v < num_blocks)
             seen = gl.expand_dims(((entry >> in_tile) & 1) != 0, 1)
             if stretch == 1:
                 key = at + gl.arange(0, BN, gl.SliceLayout(0, of_s))
@@ -267,10 +278,10 @@ def _backward_q(
                 ds_rest = gl.convert_layout(ds_16, gl.DotOperandLayout(0, of_q_rest, 2))
                 rest_sums = warpgroup_mma(ds_rest, k_rest, dq_rest, is_async=True)
                 dq, dq_rest = warpgroup_mma_wait(0, deps=[sums, rest_sums])
-                fetch(K_REST, b, next_k_at, h, rest_slots, rest_full, next_k, K_STAGES, next_k < tiles)
+                fetch(K_REST, b, next_k_at, h, rest_slots, rest_full, next_k, K_STAGES, next_k < num_blocks)
             else:
                 dq = warpgroup_mma_wait(0, deps=[sums])
-            fetch(K, b, next_k_at, h, k_slots, k_full, next_k, K_STAGES, next_k < tiles)
+            fetch(K, b, next_k_at, h, k_slots, k_full, next_k, K_STAGES, next_k < num_blocks)
     store_dq(DQ, DQ_CMP, DQ_WIN, at_row * (D + REST), real, dq * scale, D, flat)
     if REST > 0:
         store_dq(DQ, DQ_CMP, DQ_WIN, at_row * (D + REST) + D, real, dq_rest * scale, REST, flat)
@@ -290,15 +301,15 @@ def forward(
 
 def backward_q(
     q: Tensor, k: Tensor, v: Tensor, finite: Tensor, unions: Unions, do: Tensor, layout: Layout,
-    scale: float, lse: Tensor, delta: Tensor, dq: Tensor, more_dq: tuple[Tensor, Tensor] | None, most: int,
+    scale: float, lse: Tensor, delta: Tensor, dq: Tensor, more_dq: tuple[Tensor, Tensor] | None, max_shared: int,
 ) -> None:  # fmt: skip
-    """Write dq, with `more_dq` of the other branches, of the tiles that are `are_shared`; lse (base 2) and delta are
-    those of `launch.backward_rows`."""
+    """Write dq, with `more_dq` of the other branches, of the tiles that `shares_blocks` names; lse (base 2) and
+    delta are those of `launch.backward_rows`."""
     shape, sizes = _launch("backward_q", q, v, unions)
     _backward_q[_grid(unions)](
         q, *descriptors(k, shape.keys), descriptor(v, shape.keys), finite, do, unions.blocks, unions.counts,
-        lse, delta, dq, *(more_dq or (None, None)), *strides(q), *_lengths(q, k, layout), most, scale, scale * LOG2E,
-        *sizes, **shape.launch,
+        lse, delta, dq, *(more_dq or (None, None)), *strides(q), *_lengths(q, k, layout), max_shared,
+        scale, scale * LOG2E, *sizes, **shape.launch,
     )  # fmt: skip
 
 

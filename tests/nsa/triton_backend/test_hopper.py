@@ -10,6 +10,7 @@ import torch
 
 import nsa
 from harness import forced
+from nsa.attention import _distinct
 from nsa.geometry import Layout
 
 pytest.importorskip("triton")
@@ -107,7 +108,7 @@ def only_hopper(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     if case in (SHARED | PARTLY_SHARED).values():
         most = 8 if case in PARTLY_SHARED.values() else 1000
         monkeypatch.setattr(dispatch, "SHARED_MIN_QUERIES", 1)
-        monkeypatch.setattr(selected, "most_shared", lambda *_: most)
+        monkeypatch.setattr(selected, "max_shared_blocks", lambda *_: most)
     for module, name in FORWARD_AND_DQ if case.dk > 64 else ():
         if case.group <= 16 if module is selected else case.keys > 1:
             monkeypatch.setattr(module, name, _Unused())
@@ -161,7 +162,7 @@ class TestSharedBlocks:
         layout = Layout(case.queries, case.keys, case.config, q.device)
         chosen = Parts("triton", torch.device("cuda")).select(case, x).contiguous()
         others = (torch.randint_like(chosen, 2**30) % (layout.positions.int() // 64 + 1)[:, None, None]).sort(-1).values
-        others = torch.where(others.diff(dim=-1, prepend=others[..., :1] - 1) == 0, -1, others)
+        others = _distinct(others, layout)
         first = (torch.arange(case.queries, device=q.device) % 4 == 0)[:, None, None]
         changed = torch.where(first, chosen, others)
         assert selected.variant("selected_forward", q, k, v, selected._blocks(layout, 6)) is dispatch.Variant.SHARED

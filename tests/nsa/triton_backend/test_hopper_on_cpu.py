@@ -199,7 +199,7 @@ class Branch:
             unions, most = block_unions.unions(self.blocks, self.finite, self.layout), MOST_SHARED[self.name]
             of_rows = self.layout, self.scale, lse, delta, dq, more
             hopper.shared_blocks.backward_q(q, k, v, self.finite, unions, do, *of_rows, most)
-            hopper.selected.backward_q(q, k, v, do, self.blocks, *of_rows, unions.counts, most)
+            hopper.selected.backward_q(q, k, v, do, self.blocks, *of_rows, (unions.counts, most))
         else:
             hopper.compressed_window.backward_q(q, k, v, self.finite, do, *self.interval, lse, delta, dq, self.scale)
         return dq
@@ -302,12 +302,24 @@ class TestBranches:
             counts[0, 0, 20, 0] = 1 if counts is unions.counts else 3
             dq = torch.zeros_like(branch.x.q)
             q, k, v = branch.qkv
-            hopper.selected.backward_q(q, k, v, do, branch.blocks, branch.layout, *of_rows, dq, None, counts, 2)
+            hopper.selected.backward_q(q, k, v, do, branch.blocks, branch.layout, *of_rows, dq, None, (counts, 2))
             seen.append((dq != 0).flatten(2).any(2)[0])
         assert torch.equal(seen[0][:84], seen[1][:84])
         assert not seen[0][84:88].any()
         assert seen[1][84:88].all()
         assert torch.equal(seen[0][88:], seen[1][88:])
+
+    def test_a_piece_that_begins_with_a_period_decides_as_the_whole(self) -> None:
+        """From token 128 on, whatever the tile before that has."""
+        branch = branch_of(PLAIN, "partly shared")
+        found, do = branch.forward(), PLAIN.noise(branch.forward().o)
+        counts = block_unions.unions(branch.blocks, branch.finite, branch.layout).counts
+        counts[:, :, :32, 0] = 1000
+        q, k, v = branch.qkv
+        dq, of_rows = torch.zeros_like(q), (branch.scale, *branch.rows(found, do))
+        hopper.selected.backward_q(q, k, v, do, branch.blocks, branch.layout, *of_rows, dq, None, (counts, 2))
+        assert dq[:, 4:128].flatten(2).any(2).all()
+        assert not dq[:, 128:132].any()
 
     def test_some_tiles_share_and_some_do_not(self) -> None:
         branch = branch_of(PLAIN, "partly shared")

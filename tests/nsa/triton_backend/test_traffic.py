@@ -129,3 +129,14 @@ def test_kernels_of_another_architecture_are_chosen_by_its_reference(gpu: Simple
     assert traffic.memory_system(torch.device("cpu"), 89) == REFERENCES[89]
     assert traffic.memory_system(torch.device("cpu"), 0) == REFERENCES[90]
     assert traffic.memory_system(torch.device("cpu"), 103) == REFERENCES[86]
+
+
+@pytest.mark.parametrize(("dk", "chosen", "wanted"), [(128, 16, 37), (192, 16, 35), (128, 32, 75)])
+def test_dq_shares_blocks_up_to_where_an_h200_breaks_even(dk: int, chosen: int, wanted: int) -> None:
+    """Measured at 64k with 128 channels: 36 to 40 blocks of four queries with 16 each."""
+    assert traffic.max_shared_blocks(replace(PAPER, dk=dk), REFERENCES[90], chosen, 4) == wanted
+
+
+def test_dq_shares_more_blocks_where_l2_is_slower() -> None:
+    slower = replace(REFERENCES[90], l2_gb_per_s_per_sm=40.0)
+    assert traffic.max_shared_blocks(PAPER, slower, 16, 4) == 75
