@@ -113,12 +113,16 @@ def _hopper_backward_kv(call: Call) -> bool:
     """TMA reads queries too. Plans launch nothing with TMA, so that short calls with heads of 64 are left out. So are
     compressed keys of groups of 16 with heads of 128, where they are fewer than the queries: 64/4 at 16k take 1.40 ms
     here and 1.28 in tiles of 128 keys."""
-    if not _hopper(call) or not readable_by_tma(call.q):
+    if not _hopper(call) or not readable_by_tma(call.q) or _goes_by_plan(call):
         return False
     (queries, keys), dk = call.lengths, call.q.shape[3]
-    if dk < hopper.CHANNELS:
-        return max(call.q.numel(), call.k.numel()) * call.q.itemsize > MOST_PLANNED_BYTES
     return dk > hopper.CHANNELS or keys >= queries or next_power_of_2(call.group) < 16
+
+
+def _goes_by_plan(call: Call) -> bool:
+    """Whether it would, if no kernel of `hopper/` served it: those of the forward pass take heads of 128 and more."""
+    short = max(call.q.numel(), call.k.numel()) * call.q.itemsize <= MOST_PLANNED_BYTES
+    return short and call.q.shape[3] < hopper.CHANNELS
 
 
 def _hopper_selected(call: Call) -> bool:
@@ -126,6 +130,13 @@ def _hopper_selected(call: Call) -> bool:
     if tuning.padded(call.group) != tuning.MIN_DOT or not _hopper(call):
         return False
     return call.blocks.size % tuning.shape(f"hopper.{call.computation}", call.q, call.v).keys == 0
+
+
+def _hopper_selected_kv(call: Call) -> bool:
+    """Its tile of keys must be a block. Threads copy rows of queries 16 bytes at a time."""
+    if not _hopper(call) or not readable_by_tma(call.q) or _goes_by_plan(call):
+        return False
+    return call.blocks.size == tuning.shape(f"hopper.{call.computation}", call.q, call.v).keys
 
 
 def _shared(call: Call) -> bool:
@@ -225,6 +236,7 @@ TABLE = {
     ),
     "selected_backward_kv": (
         Rule(Variant.MASKED, _masked_backward, _SHORT),
+        Rule(Variant.HOPPER, _hopper_selected_kv, "the same; scores of the next queries beside the sums of these"),
         Rule(Variant.KV_MAJOR, _any, "a block's queries are only known from the inverted index; no atomics"),
     ),
 }

@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.geometry import Layout
-from nsa.triton_backend import index, tuning
+from nsa.triton_backend import hopper, index, tuning
+from nsa.triton_backend.dispatch import SelectionBlocks, Variant, readable_by_tma, variant
 from nsa.triton_backend.intervals import masked_pair
 from nsa.triton_backend.launch import LOG2E, finite_keys, on_device, strides
 from nsa.triton_backend.partial_sums import merge_blocks, sum_dkdv, sum_dq
@@ -271,17 +272,25 @@ def _backward_chunk(
     tiles = index.build(block_indices, layout, first, first + count, chunk=count, size=BACKWARD_PAIRS)
     block_from, block_to = layout.block_tokens
 
-    shape = tuning.shape("selected_backward_kv", q, v)
+    serves = variant("selected_backward_kv", q, k, v, SelectionBlocks(size)) is Variant.HOPPER
+    on_hopper = serves and readable_by_tma(do)
+    shape = tuning.shape(f"{'hopper.' * on_hopper}selected_backward_kv", q, v)
     keys = min(tuning.padded(size), shape.keys)
     parts = [q.new_empty(tiles.begin.numel(), size, d, dtype=torch.float32) for d in (dk, dv)]
     with on_device(q):
-        _backward[tiles.begin.numel(), cdiv(size, keys)](
-            q, k, v, do, tiles.query_slot, tiles.begin, tiles.end, tiles.cell,
-            block_from, block_to, lse, delta, *parts, dq_part, *strides(q), *strides(k), *strides(v), first, count,
-            length, num_keys - length, heads, num_kv_heads, heads // num_kv_heads, max_blocks, scale, scale * LOG2E,
-            block_indices.shape[-1], size, tuning.padded(size), dk, dv,
-            shape.dk, shape.dv, shape.rows, shape.group, keys, shape.rows_first, **shape.launch,
-        )  # fmt: skip
+        if on_hopper:
+            hopper.selected_keys_and_values.backward(
+                q, k, v, do, lse, delta, block_indices.shape[-1], tiles, layout, first, count, parts, dq_part, scale,
+                shape,
+            )  # fmt: skip
+        else:
+            _backward[tiles.begin.numel(), cdiv(size, keys)](
+                q, k, v, do, tiles.query_slot, tiles.begin, tiles.end, tiles.cell,
+                block_from, block_to, lse, delta, *parts, dq_part, *strides(q), *strides(k), *strides(v), first, count,
+                length, num_keys - length, heads, num_kv_heads, heads // num_kv_heads, max_blocks, scale, scale * LOG2E,
+                block_indices.shape[-1], size, tuning.padded(size), dk, dv,
+                shape.dk, shape.dv, shape.rows, shape.group, keys, shape.rows_first, **shape.launch,
+            )  # fmt: skip
         sum_dkdv[batch * num_kv_heads * max_blocks, cdiv(size, keys), 2](
             *parts, tiles.first_tile, tiles.begin, tiles.end, block_from, block_to, *sums, num_keys, num_kv_heads,
             max_blocks, size, dk, dv, tuning.padded(dk), tuning.padded(dv), keys, first > 0,

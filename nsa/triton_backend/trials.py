@@ -44,6 +44,7 @@ PARTS = {
     "hopper.scores": ("choice",),
     "hopper.selected_forward": ("selected",),
     "hopper.selected_backward_q": ("selected",),
+    "hopper.selected_backward_kv": ("selected",),
     "hopper.shared_blocks_forward": ("selected",),
     "hopper.shared_blocks_backward_q": ("selected",),
 }
@@ -53,6 +54,7 @@ SHARED = "hopper.shared_blocks_"
 JIT_NAMES = {
     "hopper.compressed_window_backward_kv": "hopper.keys_and_values._backward",
     "hopper.scores": "hopper.scores._group_probabilities",
+    "hopper.selected_backward_kv": "hopper.selected_keys_and_values._backward",
     "scores": "scores._group_probabilities",
     "selected_kv_major": "selected_kv_major._forward",
     "selected_backward_kv": "selected_kv_major._backward",
@@ -99,12 +101,12 @@ def using(kernel: str, tuned: LaunchConfig, table: Table, workload: Workload) ->
 
 
 def _without(prefix: str, table: Table) -> Table:
-    """The table without the launches whose names begin so, of wide and narrow rows."""
+    """The table without the launches whose names begin so."""
 
     def others(launches: Mapping[str, LaunchConfig]) -> dict[str, LaunchConfig]:
         return {name: launch for name, launch in launches.items() if not name.startswith(prefix)}
 
-    return dataclasses.replace(table, narrow=others(table.narrow), wide=others(table.wide))
+    return dataclasses.replace(table, slim=others(table.slim), narrow=others(table.narrow), wide=others(table.wide))
 
 
 def fits(kernel: str, tuned: LaunchConfig, table: Table, workload: Workload) -> bool:

@@ -20,5 +20,6 @@ if AVAILABLE:
         keys_and_values,
         scores,
         selected,
+        selected_keys_and_values,
         shared_blocks,
     )

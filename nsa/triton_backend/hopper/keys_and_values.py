@@ -21,6 +21,7 @@ from nsa.triton_backend.hopper.tile import (
     descriptors,
     fetch,
     kernel,
+    release,
     ring,
     store_rows,
     stretches,
@@ -182,6 +183,13 @@ def _backward(
                     Q_REST, b, first, head, place, q_rest_slots, q_rest_full, then, STAGES, BT, HEADS, wanted
                 )
             s = warpgroup_mma_wait(0, deps=[scores])
+    release(k_full, 1)
+    release(v_full, 1)
+    release(q_full, STAGES)
+    release(do_full, STAGES)
+    if REST > 0:
+        release(k_rest_full, 1)
+        release(q_rest_full, STAGES)
     key = (first_key + gl.arange(0, BN, gl.SliceLayout(1, flat))).to(gl.int64)
     out = ((own * gl.num_programs(2) + b).to(gl.int64) * T + key) * HKV + h
     store_rows(DK_OUT, out * (D + REST), key < T, dk * scale, D, flat)

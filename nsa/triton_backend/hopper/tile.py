@@ -19,6 +19,7 @@ from nsa.triton_backend import relaunch
 from nsa.triton_backend.hopper import CHANNELS
 from nsa.triton_backend.tile import LENGTHS, LN2, with_settled_key
 
+thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # before Triton 3.7
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -89,6 +90,17 @@ def start(source, b, first, head, slots, full, STAGES: gl.constexpr, tiles, STEP
 def wait(full, number, STAGES: gl.constexpr, wanted=True):
     """Wait for the `number`-th tile. A slot's barrier changes its phase, 0 or 1, with each tile that the slot takes."""
     mbarrier.wait(full.index(number % STAGES), (number // STAGES) & 1, wanted)
+
+
+@jit
+def release(full, STAGES: gl.constexpr):
+    """Give back the memory of a ring's barriers, behind all waits.
+
+    PTX allows no other use of it before. The compiler knows when a barrier is waited for the last time, but not that:
+    where its memory became that of a tile, a barrier's bits stood in 14 to 44 of 537 million elements in each call.
+    """
+    for slot in gl.static_range(STAGES):
+        mbarrier.invalidate(full.index(slot))
 
 
 @jit
@@ -239,9 +251,15 @@ def any_nonfinite(finite):
 
 @jit
 def zero_rows(slots, full, number, STAGES: gl.constexpr, finite, layout: gl.constexpr):
-    """Wait for a tile and make its rows 0 that are not `finite`: 0 · NaN would reach queries that do not see them."""
+    """Wait for a tile and make its rows 0 that are not `finite`."""
     wait(full, number, STAGES)
-    there = tile(slots, number, STAGES)
+    zero_rows_of(tile(slots, number, STAGES), finite, layout)
+
+
+@jit
+def zero_rows_of(there, finite, layout: gl.constexpr):
+    """Make the rows 0 of a tile [rows, channels] that are not `finite`: 0 · NaN would reach queries that do not see
+    them."""
     x = there.load(layout)
     there.store(gl.where(gl.expand_dims(finite, 1), x, 0.0).to(x.dtype))
     fence_async_shared()

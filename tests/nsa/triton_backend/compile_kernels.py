@@ -39,9 +39,12 @@ def main() -> None:
     by_block = {"return_value": True} if "by-block" in sys.argv else {"wraps": dispatch.sooner_by_block}
     backward, dtype = "forward" not in sys.argv, torch.float32 if "float32" in sys.argv else torch.bfloat16
     with recorded(architecture) as launches, mock.patch.object(dispatch, "sooner_by_block", **by_block):
-        for least in (LENGTH, LENGTH + 1):  # of `selected_masked.py` and `hopper/shared_blocks.py`
-            most_planned = {LENGTH: 0}.get(least, dispatch.MOST_PLANNED_BYTES)
-            with (
+        planned = dispatch.MOST_PLANNED_BYTES
+        calls = [(LENGTH, 0), (LENGTH + 1, planned)]
+        if dk < hopper.CHANNELS:  # with larger ones no plan serves
+            calls.append((LENGTH + 1, 0))
+        for least, most_planned in calls:
+            with (  # `least` is of `selected_masked.py` and `hopper/shared_blocks.py`
                 mock.patch.object(dispatch, "MASKED_MIN_QUERIES", least),
                 mock.patch.object(dispatch, "SHARED_MIN_QUERIES", least),
                 mock.patch.object(dispatch, "MOST_PLANNED_BYTES", most_planned),

@@ -3,7 +3,8 @@
 `emulated()` replaces each kernel by a Python emulation. Programs run one after the other, and tensors are PyTorch's.
 What is checked of asynchronous work:
 
-- a tile that TMA brings is NaN from the moment it is asked for until its barrier is waited for;
+- a tile that TMA brings is NaN from the moment it is asked for until its barrier is waited for, and one that threads
+  copy until its group is;
 - an asynchronous product is computed when it is waited for ("late") or at once ("early"), and both must be right;
 - between a thread's store to shared memory and a product that reads it there must be `fence_async_shared`;
 - a wait that never ends, bytes that were not announced and an address outside its tensor raise `KernelError`.
@@ -49,6 +50,7 @@ KERNELS = {
     hopper.keys_and_values: ("_backward",),
     hopper.scores: ("_group_probabilities",),
     hopper.selected: ("_forward", "_backward_q"),
+    hopper.selected_keys_and_values: ("_backward",),
     hopper.shared_blocks: ("_forward", "_backward_q"),
 }
 ORDERS = ("late", "early")
@@ -94,9 +96,11 @@ class _Program:
     products: list[_Product] = field(default_factory=list)
     """In flight, in order."""
     barriers: list[Barrier] = field(default_factory=list)
+    copies: list[list[Callable[[], None]]] = field(default_factory=lambda: [[]])
+    """By threads, in groups; the last is open."""
 
     def end(self) -> None:
-        if self.products or any(barrier.pending_copies for barrier in self.barriers):
+        if self.products or any(self.copies) or any(barrier.pending_copies for barrier in self.barriers):
             raise KernelError("a product or a copy is still on its way where the program ends")
 
     def scope(self) -> dict[str, Any]:
@@ -104,10 +108,21 @@ class _Program:
         return {
             "gl": types.SimpleNamespace(**_LANGUAGE, **self._language()),
             "mbarrier": types.SimpleNamespace(
-                MBarrierLayout=_BarrierLayout, init=init, expect=expect, wait=wait, arrive=Barrier.arrive
+                MBarrierLayout=_BarrierLayout,
+                init=init,
+                expect=expect,
+                wait=wait,
+                arrive=Barrier.arrive,
+                invalidate=lambda barrier: init(barrier, 0),
             ),
             "tma": types.SimpleNamespace(async_copy_global_to_shared=self._copy),
+            "async_copy": types.SimpleNamespace(
+                async_copy_global_to_shared=self._copy_by_threads,
+                commit_group=lambda: self.copies.append([]),
+                wait_group=self._wait_for_copies,
+            ),
             "fence_async_shared": self.unfenced.clear,
+            "thread_barrier": lambda: None,
             "warpgroup_mma": self._multiply,
             "warpgroup_mma_wait": self._wait_for_products,
             "mma_v2": lambda a, b, c: a.float() @ b.float() + c,
@@ -142,6 +157,20 @@ class _Program:
             return box.nbytes
 
         barrier.pending_copies.append(arrive)
+
+    def _copy_by_threads(self, target: Shared, source: Pointer, mask: Tensor) -> None:
+        """What the mask leaves out becomes 0."""
+        x = load(source, mask)
+        if target.x.shape != x.shape:
+            raise KernelError("a copy of another shape than its target")
+        target.x.fill_(math.nan)
+        self.copies[-1].append(lambda: target.store(x))
+
+    def _wait_for_copies(self, in_flight: int) -> None:
+        """Leave so many groups on their way at most, beside the open one."""
+        while len(self.copies) - 1 > in_flight:
+            for arrive in self.copies.pop(0):
+                arrive()
 
     def _multiply(self, a: Any, b: Any, c: Any, use_acc: bool = True, is_async: bool = False) -> Any:
         def compute() -> Tensor:
@@ -183,7 +212,15 @@ def _assert(condition: Any, why: str) -> None:
 
 _LANGUAGE: dict[str, Any] = {
     **dict.fromkeys(
-        ("NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout", "SliceLayout", "NVMMASharedLayout"), _Layout
+        (
+            "NVMMADistributedLayout",
+            "DotOperandLayout",
+            "BlockedLayout",
+            "SliceLayout",
+            "NVMMASharedLayout",
+            "SwizzledSharedLayout",
+        ),
+        _Layout,
     ),
     **{name: getattr(torch, name) for name in ("int32", "int64", "float32", "exp2", "log2", "abs", "where")},
     "static_assert": _assert,

@@ -15,7 +15,7 @@ from nsa.geometry import Layout
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import compressed_window, dispatch, hopper, scores, selected
+from nsa.triton_backend import compressed_window, dispatch, hopper, scores, selected, selected_kv_major
 from nsa.triton_backend.dispatch import hopper_serves
 from tests.laws import test_causality, test_memory, test_selection
 from tests.laws.cases import Case
@@ -114,6 +114,8 @@ def only_hopper(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
             monkeypatch.setattr(module, name, _Unused())
     if case.keys > 1 and (case.dk != 128 or case.group < 16):
         monkeypatch.setattr(compressed_window, "_backward_kv", _Unused())
+    if case.group <= 32 and case.config.l_sel == 64:
+        monkeypatch.setattr(selected_kv_major, "_backward", _Unused())
 
 
 @pytest.mark.usefixtures("only_hopper")

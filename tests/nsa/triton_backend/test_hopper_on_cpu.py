@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 import nsa
 from nsa.geometry import Layout
-from nsa.triton_backend import architecture, block_unions, hopper, tuning
+from nsa.triton_backend import architecture, block_unions, hopper, index, tuning
 from nsa.triton_backend.launch import LOG2E
 from tests.laws import oracle
 from tests.laws.budget import BACKWARD, FORWARD, gradient_unit, output_unit, score_unit, within_budget
@@ -80,6 +80,8 @@ MOST_SHARED = {"shared": 1000, "partly shared": 2}
 """In the backward pass, how many blocks a tile of queries shares at most."""
 SELECTED = ("selected", *MOST_SHARED)
 """The selected branch by query, by such tiles, and both."""
+BY_BLOCK = "by block"
+"""The selected branch, its gradients by programs of a block; forward as by query."""
 of_intervals = pytest.mark.parametrize("branch", ["compressed", "window"])
 
 
@@ -135,7 +137,7 @@ class Branch:
     @cached_property
     def mask(self) -> Tensor:
         """bool [B, Hkv, S, T]: what each query sees."""
-        if self.name in SELECTED:
+        if self.name in (*SELECTED, BY_BLOCK):
             return oracle.selected_mask(self.case, self.blocks)
         if self.name == "window":
             mask = oracle.window_mask(self.case, CPU)
@@ -166,7 +168,7 @@ class Branch:
             torch.full((*q.shape[:2], v.shape[2]), -1, dtype=torch.int32),
         )
         written = found.o, found.lse, found.read
-        if self.name == "selected":
+        if self.name in ("selected", BY_BLOCK):
             hopper.selected.forward(q, k, v, self.blocks, self.layout, self.scale, *written, whole)
         elif self.name in MOST_SHARED:
             unions = block_unions.unions(self.blocks, self.finite, self.layout)
@@ -181,7 +183,9 @@ class Branch:
         return torch.where(found.lse == -torch.inf, torch.nan, found.lse * LOG2E), delta
 
     def dkv(self, found: Results, do: Tensor, parts: int = 1) -> tuple[Tensor, Tensor]:
-        """(dk, dv) of the window or the compressed branch, by programs that share the queries of a tile of keys."""
+        """(dk, dv): of the window and the compressed branch by programs that share the queries of a tile of keys."""
+        if self.name == BY_BLOCK:
+            return self.by_block(found, do)[1:]
         q, k, v = self.qkv
         of_k, of_v = (torch.full((parts, *x.shape), torch.nan, dtype=torch.float32) for x in (k, v))
         seen_by = self.layout.compressed_queries if self.name == "compressed" else self.layout.window_queries
@@ -189,7 +193,33 @@ class Branch:
         hopper.keys_and_values.backward(q, k, v, do, *rows, bounds, of_k, of_v, self.scale)
         return of_k.sum(0).to(k.dtype), of_v.sum(0).to(v.dtype)
 
+    def by_block(self, found: Results, do: Tensor, with_dq: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv), of parts added up here; of up to PAIRS queries each."""
+        (q, k, v), layout = self.qkv, self.layout
+        (batch, length, num_kv_heads, n), group = self.blocks.shape, self.case.group
+        tiles = index.build(self.blocks, layout, 0, length, chunk=length, size=PAIRS)
+        of_k, of_v = (torch.full((len(tiles.begin), 64, x.shape[3]), torch.nan) for x in (k, v))
+        of_q = q.new_full((batch, num_kv_heads, length, n, group, q.shape[3]), torch.nan)
+        shape = tuning.shape("hopper.selected_backward_kv", q, v)
+        hopper.selected_keys_and_values.backward(
+            q, k, v, do, *self.rows(found, do), n, tiles, layout, 0, length, (of_k, of_v), of_q if with_dq else None,
+            self.scale, shape,
+        )  # fmt: skip
+        dk, dv = (torch.zeros(x.shape) for x in (k, v))
+        starts, ends = layout.block_tokens
+        for tile in range(len(tiles.begin)):
+            if tiles.begin[tile] < tiles.end[tile]:
+                kv_row, block = divmod(int(tiles.cell[tile]), layout.max_blocks)
+                keys = slice(int(starts[block]), int(ends[block]))
+                for total, parts in ((dk, of_k), (dv, of_v)):
+                    total[kv_row // num_kv_heads, keys, kv_row % num_kv_heads] += parts[tile, : keys.stop - keys.start]
+        taken = (self.blocks >= 0).transpose(1, 2)[..., None, None]
+        dq = torch.where(taken, of_q.float(), 0.0).sum(3).transpose(1, 2).reshape(q.shape) * self.scale
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
     def dq(self, found: Results, do: Tensor, more: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        if self.name == BY_BLOCK:
+            return self.by_block(found, do)[0]
         q, k, v = self.qkv
         lse, delta = self.rows(found, do)
         dq = torch.full_like(q, torch.nan)
@@ -210,8 +240,18 @@ class Branch:
         return o, lse
 
 
+PAIRS = 40
+"""Queries of a block that one program takes: a few programs have one block, and the last of them a part of a tile."""
+
+
 def branch_of(case: Case, name: str) -> Branch:
     return Branch(case, name, case.inputs(CPU))
+
+
+def forward_by_query(branch: Branch) -> Results:
+    """Of the selected branch, with PyTorch: the kernels take neither heads of 64 nor groups of more than 16."""
+    o, lse = branch.expected(torch.float32)
+    return Results(o.to(branch.x.q.dtype).contiguous(), lse.contiguous(), branch.mask.sum(-1).transpose(1, 2).int())
 
 
 def require_forward_within_budget(branch: Branch, found: Results) -> None:
@@ -223,7 +263,7 @@ def require_forward_within_budget(branch: Branch, found: Results) -> None:
 
 
 def require_gradients_within_budget(branch: Branch, found: Results, parts: int = 1) -> None:
-    """Of the selected branch dq alone: its dk and dv have no kernel in `hopper/`.
+    """Of the selected branch by query dq alone.
 
     To dk and dv no rounding of a single term is allowed: it is as much as a fifth of what many queries add up to.
     """
@@ -263,6 +303,17 @@ class TestBranches:
         found = of_case.forward()
         require_forward_within_budget(of_case, found)
         require_gradients_within_budget(of_case, found)
+
+    @pytest.mark.parametrize("case", (CASES | HEADS_OF_64).values(), ids=CASES | HEADS_OF_64)
+    def test_gradients_by_block(self, case: Case) -> None:
+        branch = branch_of(case, BY_BLOCK)
+        found = forward_by_query(branch)
+        require_gradients_within_budget(branch, found)
+        do = case.noise(found.o)
+        for alone, beside_dq in zip(
+            branch.by_block(found, do, with_dq=False)[1:], branch.by_block(found, do)[1:], strict=True
+        ):
+            assert torch.equal(alone, beside_dq)
 
     @pytest.mark.parametrize("most", MOST_SHARED)
     @pytest.mark.parametrize("case", OF_SHARED.values(), ids=OF_SHARED)
@@ -407,7 +458,7 @@ class TestWholeCalls:
 @pytest.mark.usefixtures("order")
 class TestWhatIsNotFinite:
     @of_both_keys
-    @pytest.mark.parametrize("name", ["compressed", "window", *SELECTED])
+    @pytest.mark.parametrize("name", ["compressed", "window", *SELECTED, BY_BLOCK])
     def test_keys_that_a_query_does_not_see_change_no_bit(self, name: str, dk: int) -> None:
         branch = branch_of(replace(PLAIN, dk=dk), name)
         cut = 100
@@ -419,7 +470,7 @@ class TestWhatIsNotFinite:
         k, v = k.clone(), v.clone()
         k[:, cut], v[:, cut + 1 :] = torch.nan, torch.inf
         broken = replace(branch, x=branch.x._replace(k=k, v=v))
-        if name in SELECTED:
+        if name in (*SELECTED, BY_BLOCK):
             broken.__dict__["blocks"] = branch.blocks
         after = broken.forward()
         assert torch.equal(before.o[:, :cut], after.o[:, :cut])
@@ -448,14 +499,18 @@ class TestWhatIsNotFinite:
         assert found.o[0, 61:140].isfinite().all()
 
     @pytest.mark.parametrize("heads", [(64, 64), (128, 128), (192, 128)], ids=str)
-    @pytest.mark.parametrize("name", ["compressed", "window"])
+    @pytest.mark.parametrize("name", ["compressed", "window", BY_BLOCK])
     def test_a_row_reaches_dk_and_dv_of_the_keys_that_it_sees_alone(self, name: str, heads: tuple[int, int]) -> None:
         branch = branch_of(replace(PLAIN, group=6, dk=heads[0], dv=heads[1]), name)
-        found, do = branch.forward(), PLAIN.noise(branch.forward().o)
+        found = forward_by_query(branch) if name == BY_BLOCK else branch.forward()
+        do = PLAIN.noise(found.o)
         before = branch.dkv(found, do)
         q, do, lse = branch.x.q.clone(), do.clone(), found.lse.clone()
         q[0, 60, 3], do[0, 60, 3], lse[0, 60, 3] = torch.nan, torch.nan, torch.nan
-        after = replace(branch, x=branch.x._replace(q=q)).dkv(replace(found, lse=lse), do)
+        broken = replace(branch, x=branch.x._replace(q=q))
+        if name == BY_BLOCK:
+            broken.__dict__["blocks"] = branch.blocks
+        after = broken.dkv(replace(found, lse=lse), do)
         seen = branch.mask[0, 0, 60]
         for old, new in zip(before, after, strict=True):
             assert new[:, seen].isnan().all()
