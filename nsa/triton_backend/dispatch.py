@@ -116,7 +116,7 @@ def _hopper_backward_kv(call: Call) -> bool:
     if not _hopper(call) or not readable_by_tma(call.q) or _goes_by_plan(call):
         return False
     (queries, keys), dk = call.lengths, call.q.shape[3]
-    return dk > hopper.CHANNELS or keys >= queries or next_power_of_2(call.group) < 16
+    return dk != hopper.CHANNELS or keys >= queries or next_power_of_2(call.group) < 16
 
 
 def _goes_by_plan(call: Call) -> bool:

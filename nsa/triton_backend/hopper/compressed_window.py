@@ -25,7 +25,6 @@ from nsa.triton_backend.hopper.tile import (
     kernel,
     load_rows,
     nonfinite,
-    release,
     ring,
     rows_of_tile,
     shared,
@@ -140,10 +139,6 @@ def _forward(
             p = next_p
     wait(v_full, tiles - 1, V_STAGES)
     acc = warpgroup_mma(p, tile(v_slots, tiles - 1, V_STAGES), acc)
-    release(k_full, K_STAGES)
-    release(v_full, V_STAGES)
-    if REST > 0:
-        release(rest_full, K_STAGES)
 
     factor, lse = finish(m, l, to_base_2, nonfinite_q & (hi > lo))
     gl.store(LSE + ((b.to(gl.int64) * S + row_token) * HQ + h * G + row_g), lse, mask=row_real)
@@ -242,10 +237,6 @@ def _backward_q(
             else:
                 dq = warpgroup_mma_wait(0, deps=[sums])
             fetch(K, b, first + next_k * BN, h, k_slots, k_full, next_k, K_STAGES, next_k < tiles)
-    release(k_full, K_STAGES)
-    release(v_full, V_STAGES)
-    if REST > 0:
-        release(rest_full, K_STAGES)
     store_rows(DQ, of_head * (D + REST), real, dq * scale, D, flat)
     if REST > 0:
         store_rows(DQ, of_head * (D + REST) + D, real, dq_rest * scale, REST, flat)

@@ -185,11 +185,8 @@ def _backward(
             s = warpgroup_mma_wait(0, deps=[scores])
     release(k_full, 1)
     release(v_full, 1)
-    release(q_full, STAGES)
-    release(do_full, STAGES)
     if REST > 0:
         release(k_rest_full, 1)
-        release(q_rest_full, STAGES)
     key = (first_key + gl.arange(0, BN, gl.SliceLayout(1, flat))).to(gl.int64)
     out = ((own * gl.num_programs(2) + b).to(gl.int64) * T + key) * HKV + h
     store_rows(DK_OUT, out * (D + REST), key < T, dk * scale, D, flat)

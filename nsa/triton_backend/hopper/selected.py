@@ -25,7 +25,6 @@ from nsa.triton_backend.hopper.tile import (
     kernel,
     load_rows,
     nonfinite,
-    release,
     ring,
     softmax,
     store_dq,
@@ -126,10 +125,7 @@ def _forward(
             acc = mma_v2(gl.convert_layout(p.to(v.dtype), left), v, acc * gl.expand_dims(alpha, 1))
             next_v = number + V_STAGES
             fetch(V, b, next_v_at, h, v_slots, v_full, next_v, V_STAGES, next_v < tiles)
-    release(k_full, K_STAGES)
-    release(v_full, V_STAGES)
-    if REST > 0:
-        release(rest_full, K_STAGES)
+
     if REST == 0:
         nonfinite_q = nonfinite(q)
     nonfinite_rows = gl.convert_layout(nonfinite_q, gl.SliceLayout(1, mma)) & (read > 0)
@@ -219,10 +215,6 @@ def _backward_q(
                 fetch(K_REST, b, next_k_at, h, rest_slots, rest_full, next_k, K_STAGES, next_k < tiles)
             fetch(V, b, next_v_at, h, v_slots, v_full, next_v, V_STAGES, next_v < tiles)
             fetch(K, b, next_k_at, h, k_slots, k_full, next_k, K_STAGES, next_k < tiles)
-    release(k_full, K_STAGES)
-    release(v_full, V_STAGES)
-    if REST > 0:
-        release(rest_full, K_STAGES)
     row = (first_row + g) * (D + REST)
     store_dq(DQ, DQ_CMP, DQ_WIN, row, g < G, dq * scale, D, flat)
     if REST > 0:

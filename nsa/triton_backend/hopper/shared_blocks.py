@@ -27,7 +27,6 @@ from nsa.triton_backend.hopper.tile import (
     kernel,
     load_rows,
     nonfinite,
-    release,
     ring,
     rows_of,
     shared,
@@ -178,10 +177,6 @@ def _forward(
             p = next_p
     wait(v_full, num_blocks - 1, V_STAGES)
     acc = warpgroup_mma(p, tile(v_slots, num_blocks - 1, V_STAGES), acc)
-    release(k_full, K_STAGES)
-    release(v_full, V_STAGES)
-    if REST > 0:
-        release(rest_full, K_STAGES)
 
     factor, lse = finish(m, l, to_base_2, nonfinite_q & (read > 0))
     row_token, row_g, row_real = rows_of(i * BT, S, G, BT, GP, gl.SliceLayout(1, of_s))
@@ -287,10 +282,6 @@ def _backward_q(
             else:
                 dq = warpgroup_mma_wait(0, deps=[sums])
             fetch(K, b, next_k_at, h, k_slots, k_full, next_k, K_STAGES, next_k < num_blocks)
-    release(k_full, K_STAGES)
-    release(v_full, V_STAGES)
-    if REST > 0:
-        release(rest_full, K_STAGES)
     store_dq(DQ, DQ_CMP, DQ_WIN, at_row * (D + REST), real, dq * scale, D, flat)
     if REST > 0:
         store_dq(DQ, DQ_CMP, DQ_WIN, at_row * (D + REST) + D, real, dq_rest * scale, REST, flat)

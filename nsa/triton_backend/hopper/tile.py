@@ -94,10 +94,11 @@ def wait(full, number, STAGES: gl.constexpr, wanted=True):
 
 @jit
 def release(full, STAGES: gl.constexpr):
-    """Give back the memory of a ring's barriers, behind all waits.
+    """Give back the barriers' memory, behind a loop in which nothing waits for them any more.
 
-    PTX allows no other use of it before. The compiler knows when a barrier is waited for the last time, but not that:
-    where its memory became that of a tile, a barrier's bits stood in 14 to 44 of 537 million elements in each call.
+    PTX allows no other use of it before. The compiler does not know that and takes it for what the loop needs: a
+    barrier's bits then stood in 14 to 44 of 537 million elements in each call. The barriers of a ring need none: they
+    live as long as the loop, and what comes behind takes the memory of the tiles.
     """
     for slot in gl.static_range(STAGES):
         mbarrier.invalidate(full.index(slot))
