@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nsa.geometry import Layout
 from nsa.triton_backend import attention as whole
-from nsa.triton_backend import dispatch, hopper, planned
+from nsa.triton_backend import dispatch, hopper, planned, selected
 from nsa.triton_backend.attention import NUM_DIFFERENTIABLE, NUM_KEYS_AND_VALUES, Output, Saved
 from nsa.triton_backend.ops import define, layout_of, numbers_of
 from nsa.triton_backend.plan import View
@@ -32,9 +32,9 @@ SAVED_SCHEMA = ", ".join(f"Tensor {name}" for name in Saved._fields)
 GRADIENTS_SCHEMA = ", ".join((NUM_KEYS_AND_VALUES + 2) * ["Tensor"])
 """Of q, keys and values, and the gates."""
 MASK_FIELDS = ("bits", "finite_selected")
-"""Fields of `Saved` that only some kernels give. An operator's shapes are the same whichever kernel served it: it gives
-none of these, and its backward pass makes the masks again."""
-KEPT_FIELDS = [name for name in Saved._fields if name not in MASK_FIELDS]
+"""Fields of `Saved`, its last, that only `selected_masked.py` gives. An operator's shapes are the same whichever kernel
+served it: `short_attention` keeps them, not written where another kernel did; `attention` gives none, and its backward
+pass makes the masks again."""
 
 Shape = tuple[Sequence[int], torch.dtype]
 
@@ -54,14 +54,14 @@ def _shapes(q: Tensor, tensors: Sequence[Tensor | None], layout: Layout) -> Mapp
         "k_compressed": ((*slots, k.shape[3]) if pools else (0,), k.dtype),
         "v_compressed": ((*slots, v.shape[3]) if pools else (0,), v.dtype),
         "finite_compressed": (slots, torch.bool), "finite_window": (k.shape[:3], torch.bool),
-        **dict.fromkeys(MASK_FIELDS, ((0,), q.dtype)),
+        "bits": (per_group, torch.int64), "finite_selected": (k.shape[:3], torch.bool),
     }  # fmt: skip
 
 
 def _views(q: Tensor, tensors: Sequence[Tensor | None], layout: Layout) -> tuple[list[View], int]:
-    """(where `KEPT_FIELDS` lie in the tensor that keeps them, its bytes), as `recording.plan_of` puts them."""
+    """(where the fields of `Saved` lie in the tensor that keeps them, its bytes), as `recording.plan_of` puts them."""
     views, num_bytes, shapes = list[View](), 0, _shapes(q, tensors, layout)
-    for shape, dtype in (shapes[name] for name in KEPT_FIELDS):
+    for shape, dtype in (shapes[name] for name in Saved._fields):
         views.append(View(num_bytes, torch.Size(shape), dtype))
         num_bytes += -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
     return views, num_bytes
@@ -69,10 +69,18 @@ def _views(q: Tensor, tensors: Sequence[Tensor | None], layout: Layout) -> tuple
 
 def _forward(given: Sequence[Any], numbers: tuple[int, ...], scale: float) -> Output:
     """Of the tensors that an operator takes: q, `attention.flat`, gates, cu_seqlens."""
+    output = _forward_with_masks(given, numbers, scale)
+    return output._replace(**{name: given[0].new_empty(0) for name in MASK_FIELDS})
+
+
+def _forward_with_masks(given: Sequence[Any], numbers: tuple[int, ...], scale: float) -> Output:
+    """The same with MASK_FIELDS; those that no kernel gave are not written."""
     q, *tensors, gates, cu_seqlens = given
     layout = layout_of(q, tensors[0].shape[1], cu_seqlens, numbers)
     output = whole.forward(q, whole.paired(tensors), gates, layout, scale)
-    return output._replace(**{name: q.new_empty(0) for name in MASK_FIELDS})
+    shapes = _shapes(q, tensors, layout)
+    not_made = {name: shapes[name] for name in MASK_FIELDS if not getattr(output, name).numel()}
+    return output._replace(**{name: q.new_empty(shape, dtype=dtype) for name, (shape, dtype) in not_made.items()})
 
 
 def _backward(
@@ -81,6 +89,8 @@ def _backward(
     """The gradients of q, keys and values, and the gates."""
     q, *tensors, gates, cu_seqlens = given
     layout = layout_of(q, tensors[0].shape[1], cu_seqlens, numbers)
+    if not selected.makes_masks(q, tensors[0], tensors[1], layout):
+        saved[-len(MASK_FIELDS) :] = (q.new_empty(0) for _ in MASK_FIELDS)
     dq, of_given, dgates = whole.backward(upstream, q, whole.paired(tensors), gates, saved, layout, scale)
     # an operator gives tensors: one without rows where there is none
     return dq, *(q.new_empty(0) if x is None else x for x in whole.flat(of_given)), dgates
@@ -109,7 +119,8 @@ def _attention_of_plan(*inputs: Any) -> tuple[Tensor | None, ...]:
 def _fake_attention(q: Tensor, *more: Any) -> tuple[Tensor, ...]:
     *tensors, _, cu_seqlens, numbers, _ = more
     layout = layout_of(q, tensors[0].shape[1], cu_seqlens, numbers)
-    return tuple(q.new_empty(shape, dtype=dtype) for shape, dtype in _shapes(q, tensors, layout).values())
+    shapes = {**_shapes(q, tensors, layout), **dict.fromkeys(MASK_FIELDS, ((0,), q.dtype))}
+    return tuple(q.new_empty(shape, dtype=dtype) for shape, dtype in shapes.values())
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -171,10 +182,10 @@ def _short_attention_of_plan(*inputs: Any) -> tuple[Tensor, Tensor]:
         (o,), kept, _ = found
         assert o is not None
         return o, kept
-    output = _forward(given, tuple(numbers), scale)
+    output = _forward_with_masks(given, tuple(numbers), scale)
     views, num_bytes = _views(q, tensors, layout_of(q, tensors[0].shape[1], cu_seqlens, numbers))
     kept = q.new_empty(num_bytes, dtype=torch.uint8)
-    for view, name in zip(views, KEPT_FIELDS, strict=True):
+    for view, name in zip(views, Saved._fields, strict=True):
         view.of(kept).copy_(getattr(output, name))
     return output.o, kept
 
@@ -208,17 +219,16 @@ def _backward_of_kept(tensors: Sequence[Any], numbers: tuple[int, ...], scale: f
     do, kept, *given = tensors
     q, *keys_and_values, _, cu_seqlens = given
     views, _ = _views(q, keys_and_values, layout_of(q, keys_and_values[0].shape[1], cu_seqlens, numbers))
-    saved = [*(view.of(kept) for view in views), *(q.new_empty(0) for _ in MASK_FIELDS)]
-    return _backward((do, None, None, None), given, saved, numbers, scale)
+    return _backward((do, None, None, None), given, [view.of(kept) for view in views], numbers, scale)
 
 
 def _memory(name: str) -> Memory:
     if name == "o":
         return Memory.RESULT
-    return Memory.KEPT if name in KEPT_FIELDS else Memory.WORKSPACE
+    return Memory.KEPT if name in Saved._fields else Memory.WORKSPACE
 
 
-_SHORT_FORWARD = Plans(_forward, [_memory(name) for name in Output._fields])
+_SHORT_FORWARD = Plans(_forward_with_masks, [_memory(name) for name in Output._fields])
 _SHORT_BACKWARD = Plans(_backward_of_kept, (NUM_KEYS_AND_VALUES + 2) * [Memory.RESULT])
 _short_attention = define(
     "nsa::short_attention",

@@ -240,6 +240,11 @@ def finite_keys_of(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor | 
     return finite_keys(k, v) if kernel in (Variant.MASKED, Variant.KV_MAJOR, Variant.SHARED) else None
 
 
+def makes_masks(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> bool:
+    """Whether `forward` gives masks, in a call of all branches."""
+    return variant("selected_forward", q, k, v, _blocks(layout, layout.config.n_sel)) is Variant.MASKED
+
+
 def _blocks(layout: Layout, n: int) -> SelectionBlocks:
     """What the choice of a kernel looks at; n blocks per query."""
     config = layout.config

@@ -12,7 +12,15 @@ pytest.importorskip("triton")
 
 import triton.language as tl
 
-from nsa.triton_backend import architecture, compressed_window, dispatch, partial_sums, selected, selected_masked
+from nsa.triton_backend import (
+    architecture,
+    attention_ops,
+    compressed_window,
+    dispatch,
+    partial_sums,
+    selected,
+    selected_masked,
+)
 from tests.nsa.triton_backend import masking
 from tests.nsa.triton_backend.test_selected_kv_major import agree, draw
 
@@ -218,3 +226,26 @@ def test_choices_of_none_read_nothing(device: torch.device) -> None:
     agree(found, run_masked("reference", inputs))
     assert not found[0].any()
     assert found[1].isneginf().all()
+
+
+@pytest.mark.parametrize("window", [True, False])
+def test_an_operator_of_a_graph_keeps_the_masks(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, window: bool
+) -> None:
+    """Made anew they took a fiftieth of the backward pass of 2 x 2048 tokens."""
+    made, bits_of, flags_of = list[str](), selected_masked._bits, selected_masked.finite_keys
+    monkeypatch.setattr(selected_masked, "_bits", lambda blocks: made.append("bits") or bits_of(blocks))
+    monkeypatch.setattr(selected_masked, "finite_keys", lambda *kv: made.append("flags") or flags_of(*kv))
+    q, k, v, _ = draw(device, 70, 70, 4, 2, 24)
+    more = (k + 1, v + 1) if window else (None, None)
+    gates, layout = torch.rand(*q.shape[:3], 3, device=device), Layout(70, 70, MASKED, device)
+    gradients = []
+    for short in (True, False):
+        monkeypatch.setattr(attention_ops, "_is_short", lambda *_, short=short: short)
+        made.clear()
+        o, *_ = attention_ops.attention(q, k, v, *more, *4 * (None,), gates, layout, 0.5, observed=False)
+        assert made == ["bits"]
+        gradients.append(torch.autograd.grad(o.sum(), (q, k, v)))
+        assert made == (["bits"] if short else ["bits", "bits"] + ["flags"] * window)
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
