@@ -194,25 +194,31 @@ class Branch:
         return of_k.sum(0).to(k.dtype), of_v.sum(0).to(v.dtype)
 
     def by_block(self, found: Results, do: Tensor, with_dq: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv), of parts added up here; of up to PAIRS queries each."""
+        """(dq, dk, dv), of parts added up here: of up to PAIRS queries each, half of the sequence at a time."""
         (q, k, v), layout = self.qkv, self.layout
-        (batch, length, num_kv_heads, n), group = self.blocks.shape, self.case.group
-        tiles = index.build(self.blocks, layout, 0, length, chunk=length, size=PAIRS)
-        of_k, of_v = (torch.full((len(tiles.begin), 64, x.shape[3]), torch.nan) for x in (k, v))
-        of_q = q.new_full((batch, num_kv_heads, length, n, group, q.shape[3]), torch.nan)
-        shape = tuning.shape("hopper.selected_backward_kv", q, v)
-        hopper.selected_keys_and_values.backward(
-            q, k, v, do, *self.rows(found, do), n, tiles, layout, 0, length, (of_k, of_v), of_q if with_dq else None,
-            self.scale, shape,
-        )  # fmt: skip
+        (batch, length, num_kv_heads, n), shape = self.blocks.shape, tuning.shape("hopper.selected_backward_kv", q, v)
         dk, dv = (torch.zeros(x.shape) for x in (k, v))
         starts, ends = layout.block_tokens
-        for tile in range(len(tiles.begin)):
-            if tiles.begin[tile] < tiles.end[tile]:
-                kv_row, block = divmod(int(tiles.cell[tile]), layout.max_blocks)
-                keys = slice(int(starts[block]), int(ends[block]))
-                for total, parts in ((dk, of_k), (dv, of_v)):
-                    total[kv_row // num_kv_heads, keys, kv_row % num_kv_heads] += parts[tile, : keys.stop - keys.start]
+        parts_of_q = []
+        for first in range(0, length, -(-length // 2)):
+            count = min(-(-length // 2), length - first)
+            tiles = index.build(self.blocks, layout, first, first + count, chunk=count, size=PAIRS)
+            parts = [torch.full((len(tiles.begin), 64, x.shape[3]), torch.nan) for x in (k, v)]
+            of_q = q.new_full((batch, num_kv_heads, count, n, self.case.group, q.shape[3]), torch.nan)
+            hopper.selected_keys_and_values.backward(
+                q, k, v, do, *self.rows(found, do), n, tiles, layout, first, count, parts, of_q if with_dq else None,
+                self.scale, shape,
+            )  # fmt: skip
+            parts_of_q.append(of_q)
+            for tile in range(len(tiles.begin)):
+                if tiles.begin[tile] < tiles.end[tile]:
+                    kv_row, block = divmod(int(tiles.cell[tile]), layout.max_blocks)
+                    keys = slice(int(starts[block]), int(ends[block]))
+                    for total, part in zip((dk, dv), parts, strict=True):
+                        total[kv_row // num_kv_heads, keys, kv_row % num_kv_heads] += part[
+                            tile, : keys.stop - keys.start
+                        ]
+        of_q = torch.cat(parts_of_q, 2)
         taken = (self.blocks >= 0).transpose(1, 2)[..., None, None]
         dq = torch.where(taken, of_q.float(), 0.0).sum(3).transpose(1, 2).reshape(q.shape) * self.scale
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
