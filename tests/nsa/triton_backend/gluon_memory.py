@@ -88,11 +88,13 @@ class Barrier:
         self.arrived, self.bytes_missing = self.arrived + 1, self.bytes_missing + expected
 
     def wait(self, parity: int) -> None:
+        if self.count == 0:
+            raise KernelError("a wait that never ends: for a barrier that was not made, or is given back")
         if self.phases & 1 != parity:
             return
         self.bytes_missing -= sum(copy() for copy in self.pending_copies)
         self.pending_copies.clear()
-        if self.count == 0 or self.arrived != self.count or self.bytes_missing:
+        if self.arrived != self.count or self.bytes_missing:
             raise KernelError("a wait that never ends")
         self.arrived, self.phases = 0, self.phases + 1
 

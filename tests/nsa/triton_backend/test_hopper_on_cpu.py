@@ -531,6 +531,8 @@ class TestWhatTheEmulationRefuses:
         barrier.arrive(16)  # bytes that nothing brings
         with pytest.raises(KernelError, match="never ends"):
             barrier.wait(0)
+        with pytest.raises(KernelError, match="given back"):
+            Barrier(phases=1).wait(0)
 
     def test_an_address_outside_its_tensor_unless_it_is_masked(self) -> None:
         x = torch.arange(8.0)
