@@ -56,6 +56,25 @@ def _gather(base, offsets, real, slot, layout: gl.constexpr):
 
 
 @jit
+def _fetch(
+    of_rows, of_numbers, Q, DO, LSE, DELTA, q_s, q_h, HQ, q_slots, q_rest_slots, do_slots, lse_slots, delta_slots,
+    slot, D: gl.constexpr, REST: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Begin to bring a tile into a slot: of `_queries`, in the layout of its rows and in that of a number per row."""
+    query, g, real = of_rows
+    row_query, row_g, row_real = of_numbers
+    at_q, at_row = (query.to(gl.int64) * q_s + g * q_h) * ALIGNED, query.to(gl.int64) * HQ + g
+    row_at = row_query.to(gl.int64) * HQ + row_g
+    _gather(Q, at_q, real, q_slots.index(slot), layout)
+    if REST > 0:
+        _gather(Q + D, at_q, real, q_rest_slots.index(slot), layout)
+    _gather(DO, at_row * D, real, do_slots.index(slot), layout)
+    async_copy.async_copy_global_to_shared(lse_slots.index(slot), LSE + row_at, row_real)
+    async_copy.async_copy_global_to_shared(delta_slots.index(slot), DELTA + row_at, row_real)
+    async_copy.commit_group()
+
+
+@jit
 def _wait_for_all_but(GROUPS: gl.constexpr):
     """Wait for the copies of all tiles but the last ones that were asked for, and make them visible to products."""
     async_copy.wait_group(GROUPS)
@@ -73,7 +92,7 @@ def _zero_nonfinite_rows(there, layout: gl.constexpr):
 
 @kernel
 def _backward(
-    Q, K, K_REST, V, DO, QUERY_SLOT, BEGIN, END, BLOCK, BLOCK_FROM, BLOCK_TO, LSE, DELTA, DK_PART, DV_PART,
+    Q, K, K_REST, V, DO, QUERY_SLOT, BEGIN, END, CELL, BLOCK_FROM, BLOCK_TO, LSE, DELTA, DK_PART, DV_PART,
     DQ_PART, q_b, q_s, q_h, first_query, count, S, ahead, HQ, HKV, max_blocks, scale, to_base_2,
     N: gl.constexpr, G: gl.constexpr, D: gl.constexpr, REST: gl.constexpr, ROWS: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr,
@@ -89,11 +108,11 @@ def _backward(
     of_row: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     of_dq: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])  # [channels, rows]
 
-    index = gl.program_id(0)
-    begin, end, number_of_block = gl.load(BEGIN + index), gl.load(END + index), gl.load(BLOCK + index)
+    part = gl.program_id(0)
+    begin, end, cell = gl.load(BEGIN + part), gl.load(END + part), gl.load(CELL + part)
     if begin == end:
         return
-    kv_row, block = (number_of_block // max_blocks).to(gl.int32), number_of_block % max_blocks
+    kv_row, block = (cell // max_blocks).to(gl.int32), cell % max_blocks
     b, h = kv_row // HKV, kv_row % HKV
     block_from = gl.load(BLOCK_FROM + block).to(gl.int32)
     k_slot, k_full = ring(K, 1)
@@ -110,11 +129,12 @@ def _backward(
     if DQ_PART is not None:
         dq_base = DQ_PART + kv_row.to(gl.int64) * count * (N * G * (D + REST))
     of_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], Q.dtype.element_ty)
-    of_numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    one_per_row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_slots = gl.allocate_shared_memory(Q.dtype.element_ty, [STAGES, ROWS, D], of_tile)
     do_slots = gl.allocate_shared_memory(Q.dtype.element_ty, [STAGES, ROWS, D], of_tile)
-    lse_slots = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], of_numbers)
-    delta_slots = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], of_numbers)
+    lse_slots = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], one_per_row)
+    delta_slots = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], one_per_row)
+    q_rest_slots = None
     if REST > 0:
         of_rest: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, REST], Q.dtype.element_ty)
         q_rest_slots = gl.allocate_shared_memory(Q.dtype.element_ty, [STAGES, ROWS, REST], of_rest)
@@ -126,17 +146,12 @@ def _backward(
     tiles, masked = gl.cdiv(pairs * G, ROWS), gl.cdiv(partly * G, ROWS)
 
     for number in gl.static_range(STAGES):
-        query, g, real = _queries(pairs_base, number, pairs, N, G, ROWS, gl.SliceLayout(1, flat))
-        row_query, row_g, row_real = _queries(pairs_base, number, pairs, N, G, ROWS, of_row)
-        at_q, at_row = (query.to(gl.int64) * q_s + g * q_h) * ALIGNED, query.to(gl.int64) * HQ + g
-        row_at = row_query.to(gl.int64) * HQ + row_g
-        _gather(q_base, at_q, real, q_slots.index(number), flat)
-        if REST > 0:
-            _gather(q_base + D, at_q, real, q_rest_slots.index(number), flat)
-        _gather(do_base, at_row * D, real, do_slots.index(number), flat)
-        async_copy.async_copy_global_to_shared(lse_slots.index(number), lse_base + row_at, row_real)
-        async_copy.async_copy_global_to_shared(delta_slots.index(number), delta_base + row_at, row_real)
-        async_copy.commit_group()
+        of_rows = _queries(pairs_base, number, pairs, N, G, ROWS, gl.SliceLayout(1, flat))
+        of_numbers = _queries(pairs_base, number, pairs, N, G, ROWS, of_row)
+        _fetch(
+            of_rows, of_numbers, q_base, do_base, lse_base, delta_base, q_s, q_h, HQ, q_slots, q_rest_slots, do_slots,
+            lse_slots, delta_slots, number, D, REST, flat,
+        )  # fmt: skip
 
     key = gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(1, of_s)), 1)
     k, v = tile(k_slot, 0, 1), tile(v_slot, 0, 1)
@@ -168,8 +183,8 @@ def _backward(
             q, do = q_slots.index(slot), do_slots.index(slot)
             changes = warpgroup_mma(v, do.permute((1, 0)), nothing, use_acc=False, is_async=True)
             then = number + STAGES
-            query, g, real = _queries(pairs_base, then, pairs, N, G, ROWS, gl.SliceLayout(1, flat))
-            row_query, row_g, row_real = _queries(pairs_base, then, pairs, N, G, ROWS, of_row)
+            of_rows = _queries(pairs_base, then, pairs, N, G, ROWS, gl.SliceLayout(1, flat))
+            of_numbers = _queries(pairs_base, then, pairs, N, G, ROWS, of_row)
             if DQ_PART is not None:
                 own_row = number * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, flat))
                 own_real = own_row // G < pairs
@@ -224,15 +239,10 @@ def _backward(
                 dv, dk = warpgroup_mma_wait(1, deps=[sums_of_v, sums_of_k])
             else:
                 dv, dk, dq = warpgroup_mma_wait(1, deps=[sums_of_v, sums_of_k, sums_of_q])
-            at_q, at_row = (query.to(gl.int64) * q_s + g * q_h) * ALIGNED, query.to(gl.int64) * HQ + g
-            row_at = row_query.to(gl.int64) * HQ + row_g
-            _gather(q_base, at_q, real, q, flat)
-            if REST > 0:
-                _gather(q_base + D, at_q, real, q_rest_slots.index(slot), flat)
-            _gather(do_base, at_row * D, real, do, flat)
-            async_copy.async_copy_global_to_shared(lse_slots.index(slot), lse_base + row_at, row_real)
-            async_copy.async_copy_global_to_shared(delta_slots.index(slot), delta_base + row_at, row_real)
-            async_copy.commit_group()
+            _fetch(
+                of_rows, of_numbers, q_base, do_base, lse_base, delta_base, q_s, q_h, HQ, q_slots, q_rest_slots,
+                do_slots, lse_slots, delta_slots, slot, D, REST, flat,
+            )  # fmt: skip
             if DQ_PART is not None:
                 dq_slot.permute((1, 0)).store(dq.to(Q.dtype.element_ty))
                 if REST > 0:
@@ -248,7 +258,7 @@ def _backward(
     if REST > 0:
         release(k_rest_full, 1)
     place = gl.arange(0, BN, gl.SliceLayout(1, flat))
-    inside, out = place < BN, index.to(gl.int64) * BN + place
+    inside, out = place < BN, part.to(gl.int64) * BN + place
     store_rows(DK_PART, out * (D + REST), inside, dk * scale, D, flat)
     if REST > 0:
         store_rows(DK_PART, out * (D + REST) + D, inside, dk_rest * scale, REST, flat)
