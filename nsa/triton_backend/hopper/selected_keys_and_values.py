@@ -134,7 +134,7 @@ def _backward(
     do_slots = gl.allocate_shared_memory(Q.dtype.element_ty, [STAGES, ROWS, D], of_tile)
     lse_slots = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], one_per_row)
     delta_slots = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], one_per_row)
-    q_rest_slots = None
+    q_rest_slots = q_slots  # where there are none, nobody asks for them
     if REST > 0:
         of_rest: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, REST], Q.dtype.element_ty)
         q_rest_slots = gl.allocate_shared_memory(Q.dtype.element_ty, [STAGES, ROWS, REST], of_rest)

@@ -249,18 +249,23 @@ def require_forward_within_budget(branch: Branch, found: Results) -> None:
     assert torch.equal(found.read.long(), branch.mask.sum(-1).transpose(1, 2))
 
 
-def require_gradients_within_budget(branch: Branch, found: Results, parts: int = 1) -> None:
-    """Of the selected branch by query dq alone.
+def require_gradients_within_budget(branch: Branch, found: Results, parts: int = 1) -> tuple[Tensor, ...]:
+    """The gradients of q, k and v; of the selected branch by query that of q alone.
 
     To dk and dv no rounding of a single term is allowed: it is as much as a fifth of what many queries add up to.
     """
     do = branch.case.noise(found.o)
     own = _gradients(branch, do, oracle.sdpa, do.dtype)
     truth = _gradients(branch, do, oracle.dense, torch.float64)
-    within_budget("dq", branch.dq(found, do), own[0], truth[0], BACKWARD, unit=gradient_unit(branch.x, do))
-    if branch.name not in SELECTED:
-        for name, *three in zip(("dk", "dv"), branch.dkv(found, do, parts), own[1:], truth[1:], strict=True):
-            within_budget(name, *three, BACKWARD, unit=0.0, steady=True)
+    gradients: tuple[Tensor, ...]
+    if branch.name == BY_BLOCK:
+        gradients = branch.by_block(found, do)
+    else:
+        gradients = branch.dq(found, do), *(() if branch.name in SELECTED else branch.dkv(found, do, parts))
+    within_budget("dq", gradients[0], own[0], truth[0], BACKWARD, unit=gradient_unit(branch.x, do))
+    for name, *three in zip(("dk", "dv"), gradients[1:], own[1:], truth[1:], strict=False):
+        within_budget(name, *three, BACKWARD, unit=0.0, steady=True)
+    return gradients
 
 
 def _gradients(branch: Branch, do: Tensor, attention: oracle.Attention, dtype: torch.dtype) -> tuple[Tensor, ...]:
