@@ -71,6 +71,13 @@ def test_an_operator_is_what_it_says(device: torch.device, name: str) -> None:
     torch.library.opcheck(operator, arguments, test_utils=CHECKS[:-1] if name in SHORT else CHECKS)
 
 
+def test_what_a_short_call_keeps_has_a_version_of_its_own(device: torch.device) -> None:
+    """A graph of an older version, kept on disk, names the same operator and announces other sizes."""
+    q, k, v, layout = attended(device)
+    _, num_bytes = attention_ops._views(q, [k, v, *6 * (None,)], layout)
+    assert {2: 12032}[attention_ops.KEPT_VERSION] == num_bytes, "raise KEPT_VERSION and write the size here"
+
+
 def test_an_operator_that_announces_another_shape_is_found_out(device: torch.device) -> None:
     schema = "(Tensor o_cmp, Tensor o_sel, Tensor o_win, Tensor gates) -> Tensor"
     wrong = torch.library.custom_op("nsa_tests::gated_sum", gated_sum.forward, mutates_args=(), schema=schema)
