@@ -32,9 +32,9 @@ SAVED_SCHEMA = ", ".join(f"Tensor {name}" for name in Saved._fields)
 GRADIENTS_SCHEMA = ", ".join((NUM_KEYS_AND_VALUES + 2) * ["Tensor"])
 """Of q, keys and values, and the gates."""
 MASK_FIELDS = ("bits", "finite_selected")
-"""Fields of `Saved`, its last, that only `selected_masked.py` gives. An operator's shapes are the same whichever kernel
-served it: `short_attention` keeps them, not written where another kernel did; `attention` gives none, and its backward
-pass makes the masks again."""
+"""The last fields of `Saved`, which `selected_masked.py` alone gives. An operator's shapes are the same whichever
+kernel served it: `short_attention` keeps them, not written where another kernel did; `attention` gives none, and its
+backward pass makes the masks again."""
 
 KEPT_VERSION = 2
 """Of what `short_attention` keeps: to be raised whenever its size changes. Inductor keeps compiled graphs on disk, with

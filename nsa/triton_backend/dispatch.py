@@ -120,9 +120,11 @@ def _hopper_backward_kv(call: Call) -> bool:
 
 
 def _goes_by_plan(call: Call) -> bool:
-    """Whether it would, if no kernel of `hopper/` served it: those of the forward pass take heads of 128 and more."""
-    short = max(call.q.numel(), call.k.numel()) * call.q.itemsize <= MOST_PLANNED_BYTES
-    return short and call.q.shape[3] < hopper.CHANNELS
+    """Whether the call, or the whole sequence of which it is a part, is short enough for a plan, which launches no
+    kernel of `hopper/`: with heads below 128, of which those kernels take the backward pass alone."""
+    (queries, keys), q, k = call.lengths, call.q, call.k
+    elements = max(q.numel() // max(q.shape[1], 1) * queries, k.numel() // max(k.shape[1], 1) * keys)
+    return elements * q.itemsize <= MOST_PLANNED_BYTES and q.shape[3] < hopper.CHANNELS
 
 
 def _hopper_selected(call: Call) -> bool:
@@ -236,7 +238,11 @@ TABLE = {
     ),
     "selected_backward_kv": (
         Rule(Variant.MASKED, _masked_backward, _SHORT),
-        Rule(Variant.HOPPER, _hopper_selected_kv, "the same; scores of the next queries beside the sums of these"),
+        Rule(
+            Variant.HOPPER,
+            _hopper_selected_kv,
+            "by block too; the scores of the next queries are multiplied while these are summed",
+        ),
         Rule(Variant.KV_MAJOR, _any, "a block's queries are only known from the inverted index; no atomics"),
     ),
 }

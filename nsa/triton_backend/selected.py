@@ -200,8 +200,8 @@ def gradients(
     dq = None if more_dq is None else more_dq[0]
     if kernel is Variant.KV_MAJOR:
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if dq is None else dq
-        return dq, *selected_kv_major.backward(q, k, v, *rows, dq, more_dq, wide)
-    dk, dv = selected_kv_major.backward(q, k, v, *rows, None, None, wide)
+        return dq, *selected_kv_major.backward(q, k, v, *rows, dq, more_dq, wide, blocks)
+    dk, dv = selected_kv_major.backward(q, k, v, *rows, None, None, wide, blocks)
     if dq is None:  # not before: the partial sums of dk and dv are freed now
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if kernel is Variant.SHARED:

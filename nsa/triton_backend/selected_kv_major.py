@@ -235,11 +235,12 @@ def _backward(
 def backward(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor,
     block_indices: Tensor, layout: Layout, scale: float, dq: Tensor | None, more_dq: tuple[Tensor, Tensor] | None,
-    wide: bool,
+    wide: bool, blocks: SelectionBlocks,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(dk, dv), from partial sums over tiles of queries that chose the same block; dq [B, S, Hq, Dk] is written to.
 
-    `more_dq`, contiguous and of that shape, are added to it. `wide` leaves dk and dv in float32.
+    `more_dq`, contiguous and of that shape, are added to it. `wide` leaves dk and dv in float32. `blocks` are those
+    that `selected.gradients` chose the kernel by.
     """
     (batch, length, heads, dk), num_kv_heads = q.shape, k.shape[2]
     n, group = block_indices.shape[-1], heads // num_kv_heads
@@ -249,9 +250,10 @@ def backward(
     sums = [x.new_empty(x.shape, dtype=x.dtype if narrow else torch.float32) for x in (k, v)]
     # once for all chunks: while a second one is made, the first would still be held
     dq_part = None if dq is None else q.new_empty(batch * num_kv_heads * at_a_time * n, group, dk)
+    on_hopper = variant("selected_backward_kv", q, k, v, blocks) is Variant.HOPPER and readable_by_tma(do)
     for first in range(0, length, at_a_time):
         count = min(at_a_time, length - first)
-        _backward_chunk(q, k, v, do, lse, delta, block_indices, first, count, layout, scale, sums, dq_part)
+        _backward_chunk(q, k, v, do, lse, delta, block_indices, first, count, layout, scale, sums, dq_part, on_hopper)
         if dq is not None:
             with on_device(q):
                 sum_dq[count, num_kv_heads, batch](
@@ -265,6 +267,7 @@ def backward(
 def _backward_chunk(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, block_indices: Tensor, first: int,
     count: int, layout: Layout, scale: float, sums: list[Tensor], dq_part: Tensor | None,
+    on_hopper: bool,
 ) -> None:  # fmt: skip
     """Write, or add to those of earlier queries, what these give to dk and dv, and their partial dq."""
     (batch, length, heads, dk), (num_keys, num_kv_heads, dv) = q.shape, v.shape[1:]
@@ -272,9 +275,7 @@ def _backward_chunk(
     tiles = index.build(block_indices, layout, first, first + count, chunk=count, size=BACKWARD_PAIRS)
     block_from, block_to = layout.block_tokens
 
-    serves = variant("selected_backward_kv", q, k, v, SelectionBlocks(size)) is Variant.HOPPER
-    on_hopper = serves and readable_by_tma(do)
-    shape = tuning.shape(f"{'hopper.' * on_hopper}selected_backward_kv", q, v)
+    shape = tuning.shape("hopper.selected_backward_kv" if on_hopper else "selected_backward_kv", q, v)
     keys = min(tuning.padded(size), shape.keys)
     parts = [q.new_empty(tiles.begin.numel(), size, d, dtype=torch.float32) for d in (dk, dv)]
     with on_device(q):

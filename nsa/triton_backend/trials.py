@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -95,6 +96,9 @@ def using(kernel: str, tuned: LaunchConfig, table: Table, workload: Workload) ->
         other = _without(SHARED, other)
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(tuning, "table", return_value=other))
+        if kernel.startswith(HOPPER):  # which neither plans launch nor masked calls
+            patches.enter_context(mock.patch.object(dispatch, "MOST_PLANNED_BYTES", 0))
+            patches.enter_context(mock.patch.object(dispatch, "MASKED_MIN_QUERIES", sys.maxsize))
         if (by_block := BY_BLOCK.get(kernel.removeprefix(HOPPER))) is not None:
             patches.enter_context(mock.patch.object(dispatch, "sooner_by_block", return_value=by_block))
         yield

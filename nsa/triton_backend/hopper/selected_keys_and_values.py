@@ -1,8 +1,8 @@
 """dk, dv and partial dq of the selected branch: `selected_kv_major._backward` with Hopper's instructions.
 
 A program keeps one block of 64 keys and values in shared memory and takes up to `BACKWARD_PAIRS` queries that chose it.
-These stand anywhere in the sequence, so that threads gather their rows (`cp.async`): the heads of one query behind
-those of the other, whatever the group, so that no row is padding. The loop is that of `keys_and_values._backward`.
+These stand anywhere in the sequence, so that threads gather their rows (`cp.async`): the heads of one query after those
+of another, for any group size, so that no row is padding. The loop is that of `keys_and_values._backward`.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ def _fetch(
     """Begin to bring a tile into a slot: of `_queries`, in the layout of its rows and in that of a number per row."""
     query, g, real = of_rows
     row_query, row_g, row_real = of_numbers
-    at_q, at_row = (query.to(gl.int64) * q_s + g * q_h) * ALIGNED, query.to(gl.int64) * HQ + g
-    row_at = row_query.to(gl.int64) * HQ + row_g
+    at_q, row = (query.to(gl.int64) * q_s + g * q_h) * ALIGNED, query.to(gl.int64) * HQ + g
+    number = row_query.to(gl.int64) * HQ + row_g
     _gather(Q, at_q, real, q_slots.index(slot), layout)
     if REST > 0:
         _gather(Q + D, at_q, real, q_rest_slots.index(slot), layout)
-    _gather(DO, at_row * D, real, do_slots.index(slot), layout)
-    async_copy.async_copy_global_to_shared(lse_slots.index(slot), LSE + row_at, row_real)
-    async_copy.async_copy_global_to_shared(delta_slots.index(slot), DELTA + row_at, row_real)
+    _gather(DO, row * D, real, do_slots.index(slot), layout)
+    async_copy.async_copy_global_to_shared(lse_slots.index(slot), LSE + number, row_real)
+    async_copy.async_copy_global_to_shared(delta_slots.index(slot), DELTA + number, row_real)
     async_copy.commit_group()
 
 
@@ -84,7 +84,8 @@ def _wait_for_all_but(GROUPS: gl.constexpr):
 
 @jit
 def _zero_nonfinite_rows(there, layout: gl.constexpr):
-    """Of a block's keys; a query that does not see such a key must not meet it, and who sees it has an lse of NaN."""
+    """Zero keys that are not finite: 0 · NaN would reach dq of queries that do not see them. Queries that do see them
+    have an lse of NaN."""
     finite = ~nonfinite(there.load(layout))
     if any_nonfinite(finite):
         zero_rows_of(there, finite, layout)
@@ -139,7 +140,8 @@ def _backward(
         of_rest: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, REST], Q.dtype.element_ty)
         q_rest_slots = gl.allocate_shared_memory(Q.dtype.element_ty, [STAGES, ROWS, REST], of_rest)
 
-    # queries ascend: only the first of them may stand inside the block and not see the whole of it
+    # Query i sees the first i + to_own keys of the block. Queries ascend: only the first of them may stand inside the
+    # block and not see the whole of it.
     place, to_own = gl.arange(0, BN, of_row), ahead + 1 - block_from
     first_queries = gl.load(pairs_base + place, mask=place < pairs, other=0) // N
     partly = gl.sum(((place < pairs) & (first_queries + to_own < BN)).to(gl.int32), 0)

@@ -94,11 +94,10 @@ def wait(full, number, STAGES: gl.constexpr, wanted=True):
 
 @jit
 def release(full, STAGES: gl.constexpr):
-    """Give back the barriers' memory, behind a loop in which nothing waits for them any more.
+    """Invalidate barriers that are waited for before a loop only, once the loop has ended.
 
-    PTX allows no other use of it before. The compiler does not know that and takes it for what the loop needs: a
-    barrier's bits then stood in 14 to 44 of 537 million elements in each call. The barriers of a ring need none: they
-    live as long as the loop, and what comes behind takes the memory of the tiles.
+    The compiler uses their memory again after the last wait, which PTX forbids while they are valid. Barriers that the
+    loop waits for need no release: what follows it takes the memory of the tiles.
     """
     for slot in gl.static_range(STAGES):
         mbarrier.invalidate(full.index(slot))

@@ -130,10 +130,16 @@ def test_what_hopper_does_not_serve_or_take_is_dropped() -> None:
         "print(fits('hopper.scores', launch, table, wide))\n"
         "print(fits('hopper.compressed_window_backward_kv', launch, table, narrow))\n"
         "print(fits('hopper.compressed_window_backward_kv', LaunchConfig(64, 64, 4, 1), table, narrow))\n"
+        "slim = Workload(90, 'slim', 6, 64, 64, 1, 0)\n"
+        "print(fits('hopper.compressed_window_backward_kv', launch, table, slim))\n"
+        "print(fits('hopper.selected_backward_kv', launch, table, slim))\n"
+        "print(fits('hopper.selected_backward_kv', LaunchConfig(64, 64, 4, 1), table, slim))\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["True", *4 * ["False"], "True", "True", "False"], done.stderr
+    assert done.stdout.split() == ["True", *4 * ["False"], "True", "True", "False", "True", "True", "False"], (
+        done.stderr
+    )
 
 
 def test_a_kernel_that_no_candidate_serves_is_passed_over_unless_it_was_named(

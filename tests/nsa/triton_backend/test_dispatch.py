@@ -163,6 +163,32 @@ class TestWhatIsServed:
         odd = torch.zeros(2, 30, 4, 129, dtype=torch.bfloat16)[..., 1:]
         assert variant(kernel, odd, self.keys, self.keys) is Variant.PLAIN
 
+    @pytest.mark.parametrize(
+        ("changes", "served"),
+        [
+            ({}, True),
+            ({"group": 32}, True),
+            ({"group": 33}, False),
+            ({"dk": 192, "group": 12}, True),
+            ({"size": 128}, False),
+            ({"packed": True}, True),
+            ({"dk": 64, "group": 6, "queries": 4096}, False),
+            ({"dk": 64, "group": 6, "queries": 4096, "sequence_tokens": 8192}, False),
+            ({"dk": 64, "group": 6, "queries": 4096, "sequence_tokens": 32768}, True),
+            ({"dk": 64, "group": 6, "queries": 32768, "count": 32768 // 64}, True),
+        ],
+        ids=str,
+    )
+    def test_dk_and_dv_of_blocks_of_64_keys_are_those_of_a_part_as_of_the_whole(
+        self, changes: dict[str, Any], served: bool
+    ) -> None:
+        sizes = {"queries": 3000, "group": 16, "dk": 128, "size": 64, "count": 47, "chosen": 16, **changes}
+        queries, group, dk = (sizes.pop(name) for name in ("queries", "group", "dk"))
+        q = torch.zeros(1, queries, 2 * group, dk, dtype=torch.bfloat16)
+        k, v = (torch.zeros(1, queries, 2, d, dtype=torch.bfloat16) for d in (dk, min(dk, 128)))
+        found = variant("selected_backward_kv", q, k, v, SelectionBlocks(**sizes))
+        assert (found is Variant.HOPPER) is served
+
     @pytest.mark.parametrize("readable", [True, False])
     def test_dk_and_dv_take_a_gradient_that_tma_cannot_read_elsewhere(
         self, monkeypatch: pytest.MonkeyPatch, readable: bool

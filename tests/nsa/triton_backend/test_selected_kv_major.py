@@ -195,7 +195,7 @@ def test_chunks_of_the_backward_pass_share_one_scratch(monkeypatch: pytest.Monke
     chunk, seen = selected_kv_major._backward_chunk, list[tuple[int, int]]()
 
     def noted(*arguments: Any) -> None:
-        dq_part = arguments[-1]
+        dq_part = arguments[-2]
         seen.append((dq_part.data_ptr(), dq_part.numel()))
         chunk(*arguments)
 
