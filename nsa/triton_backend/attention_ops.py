@@ -36,10 +36,6 @@ MASK_FIELDS = ("bits", "finite_selected")
 kernel served it: `short_attention` keeps them, not written where another kernel did; `attention` gives none, and its
 backward pass makes the masks again."""
 
-KEPT_VERSION = 2
-"""Of what `short_attention` keeps: to be raised whenever its size changes. Inductor keeps compiled graphs on disk, with
-the sizes of tensors, by the names of operators; a graph of an older version would fail."""
-
 Shape = tuple[Sequence[int], torch.dtype]
 
 
@@ -232,10 +228,12 @@ def _memory(name: str) -> Memory:
     return Memory.KEPT if name in Saved._fields else Memory.WORKSPACE
 
 
+# The operators' names have the version of what is kept, to be raised whenever its size changes: Inductor keeps compiled
+# graphs on disk, with the sizes of tensors, by the names of operators, and a graph of an older version would fail.
 _SHORT_FORWARD = Plans(_forward_with_masks, [_memory(name) for name in Output._fields])
 _SHORT_BACKWARD = Plans(_backward_of_kept, (NUM_KEYS_AND_VALUES + 2) * [Memory.RESULT])
 _short_attention = define(
-    f"nsa::short_attention_{KEPT_VERSION}",
+    "nsa::short_attention_2",
     f"({GIVEN_SCHEMA}, {REST_SCHEMA}) -> (Tensor, Tensor)",
     _short_attention_of_plan,
     _fake_short_attention,
@@ -243,7 +241,7 @@ _short_attention = define(
     _short_save,
 )
 _short_attention_backward = define(
-    f"nsa::short_attention_{KEPT_VERSION}_backward",
+    "nsa::short_attention_2_backward",
     f"(Tensor do, Tensor kept, {GIVEN_SCHEMA}, {REST_SCHEMA}) -> ({GRADIENTS_SCHEMA})",
     _short_attention_backward_of_plan,
     lambda do, kept, *given: _gradients_like(*given[:-2]),

@@ -16,7 +16,7 @@ from nsa import backends
 
 CONFIG = nsa.NSAConfig(l=8, d=4, l_sel=16, n_sel=4, w=13)
 SHORT = "short_attention_2"
-"""With the version of what it keeps (`attention_ops.KEPT_VERSION`)."""
+"""With the version of what it keeps."""
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo itself
 
 
