@@ -228,10 +228,10 @@ def _memory(name: str) -> Memory:
     return Memory.KEPT if name in Saved._fields else Memory.WORKSPACE
 
 
-# The operators' names have the version of what is kept, to be raised whenever its size changes: Inductor keeps compiled
-# graphs on disk, with the sizes of tensors, by the names of operators, and a graph of an older version would fail.
 _SHORT_FORWARD = Plans(_forward_with_masks, [_memory(name) for name in Output._fields])
 _SHORT_BACKWARD = Plans(_backward_of_kept, (NUM_KEYS_AND_VALUES + 2) * [Memory.RESULT])
+# These operators' names have the version of what is kept, to be raised whenever its size changes: Inductor keeps
+# compiled graphs on disk, with the sizes of tensors, by the names of operators, and one of an older version would fail.
 _short_attention = define(
     "nsa::short_attention_2",
     f"({GIVEN_SCHEMA}, {REST_SCHEMA}) -> (Tensor, Tensor)",

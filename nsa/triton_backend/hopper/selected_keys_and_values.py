@@ -64,13 +64,13 @@ def _fetch(
     query, g, real = of_rows
     row_query, row_g, row_real = of_numbers
     at_q, row = (query.to(gl.int64) * q_s + g * q_h) * ALIGNED, query.to(gl.int64) * HQ + g
-    number = row_query.to(gl.int64) * HQ + row_g
+    at_number = row_query.to(gl.int64) * HQ + row_g
     _gather(Q, at_q, real, q_slots.index(slot), layout)
     if REST > 0:
         _gather(Q + D, at_q, real, q_rest_slots.index(slot), layout)
     _gather(DO, row * D, real, do_slots.index(slot), layout)
-    async_copy.async_copy_global_to_shared(lse_slots.index(slot), LSE + number, row_real)
-    async_copy.async_copy_global_to_shared(delta_slots.index(slot), DELTA + number, row_real)
+    async_copy.async_copy_global_to_shared(lse_slots.index(slot), LSE + at_number, row_real)
+    async_copy.async_copy_global_to_shared(delta_slots.index(slot), DELTA + at_number, row_real)
     async_copy.commit_group()
 
 

@@ -12,7 +12,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import architecture, compressed_window, dispatch, hopper, scores, tuning
+import nsa
+from nsa.geometry import Layout
+from nsa.triton_backend import architecture, compressed_window, dispatch, hopper, scores, selected_kv_major, tuning
 from nsa.triton_backend.dispatch import TABLE, Call, SelectionBlocks, Variant, hopper_serves, variant
 from tests.nsa.triton_backend import masking
 
@@ -201,6 +203,23 @@ class TestWhatIsServed:
         bounds, of_rows = torch.zeros(30, dtype=torch.int32), torch.zeros(2, 30, 4)
         compressed_window._parts_of_keys(
             self.keys, self.keys, self.keys, do, bounds, bounds, of_rows, of_rows, bounds, bounds, 1, 1.0, False, None
+        )
+        assert (on_hopper.called, elsewhere.__getitem__.called) == (readable, not readable)
+
+    @pytest.mark.parametrize("readable", [True, False])
+    def test_so_do_those_of_the_selected_branch(self, monkeypatch: pytest.MonkeyPatch, readable: bool) -> None:
+        on_hopper, elsewhere = mock.MagicMock(), mock.MagicMock()
+        monkeypatch.setattr(hopper.selected_keys_and_values, "backward", on_hopper)
+        monkeypatch.setattr(selected_kv_major, "_backward", elsewhere)
+        tiles = mock.MagicMock(**{"begin.numel.return_value": 1})
+        monkeypatch.setattr(selected_kv_major, "sum_dkdv", mock.MagicMock())
+        monkeypatch.setattr(selected_kv_major.index, "build", lambda *_, **__: tiles)
+        size = self.keys.numel()
+        do = torch.zeros(size + 8, dtype=torch.bfloat16)[8 if readable else 1 :][:size].view(self.keys.shape)
+        layout, of_rows = Layout(30, 30, nsa.NSAConfig(), do.device), torch.zeros(2, 30, 4)
+        chosen, blocks = torch.zeros(2, 30, 4, 1, dtype=torch.int32), SelectionBlocks(64, count=1, chosen=1)
+        selected_kv_major.backward(
+            self.keys, self.keys, self.keys, do, of_rows, of_rows, chosen, layout, 1.0, None, None, False, blocks
         )
         assert (on_hopper.called, elsewhere.__getitem__.called) == (readable, not readable)
 
