@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from nsa import backends, checks
 from nsa.attention import Aux, nsa_attention
@@ -61,7 +62,10 @@ class Gates(nn.Module):
         self.linear = nn.Linear(dim, num_heads * 3, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.linear(x)
+        return self.of_logits(self.linear(x))
+
+    def of_logits(self, logits: Tensor) -> Tensor:
+        """Logits [B, S, Hq * 3], what `linear` gives -> [B, S, Hq, 3]."""
         return logits.sigmoid().unflatten(-1, (-1, 3))
 
 
@@ -146,7 +150,7 @@ class NativeSparseAttention(nn.Module):
             if self.observer is not None and aux is not None:
                 self.observer(gates.detach(), aux.detached(), cu_seqlens)
             return self._output(o)
-        o = cache.attend(*self.project(x, cache.positions(x.shape[1])), self.gates(x))
+        o = cache.attend(*self.project(x, cache.positions(x.shape[1])))
         out = self._output(o)
         cache.commit(x.shape[1])
         return out
@@ -164,8 +168,7 @@ class NativeSparseAttention(nn.Module):
         if self.context is not None:
             return self.context.forward(self, x, cu_seqlens, self.observer is not None)
         own = None if cu_seqlens is None else checks.layout(x, None, self.config, cu_seqlens).positions
-        q, k, v = self.project(x, own)
-        gates = self.gates(x)
+        q, k, v, gates = self.project(x, own)
         more: dict[str, Any] = {"cu_seqlens": cu_seqlens, "backend": self.backend}
         if self.config.phi == "avg":  # which the call computes with what else it does to keys and values
             attend = functools.partial(nsa_attention, q, k, v, gates, self.config, **more)
@@ -178,16 +181,33 @@ class NativeSparseAttention(nn.Module):
         o, aux = attend(return_aux=True)
         return o, gates, aux
 
-    def project(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, PerBranch, PerBranch]:
-        """q [B, S, Hq, Dk], and keys [B, S, Hkv, Dk] and values [B, S, Hkv, Dv] for each branch; RoPE on q and k.
+    def project(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, PerBranch, PerBranch, Tensor]:
+        """q [B, S, Hq, Dk], keys [B, S, Hkv, Dk] and values [B, S, Hkv, Dv] for each branch, gates [B, S, Hq, 3].
+
+        q and k are rotated (RoPE).
 
         `positions` int64 [S] or [B, S]; None where the tokens are the first of their sequences.
         """
         q = self.q(x).unflatten(-1, (self.num_heads, self.head_dim_k))
         k = self.k(x).unflatten(-1, (self.num_kv_sets * self.num_kv_heads, self.head_dim_k))
         q, k = rotate_both(q, k, positions, self.rope_base, self.backend)
-        v = self.v(x).unflatten(-1, (self.num_kv_sets * self.num_kv_heads, self.head_dim_v))
-        return q, per_branch(k.chunk(self.num_kv_sets, dim=2)), per_branch(v.chunk(self.num_kv_sets, dim=2))
+        v, gates = self._values_and_gates(x)
+        return q, per_branch(k.chunk(self.num_kv_sets, dim=2)), per_branch(v), gates
+
+    def _values_and_gates(self, x: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+        """The values of each set [B, S, Hkv, Dv], and the gates [B, S, Hq, 3]; in a compiled graph by one product.
+
+        The gates have few outputs. A product of their own takes as long as it takes to read x, and the backward pass
+        to write one more gradient of x and to add it.
+        """
+        sets, heads, linear = self.num_kv_sets, (self.num_kv_heads, self.head_dim_v), self.gates.linear
+        if torch.compiler.is_compiling() and all(map(is_plain, (self.v, self.gates, linear))):
+            sizes = (*sets * (self.v.out_features // sets,), linear.out_features)
+            *values, logits = joint_product(x, (self.v.weight, linear.weight), sizes)
+            gates = self.gates.of_logits(logits + linear.bias.to(logits.dtype))
+            return [v.unflatten(-1, heads) for v in values], gates
+        v = self.v(x).unflatten(-1, (sets * self.num_kv_heads, self.head_dim_v))
+        return v.chunk(sets, dim=2), self.gates(x)
 
     def _output(self, o: Tensor) -> Tensor:
         """o [B, S, Hq, Dv] -> [B, S, dim]."""
@@ -211,6 +231,28 @@ class NativeSparseAttention(nn.Module):
         if cu_seqlens is not None:
             raise ValueError("cache and cu_seqlens exclude each other; a cache holds one document per batch row")
         cache.admit(self, x)
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether nothing would be lost where the module's weights are used without a call of it.
+
+    That is a hook, an adapter that stands in its place, or a weight with products of its own (quantised, distributed).
+    """
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    if type(module) not in (nn.Linear, Gates) or any(hooks) or "forward" in module.__dict__:
+        return False
+    return all(type(parameter) in (Tensor, nn.Parameter) for parameter in module.parameters())
+
+
+def joint_product(x: Tensor, weights: tuple[Tensor, ...], sizes: Sequence[int]) -> list[Tensor]:
+    """x [..., dim] times all the weights [channels, dim], as one product, in pieces of `sizes` channels.
+
+    The pieces are slices of one tensor whose rows are padded to whole lines of 64 channels.
+    """
+    padding = -sum(sizes) % 64
+    weight = functional.pad(torch.cat(weights), (0, 0, 0, padding))
+    *pieces, _ = functional.linear(x, weight).split([*sizes, padding], dim=-1)
+    return pieces
 
 
 def a_size(name: str, size: object) -> int:

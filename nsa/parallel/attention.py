@@ -153,8 +153,7 @@ class _LayerContext:
         probes = (x.new_empty((0, size), dtype=layer.projected_dtype) for size in sizes)
         name, run = backends.choose_parallel(layer.backend, *probes)
         plan = self._context.plan(x, layer.config, cu_seqlens, name)
-        q, k, v = layer.project(x, plan.positions)
-        gates = layer.gates(x)
+        q, k, v, gates = layer.project(x, plan.positions)
         k_cmp, v_cmp = _learned(layer.compress_k, k[0], plan), _learned(layer.compress_v, v[0], plan)
         with torch.autocast(x.device.type, enabled=False):
             scale = checks.a_scale(None, q.shape[-1])

@@ -19,7 +19,7 @@ from nsa.triton_backend.compressed_window import ENOUGH_OF_WINDOW
 from nsa.triton_backend.launch import ENOUGH_PROGRAMS, finite_keys, unit_stride
 from nsa.triton_backend.partial_sums import add_parts
 from nsa.triton_backend.places import located
-from nsa.triton_backend.recording import join, lane
+from nsa.triton_backend.recording import fork, join, lane
 from nsa.triton_backend.selected_masked import Masks
 
 MOST_PARTS = 8
@@ -37,6 +37,11 @@ class Inputs(NamedTuple):
     """What is compressed."""
     compressed: Pair | None
     """[B, slots, Hkv, D], which the caller compressed; `source` is then None."""
+
+    @property
+    def all_are_one(self) -> bool:
+        """Whether every branch reads the same tensors."""
+        return self.window is None and self.source is None and self.compressed is None
 
 
 NUM_KEYS_AND_VALUES = 2 * len(Inputs._fields)
@@ -132,10 +137,12 @@ def forward(q: Tensor, given: Inputs, gates: Tensor, layout: Layout, scale: floa
         finite_sel = finite if given.window is None else selected.finite_keys_of(q, k, v, layout)
     interval = layout.compressed_interval
     o_cmp, lse_cmp, read_cmp = compressed_window.forward(q, k_cmp, v_cmp, *interval, finite_cmp, scale)
-    blocks = scores.select_blocks(q, k_cmp, layout, scale, lse_cmp)
+    bits = k.new_empty(*q.shape[:2], k.shape[2], dtype=torch.int64) if selected.makes_masks(q, k, v, layout) else None
+    blocks = scores.select_blocks(q, k_cmp, layout, scale, lse_cmp, bits)
     join()
     whole = o_cmp, o_win, gates.contiguous(), torch.empty_like(o_cmp)
-    o_sel, lse_sel, read_sel, masks = selected.forward(q, k, v, blocks, layout, scale, finite_sel, whole)
+    masks = Masks(bits, finite_sel)
+    o_sel, lse_sel, read_sel, masks = selected.forward(q, k, v, blocks, layout, scale, masks, whole)
     if given.compressed is not None:
         k_cmp, v_cmp = k.new_empty(0), v.new_empty(0)
     own_flags = None if given.window is None else masks.finite
@@ -170,22 +177,31 @@ def backward(
         torch.zeros_like(saved.o_window) if do is None else do, branches, gates, saved[:3], dlse, last
     )
     del saved, branches
-    # a branch's do is freed behind it
+    # dq of all branches in lane 0, dk and dv of each in a lane of their own; a branch's do is freed behind it
+    fork(3)
+    dq_win, *window_parts = compressed_window.gradients(
+        q, k_win, v_win, finite_win, *rows.pop(), *layout.window_interval, *layout.window_queries,
+        ENOUGH_OF_WINDOW, scale, keys_lane=1,
+    )  # fmt: skip
     with lane(1):
-        dq_win, *window_parts = compressed_window.gradients(
-            q, k_win, v_win, finite_win, *rows.pop(), *layout.window_interval, *layout.window_queries,
-            ENOUGH_OF_WINDOW, scale,
-        )  # fmt: skip
         of_window = add_parts(window_parts, q.dtype)
     del window_parts
+    dq_cmp, *parts = compressed_window.gradients(
+        q, k_cmp, v_cmp, finite_cmp, *rows.pop(0), *layout.compressed_interval, *layout.compressed_queries,
+        ENOUGH_PROGRAMS, scale, keys_lane=2,
+    )  # fmt: skip
     with lane(2):
-        dq_cmp, *parts = compressed_window.gradients(
-            q, k_cmp, v_cmp, finite_cmp, *rows.pop(0), *layout.compressed_interval, *layout.compressed_queries,
-            ENOUGH_PROGRAMS, scale,
-        )  # fmt: skip
         parts = _added_if_many(parts, given, q.dtype)
-    dq, *of_selected = selected.gradients(q, k, v, *rows.pop(), blocks, layout, scale, (dq_cmp, dq_win), masks=masks)
-    return dq, _of_inputs(given, parts, of_selected, of_window, layout), dgates
+        of_compressed = None if given.all_are_one else _of_compressed(given, parts, layout, k.dtype)
+    more_dq = dq_cmp, dq_win
+    dq, dk, dv = selected.gradients(
+        q, k, v, *rows.pop(), blocks, layout, scale, more_dq, masks=masks, keys_lane=3
+    )  # fmt: skip
+    if of_compressed is None:
+        join()
+        of_all = _of_compressed(given, parts, layout, k.dtype, (dk, dv, *of_window))
+        return dq, Inputs(of_all, None, None, None), dgates
+    return dq, _of_inputs(given, of_compressed, (dk, dv), of_window), dgates
 
 
 def _known(x: Tensor) -> Tensor | None:
@@ -200,24 +216,28 @@ def _added_if_many(parts: list[Tensor], given: Inputs, dtype: torch.dtype) -> li
     return [x[None] for x in add_parts(parts, torch.float32 if given.compressed is None else dtype)]
 
 
-def _of_inputs(given: Inputs, parts: list[Tensor], of_selected: list[Tensor], window: Pair, layout: Layout) -> Inputs:
-    """What the branches give to keys and values, added where these are the same tensors."""
-    selected = of_selected[0], of_selected[1]
-    dtype = selected[0].dtype
+def _of_compressed(
+    given: Inputs, parts: list[Tensor], layout: Layout, dtype: torch.dtype, others: Sequence[Tensor] | None = None
+) -> Pair:
+    """(dk, dv) of what is compressed, or of the compressed keys and values where the caller gave these.
+
+    `others`: gradients of the other branches, to be added.
+    """
     if given.compressed is not None:
-        dk, dv = parts[0][0], parts[1][0]
-        if given.window is None:
-            selected = selected[0] + window[0], selected[1] + window[1]
-        return Inputs(selected, None if given.window is None else window, None, (dk, dv))
-    all_are_one = given.window is None and given.source is None
-    dk, dv = compression.gradients(
-        parts, (*selected, *window) if all_are_one else None, layout.num_keys, compression.places(layout),
-        layout.config.l, layout.config.d, dtype,
-    )  # fmt: skip
-    if all_are_one:
-        return Inputs((dk, dv), None, None, None)
+        return parts[0][0], parts[1][0]
+    places = compression.places(layout)
+    dk, dv = compression.gradients(parts, others, layout.num_keys, places, layout.config.l, layout.config.d, dtype)
+    return dk, dv
+
+
+def _of_inputs(given: Inputs, compressed: Pair, selected: Pair, window: Pair) -> Inputs:
+    """What the branches give to keys and values, added where two of them read the same tensors."""
     if given.window is None:
-        return Inputs((selected[0] + window[0], selected[1] + window[1]), None, (dk, dv), None)
-    if given.source is None:
-        return Inputs((selected[0] + dk, selected[1] + dv), window, None, None)
-    return Inputs(selected, window, (dk, dv), None)
+        selected, of_window = (selected[0] + window[0], selected[1] + window[1]), None
+    else:
+        of_window = window
+    if given.compressed is not None:
+        return Inputs(selected, of_window, None, compressed)
+    if given.source is not None:
+        return Inputs(selected, of_window, compressed, None)
+    return Inputs((selected[0] + compressed[0], selected[1] + compressed[1]), of_window, None, None)

@@ -42,7 +42,7 @@ from nsa.triton_backend.launch import (
     strides,
     unit_stride,
 )
-from nsa.triton_backend.recording import join
+from nsa.triton_backend.recording import lane
 from nsa.triton_backend.tile import (
     add_branches,
     dot,
@@ -325,8 +325,9 @@ def gradients(
     q: Tensor, k: Tensor, v: Tensor, finite: Tensor, do: Tensor, lse: Tensor, delta: Tensor,
     lo: Tensor | None, hi: Tensor | None, seen_from: Tensor | None, seen_to: Tensor | None, min_programs: int,
     scale: float, wide: bool = False, chosen: BlockMask | None = None, more_dq: tuple[Tensor, Tensor] | None = None,
+    keys_lane: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv), the last two as parts [splits, B, T, Hkv, D] that add up to them.
+    """(dq, dk, dv), the last two as parts [splits, B, T, Hkv, D] that add up to them, made in the lane `keys_lane`.
 
     lse (base 2) and delta are those of `launch.backward_rows`; the queries seen_from <= i < seen_to, int32 [T] each,
     see a key. Where there are fewer tiles of keys than `min_programs`, several programs share the queries of each. do
@@ -336,9 +337,10 @@ def gradients(
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     with on_device(q):
-        parts = _parts_of_keys(q, k, v, do, lo, hi, lse, delta, seen_from, seen_to, min_programs, scale, wide, chosen)
-        if more_dq is not None:
-            join()  # they come from other lanes
+        with lane(keys_lane):
+            parts = _parts_of_keys(
+                q, k, v, do, lo, hi, lse, delta, seen_from, seen_to, min_programs, scale, wide, chosen
+            )  # fmt: skip
         _gradient_of_queries(q, k, v, finite, do, lo, hi, lse, delta, dq, scale, chosen, more_dq)
     return dq, *parts
 

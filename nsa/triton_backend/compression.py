@@ -34,7 +34,7 @@ def _mean(base, row, first, used, L: tl.constexpr, STRIDE: tl.constexpr, SIZE: t
     Added row by row: the order in which tl.sum adds follows from the layout, which differs from kernel to kernel.
     """
     total = tl.zeros([BN, PADDED], tl.float32)
-    for number in range(L // STRIDE):
+    for number in tl.static_range(L // STRIDE):
         stride = tl.zeros([BN, PADDED], tl.float32)
         for place in tl.static_range(STRIDE):
             rows = (first + number * STRIDE + place) * row
@@ -55,11 +55,11 @@ def _means(
     used = tl.load(SLOT_USED + slot, mask=slot < slots, other=0) != 0
     out = (b * slots + slot) * HKV + h
     k = _mean(K + b * k_b + h * k_h, k_s, token, used, L, STRIDE, DK, DKP, BN).to(K_OUT.dtype.element_ty)
-    store_rows(K_OUT, out * DK, slot < slots, k, DK, DKP)
-    if V is not None:
+    if V is not None:  # before k is stored, so that nothing keeps the loads of v behind it
         v = _mean(V + b * v_b + h * v_h, v_s, token, used, L, STRIDE, DV, DVP, BN).to(V_OUT.dtype.element_ty)
         store_rows(V_OUT, out * DV, slot < slots, v, DV, DVP)
         tl.store(FINITE_OUT + out, ~(nonfinite(k) | nonfinite(v)), mask=slot < slots)
+    store_rows(K_OUT, out * DK, slot < slots, k, DK, DKP)
 
 
 @kernel

@@ -23,6 +23,7 @@ from nsa.triton_backend.tuning import cdiv
 
 PAIRS_PER_PROGRAM = 1024
 CELLS_PER_PROGRAM = 32  # few: each writes its tiles one after the other
+PROBES = 16  # of a search, at a time
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def build(block_indices: Tensor, layout: Layout, first: int, last: int, *, chunk
         of_cells = cdiv(cells + 1, CELLS_PER_PROGRAM)
         _tiles[of_cells + cdiv(pairs, PAIRS_PER_PROGRAM),](
             ordered, pair, begin, end, cell, first_tile, query_slot, pairs, cells, tiles, size, of_cells,
-            first * n, count * n, CELLS_PER_PROGRAM, PAIRS_PER_PROGRAM,
+            first * n, count * n, CELLS_PER_PROGRAM, PAIRS_PER_PROGRAM, PROBES,
         )  # fmt: skip
     return Index(query_slot, begin, end, cell, first_tile)
 
@@ -90,22 +91,28 @@ def _cells(
 
 
 @triton.jit
-def _first_from(SORTED, value, places):
-    """int64: where the first of SORTED's `places` numbers stands that is each value or above; `places` for none."""
+def _first_from(SORTED, value, places, PROBES: tl.constexpr):
+    """int64: where the first of SORTED's `places` numbers stands that is each value or above; `places` for none.
+
+    A step looks at PROBES places at once: it takes as long as a load, of which one place at a time would need more.
+    """
     low, high = tl.zeros_like(value), tl.zeros_like(value) + places
+    number = tl.arange(0, PROBES)
     while tl.max(high - low, axis=0) > 0:
-        middle = (low + high) // 2
-        searching = low < high
-        found = tl.load(SORTED + middle, mask=searching, other=0) >= value
-        high = tl.where(searching & found, middle, high)
-        low = tl.where(searching & ~found, middle + 1, low)
+        width = tl.cdiv(high - low, PROBES)
+        probe = low[:, None] + number[None, :] * width[:, None]
+        there = probe < high[:, None]
+        less = there & (tl.load(SORTED + probe, mask=there, other=0) < value[:, None])
+        count = tl.sum(less.to(tl.int64), axis=1)  # the first so many
+        high = tl.where(count == 0, low, tl.minimum(low + count * width, high))
+        low = tl.where(count == 0, low, low + (count - 1) * width + 1)
     return low
 
 
 @kernel
 def _tiles(
     ORDERED, PAIR, BEGIN, END, CELL, FIRST_TILE, QUERY_SLOT, pairs, cells, tiles, size, of_cells, first_slot, slots,
-    BC: tl.constexpr, BP: tl.constexpr,
+    BC: tl.constexpr, BP: tl.constexpr, PROBES: tl.constexpr,
 ):  # fmt: skip
     """The first `of_cells` programs cut the sorted pairs of their cells into tiles; the others write QUERY_SLOT.
 
@@ -114,8 +121,8 @@ def _tiles(
     """
     if tl.program_id(0) < of_cells:
         cell = tl.program_id(0).to(tl.int64) * BC + tl.arange(0, BC)
-        first = _first_from(ORDERED, cell, pairs)
-        past = tl.where(cell < cells, _first_from(ORDERED, cell + 1, pairs), first)
+        first = _first_from(ORDERED, cell, pairs, PROBES)
+        past = tl.where(cell < cells, _first_from(ORDERED, cell + 1, pairs, PROBES), first)
         tile = cell + first // size
         next_tile = tl.where(cell < cells, cell + 1 + past // size, tiles)
         tl.store(FIRST_TILE + cell, tile, mask=cell <= cells)

@@ -49,12 +49,19 @@ class Result(NamedTuple):
     dtype: torch.dtype
 
 
+class Wait(NamedTuple):
+    """A lane goes on when all that another one has launched so far has ended."""
+
+    lane: int
+    other: int
+
+
 class Launch(NamedTuple):
     """One launch of a compiled kernel."""
 
     lane: int
-    waits_for: tuple[int, ...]
-    """Lanes whose launches so far must have ended."""
+    waits: tuple[Wait, ...]
+    """Before it, of its lane and others."""
     run: Callable[..., object]
     function: int
     metadata: object
@@ -115,9 +122,9 @@ class Plan:
         current = torch.cuda.current_stream(device)
         of_lanes = (_side_stream(device, current.cuda_stream, lane) for lane in range(1, self.num_lanes))
         streams = [current, *of_lanes]
-        for lane, waits_for, run, function, metadata, (x, y, z), pick in self.launches:
-            for other in waits_for:
-                streams[lane].wait_stream(streams[other])
+        for lane, waits, run, function, metadata, (x, y, z), pick in self.launches:
+            for waiting, other in waits:
+                streams[waiting].wait_stream(streams[other])
             stream = streams[lane].cuda_stream
             run(x, y, z, stream, function, metadata, None, None, None, *pick(values))
         for other in self.waits_at_end:

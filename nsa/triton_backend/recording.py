@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.triton_backend import relaunch
-from nsa.triton_backend.plan import Launch, Plan, Result, Tensors, View
+from nsa.triton_backend.plan import Launch, Plan, Result, Tensors, View, Wait
 
 ALIGNMENT = 256
 """Bytes, of each tensor inside an allocation: as much as a kernel can make use of."""
@@ -36,26 +36,34 @@ class Memory(enum.Enum):
 
 
 class Lanes:
-    """Which lanes a launch waits for."""
+    """Which lanes wait for one another before a launch."""
 
     def __init__(self) -> None:
         self.number = 1
         self._running: set[int] = set()
         """Lanes with launches that lane 0 has not waited for."""
+        self._forked: list[int] = []
         self._joined = False
+
+    def fork(self, last: int) -> None:
+        """Let lanes 1 to `last` wait, now, for what lane 0 has launched."""
+        self._forked = [lane for lane in range(1, last + 1) if lane not in self._running]
 
     def join(self) -> None:
         """Let the next launch of lane 0 wait for all others."""
         self._joined = True
 
-    def launched(self, lane: int) -> tuple[int, ...]:
-        """The lanes that a launch in this one waits for."""
-        self.number = max(self.number, lane + 1)
-        if lane == 0:
-            return self.left() if self._joined else ()
-        waits_for = () if lane in self._running else (0,)
-        self._running.add(lane)
-        return waits_for
+    def launched(self, lane: int) -> tuple[Wait, ...]:
+        """What is waited for before a launch in this lane."""
+        begin, self._forked = self._forked, []
+        if lane and lane not in self._running and lane not in begin:
+            begin.append(lane)
+        waits = [Wait(other, 0) for other in begin]
+        if lane == 0 and self._joined:
+            waits += [Wait(0, other) for other in self.left()]
+        self._running.update(begin)
+        self.number = max([self.number, *(other + 1 for other in begin)])
+        return tuple(waits)
 
     def left(self) -> tuple[int, ...]:
         """Those that lane 0 is to wait for now."""
@@ -71,7 +79,7 @@ class RecordedLaunch(NamedTuple):
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
     lane: int
-    waits_for: tuple[int, ...]
+    waits: tuple[Wait, ...]
 
 
 class Recording(TorchDispatchMode):
@@ -104,8 +112,8 @@ class Recording(TorchDispatchMode):
         if arguments is None:
             self.complete = False
         else:
-            waits_for = self.lanes.launched(self.lane)
-            self.launches.append(RecordedLaunch(compiled, grid, arguments, self.lane, waits_for))
+            waits = self.lanes.launched(self.lane)
+            self.launches.append(RecordedLaunch(compiled, grid, arguments, self.lane, waits))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -119,11 +127,11 @@ _NOTHING = contextlib.nullcontext()
 
 @contextlib.contextmanager
 def _in_lane(recording: Recording, number: int) -> Iterator[None]:
-    recording.lane = number
+    outer, recording.lane = recording.lane, number
     try:
         yield
     finally:
-        recording.lane = 0
+        recording.lane = outer
 
 
 def lane(number: int) -> contextlib.AbstractContextManager[None]:
@@ -134,6 +142,14 @@ def lane(number: int) -> contextlib.AbstractContextManager[None]:
     """
     recorder = relaunch.thread.recorder
     return _in_lane(recorder, number) if isinstance(recorder, Recording) else _NOTHING
+
+
+def fork(last: int) -> None:
+    """Lanes 1 to `last` may run beside all that lane 0 launches from here on, not only beside what it launches behind
+    the first launch of theirs."""
+    recorder = relaunch.thread.recorder
+    if isinstance(recorder, Recording):
+        recorder.lanes.fork(last)
 
 
 def join() -> None:
@@ -245,7 +261,7 @@ def plan_of(recording: Recording, given: Tensors, outcome: Tensors, memories: Se
         compiled, (x, y, z) = recorded.compiled, (*recorded.grid, 1, 1)[:3]
         chosen = itemgetter(*[place + len(numbers) * is_address for is_address, place in pick])
         kernel = compiled.run, compiled.function, compiled.packed_metadata
-        launches.append(Launch(recorded.lane, recorded.waits_for, *kernel, (x, y, z), chosen))
+        launches.append(Launch(recorded.lane, recorded.waits, *kernel, (x, y, z), chosen))
     return Plan(
         launches=launches,
         numbers=tuple(numbers),

@@ -55,8 +55,13 @@ def _group_probabilities(
         tl.store(P + out[None, :] + slot[:, None], p, mask=inside)
 
 
-def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: Tensor | None = None) -> Tensor:
-    """int32 [B, S, Hkv, n]; see `nsa.select_blocks`. Scores of a bounded number of queries exist at a time."""
+def select_blocks(
+    q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: Tensor | None = None, bits: Tensor | None = None
+) -> Tensor:
+    """int32 [B, S, Hkv, n]; see `nsa.select_blocks`. Scores of a bounded number of queries exist at a time.
+
+    `bits` int64 [B, S, Hkv], for at most 64 blocks: written, bit j for a chosen block j.
+    """
     q, k_cmp = unit_stride(q), unit_stride(k_cmp)
     (batch, length, heads, dk), (slots, num_kv_heads) = q.shape, k_cmp.shape[1:3]
     lo, hi = layout.compressed_interval
@@ -89,7 +94,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, layout: Layout, scale: float, lse: T
                     first, count, length, slots, heads, num_kv_heads, heads // num_kv_heads, scale * LOG2E, splits,
                     dk, shape.dk, shape.tokens, shape.group, shape.keys, **shape.launch,
                 )  # fmt: skip
-            topk.choose(p, layout, first, count, out, summed)
+            topk.choose(p, layout, first, count, out, summed, bits)
     return out
 
 

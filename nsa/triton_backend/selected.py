@@ -139,10 +139,10 @@ def forward(
     block_indices: Tensor,  # int32 [B, S, Hkv, n], distinct, -1 for none
     layout: Layout,
     scale: float,
-    finite: Tensor | None = None,  # bool [B, T, Hkv], where it is known already
+    masks: Masks = NO_MASKS,  # as far as they are known already
     whole: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Masks]:
-    """(o, lse, keys read) over the tokens of each query's blocks at positions <= its own; masks, as far as it made any.
+    """(o, lse, keys read) over the tokens of each query's blocks at positions <= its own; masks, if it reads any.
 
     Of a `whole` call (o_cmp, o_win, gates, sum), all contiguous, the gated sum of the branches is written too.
     """
@@ -150,16 +150,16 @@ def forward(
     (batch, length, heads, _), (num_kv_heads, dv) = q.shape, v.shape[2:]
     kernel = variant("selected_forward", q, k, v, _blocks(layout, block_indices.shape[-1]))
     if kernel is Variant.MASKED:
-        return selected_masked.forward(q, k, v, block_indices, layout, scale, finite, whole)
+        return selected_masked.forward(q, k, v, block_indices, layout, scale, masks, whole)
     o, lse = q.new_empty(batch, length, heads, dv), q.new_empty(batch, length, heads, dtype=torch.float32)
     read = q.new_empty(batch, length, num_kv_heads, dtype=torch.int32)
     if o.numel() == 0:
         return o, lse, read, NO_MASKS
     if kernel is Variant.KV_MAJOR:
-        selected_kv_major.forward(q, k, v, block_indices, layout, scale, finite, o, lse, read, whole)
+        selected_kv_major.forward(q, k, v, block_indices, layout, scale, masks.finite, o, lse, read, whole)
         return o, lse, read, NO_MASKS
     if kernel is Variant.SHARED:
-        finite = finite_keys(k, v) if finite is None else finite
+        finite = finite_keys(k, v) if masks.finite is None else masks.finite
         unions = block_unions.unions(block_indices, finite, layout)
         with on_device(q):
             hopper.shared_blocks.forward(q, k, v, finite, unions, layout, scale, o, lse, read, whole)
@@ -181,11 +181,13 @@ def forward(
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, block_indices: Tensor, layout: Layout,
     scale: float, more_dq: tuple[Tensor, Tensor] | None = None, wide: bool = False, masks: Masks = NO_MASKS,
+    keys_lane: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv); lse (base 2) and delta are those of `launch.backward_rows`, do is contiguous.
 
     `more_dq`, those of the other branches, contiguous, are added to dq; the first may be overwritten. `wide` leaves dk
-    and dv in float32. `masks` are those of `forward`, of the same call.
+    and dv in float32. `masks` are those of `forward`, of the same call. `keys_lane` is that of dk and dv where a plan
+    can hold the call.
     """
     q, k, v, block_indices = unit_stride(q), unit_stride(k), unit_stride(v), block_indices.contiguous()
     (_, length, heads, _), num_kv_heads = q.shape, k.shape[2]
@@ -195,7 +197,7 @@ def gradients(
         return torch.empty_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape)
     rows = do, lse, delta, block_indices, layout, scale
     if kernel is Variant.MASKED:
-        return selected_masked.gradients(q, k, v, *rows, more_dq, wide, masks)
+        return selected_masked.gradients(q, k, v, *rows, more_dq, wide, masks, keys_lane)
     # in the place of the compressed branch's, of which each program reads what it overwrites
     dq = None if more_dq is None else more_dq[0]
     if kernel is Variant.KV_MAJOR:

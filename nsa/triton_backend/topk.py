@@ -56,7 +56,7 @@ def best(score, block, current, INIT: tl.constexpr, LOCAL: tl.constexpr, N: tl.c
 
 @kernel
 def _topk(
-    P, LO, HI, POSITIONS, OUT, first_query, count, S, WIDTH, HKV,
+    P, LO, HI, POSITIONS, OUT, BITS, first_query, count, S, WIDTH, HKV,
     SUMMED: tl.constexpr, STEP: tl.constexpr, FIRST_OFFSET: tl.constexpr, WEIGHTS: tl.constexpr, INIT: tl.constexpr,
     LOCAL: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BR: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -88,6 +88,10 @@ def _topk(
     column, found = tl.arange(0, NP)[None, :], tl.sum(taken.to(tl.int32), axis=1)
     none = (column >= found[:, None]) & (column < N)
     tl.store(out + column, tl.full([BR, NP], -1, tl.int32), mask=none & here[:, None])
+    if BITS is not None:
+        bit = tl.full([BLOCKS], 1, tl.int64) << block.to(tl.int64)
+        bits = tl.sum(tl.where(taken, bit[None, :], 0), axis=1)
+        tl.store(BITS + b * S * HKV + first_query * HKV + row, bits, mask=here)
 
 
 @functools.cache
@@ -96,10 +100,13 @@ def weights(config: NSAConfig) -> tuple[int, tuple[int, ...]]:
     return geometry.overlap_offsets(config).start, tuple(geometry.overlap_weights(config))
 
 
-def choose(p: Tensor, layout: Layout, first: int, count: int, out: Tensor, summed: bool = False) -> None:
+def choose(
+    p: Tensor, layout: Layout, first: int, count: int, out: Tensor, summed: bool = False, bits: Tensor | None = None
+) -> None:
     """Write out[:, first : first + count], int32 [B, S, Hkv, n], from p of these queries.
 
-    p are the probabilities of compressed blocks; `summed`, the scores of selection blocks.
+    p are the probabilities of compressed blocks; `summed`, the scores of selection blocks. `bits` int64 [B, S, Hkv]
+    gets the same as bits, of at most 64 blocks.
     """
     config, (batch, length, num_kv_heads, n) = layout.config, out.shape
     seen = layout.num_keys - length + first + count  # no position in these queries is as large
@@ -107,7 +114,7 @@ def choose(p: Tensor, layout: Layout, first: int, count: int, out: Tensor, summe
     blocks = max(next_power_of_2(geometry.num_selection_blocks(seen, config)), places)
     rows = max(ELEMENTS // blocks, 1)
     _topk[cdiv(count * num_kv_heads, rows), batch](
-        p, *layout.compressed_interval, layout.positions, out, first, count, length, p.shape[3], num_kv_heads,
+        p, *layout.compressed_interval, layout.positions, out, bits, first, count, length, p.shape[3], num_kv_heads,
         summed, config.l_sel // config.d, *weights(config),
         config.init_blocks, config.local_blocks, config.l_sel, n, places, rows, blocks,
         num_warps=min(max(rows * blocks // ELEMENTS_PER_WARP, 1), 16),

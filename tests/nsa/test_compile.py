@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import nsa
 from nsa import backends
@@ -126,6 +127,49 @@ def test_the_layer_is_one_graph(device: torch.device, fast_backend: str) -> None
         gradients.append([parameter.grad for parameter in layer.parameters()])
     for found, wanted in zip(*gradients, strict=True):
         torch.testing.assert_close(found, wanted)
+
+
+class Adapter(nn.Linear):
+    """Another class in the place of a layer's product."""
+
+
+def _hooked(layer: nsa.NativeSparseAttention) -> None:
+    layer.gates.register_forward_hook(lambda module, given, gates: gates / 2)
+
+
+def _adapted(layer: nsa.NativeSparseAttention) -> None:
+    layer.v = Adapter(24, layer.v.out_features, bias=False)
+
+
+def _wrapped(layer: nsa.NativeSparseAttention) -> None:
+    layer.v.forward = lambda x, multiply=layer.v.forward: 2 * multiply(x)  # type: ignore[method-assign]
+
+
+def _distributed(layer: nsa.NativeSparseAttention) -> None:
+    weight = layer.gates.linear.weight.detach()
+    layer.gates.linear.weight = nn.Parameter(TwoTensor(weight, weight.clone()))
+
+
+@pytest.mark.parametrize(
+    ("change", "products"), [(None, 4), (_hooked, 5), (_adapted, 5), (_wrapped, 5), (_distributed, 5)]
+)
+@pytest.mark.parametrize("shared_kv", [False, True])
+def test_values_and_gates_are_one_product_of_a_graph_where_nothing_stands_between(
+    change: Callable[[nsa.NativeSparseAttention], None] | None, products: int, shared_kv: bool
+) -> None:
+    """Those of q, k and o are three; with the gates' own it would be five."""
+    torch.manual_seed(0)
+    layer = nsa.NativeSparseAttention(24, 4, 2, 16, 8, CONFIG, shared_kv=shared_kv, backend="torch")
+    if change is not None:
+        change(layer)
+    x, counts = torch.randn(2, 24, 24), list[int]()
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        counts.append(sum(node.target is torch.nn.functional.linear for node in graph.graph.nodes))
+        return graph.forward
+
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend=count)(x), layer(x))
+    assert counts == [products]
 
 
 @pytest.fixture

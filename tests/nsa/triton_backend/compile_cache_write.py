@@ -32,13 +32,13 @@ def launches(architecture: int, dk: int, dv: int, shared_kv: bool) -> list[Launc
     rows = paged.rows([paged.new(), paged.new()])
     with recorded(architecture) as found, torch.no_grad():
         for length in (100, 1, 31):
-            _, k, v = layer.project(torch.zeros(2, length, 16, dtype=torch.bfloat16), torch.arange(length))
+            _, k, v, _ = layer.project(torch.zeros(2, length, 16, dtype=torch.bfloat16), torch.arange(length))
             side_by_side.stage(k, v)
             side_by_side.commit(length)
             rows.prepare(length)
             paged.stores[0].append(k, v, rows.new_tokens(length))
             rows.commit(length)
-        _, k, v = layer.project(torch.zeros(2, TOKENS, 16, dtype=torch.bfloat16), torch.arange(TOKENS))
+        _, k, v, _ = layer.project(torch.zeros(2, TOKENS, 16, dtype=torch.bfloat16), torch.arange(TOKENS))
         for x in (k[0], v[0]):
             nsa.compress(x, config, backend="triton")
     return [one for one in distinct(found) if one.name in ("cache_write._write", "compression._prepare")]

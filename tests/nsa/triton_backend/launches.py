@@ -110,7 +110,7 @@ def of_cache_write(*, paged: bool, length: int, phi: str = "avg", layers: int = 
     rows.commit(length)
     rows.prepare(1)
     with torch.no_grad():
-        _, k, v = layer.project(torch.zeros(2, 1, 16), torch.arange(1))
+        _, k, v, _ = layer.project(torch.zeros(2, 1, 16), torch.arange(1))
         with Launches() as found:
             for one, store in zip(side_by_side, cache.stores, strict=True):
                 if paged:

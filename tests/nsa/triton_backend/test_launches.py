@@ -49,7 +49,6 @@ SHORT_FORWARD = {
     "compressed_window._forward": 3,
     "scores._group_probabilities": 1,
     "topk._topk": 1,
-    "selected_masked._masks": 1,
 }
 SHORT_BACKWARD = {
     "gated_sum._backward": 1,

@@ -379,20 +379,48 @@ class Stream:
         self.waits.append((self.cuda_stream, other.cuda_stream))
 
 
-def test_a_graph_that_is_captured_has_a_stream_for_each_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans, waits = Plans(in_lanes, (RESULT, RESULT)), list[tuple[int, int]]()
+def in_lanes_that_fork(given: Tensors) -> Tensors:
+    """Three launches beside one another, one of them in lane 0 and before that of lane 2."""
+    a, _ = given
+    assert a is not None
+    first, left, middle, right, last = (torch.empty(SIZE) for _ in range(5))
+    kernel(a, None, first, 0.0)
+    recording.fork(2)
+    with recording.lane(1):
+        kernel(first, a, left, 2.0)
+    kernel(first, a, middle, 4.0)
+    with recording.lane(2):
+        kernel(first, a, right, 3.0)
+    recording.join()
+    kernel(left, right, last, 1.0)
+    kernel(last, middle, last, 1.0)
+    return middle, last
+
+
+@pytest.mark.parametrize(
+    ("function", "streams_of_capture", "waits_of_capture"),
+    [
+        (in_lanes, [0, 1, 2, 2, 0, 1], [(1, 0), (2, 0), (0, 1), (0, 2), (1, 0), (0, 1)]),
+        (in_lanes_that_fork, [0, 1, 0, 2, 0, 0], [(1, 0), (2, 0), (0, 1), (0, 2)]),
+    ],
+    ids=["as they launch", "forked"],
+)
+def test_a_graph_that_is_captured_has_a_stream_for_each_lane(
+    function: Callable[[Tensors], Tensors],
+    streams_of_capture: list[int],
+    waits_of_capture: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plans, waits = Plans(function, (RESULT, RESULT)), list[tuple[int, int]]()
     plans((drawn(), None))
     monkeypatch.setattr(plan, "_side_stream", lambda _, beside, lane: Stream(lane + beside, waits))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream(0, waits))
-    for capturing, streams, wanted in (
-        (False, [0] * 6, []),
-        (True, [0, 1, 2, 2, 0, 1], [(1, 0), (2, 0), (0, 1), (0, 2), (1, 0), (0, 1)]),
-    ):
+    for capturing, streams, wanted in ((False, [0] * 6, []), (True, streams_of_capture, waits_of_capture)):
         monkeypatch.setattr(plan, "_capturing", lambda _, it=capturing: it)
         kernel.streams.clear()
         waits.clear()
         given = drawn(), None
-        found, true = plans(given), in_lanes(given)
+        found, true = plans(given), function(given)
         assert all(one is not None and other is not None and torch.equal(one, other)
                    for one, other in zip(found, true, strict=True))  # fmt: skip
         assert kernel.streams[:6] == streams

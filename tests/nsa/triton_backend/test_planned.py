@@ -6,6 +6,7 @@ On a CPU the kernels run in Triton's interpreter, which is told to record and to
 from __future__ import annotations
 
 import ctypes
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -279,11 +280,12 @@ def test_a_graph_and_a_call_agree_on_what_goes_by_plan_on_hopper(
 
 def _before(launches: list[Any]) -> list[set[int]]:
     """For each launch of a plan which ones have ended when it starts: by the order in its lane, and by its waits."""
-    found, last = list[set[int]](), dict[int, int]()
+    found, ended = list[set[int]](), defaultdict[int, set[int]](set)  # the latter of each lane, where it stands now
     for number, launch in enumerate(launches):
-        lanes = [lane for lane in (launch.lane, *launch.waits_for) if lane in last]
-        found.append({last[lane] for lane in lanes}.union(*(found[last[lane]] for lane in lanes)))
-        last[launch.lane] = number
+        for waiting, other in launch.waits:
+            ended[waiting] |= ended[other]
+        found.append(set(ended[launch.lane]))
+        ended[launch.lane].add(number)
     return found
 
 

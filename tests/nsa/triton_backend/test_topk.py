@@ -12,7 +12,7 @@ from nsa.geometry import Layout
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import topk
+from nsa.triton_backend import selected_masked, topk
 
 
 def wanted(scores: torch.Tensor, current: int, config: nsa.NSAConfig) -> list[int]:
@@ -98,6 +98,20 @@ def test_choice_by_scores_is_that_by_probabilities(device: torch.device, keys: i
     topk.choose(torch.where(has_any, scores, torch.inf), layout, 0, queries, by_scores, summed=True)
     topk.choose(torch.where(seen, p, torch.inf), layout, 0, queries, by_probabilities)
     assert torch.equal(by_scores, by_probabilities)
+
+
+@pytest.mark.parametrize(("keys", "n"), [(33, 5), (512, 16)])
+def test_a_choice_is_written_as_bits_too(device: torch.device, keys: int, n: int) -> None:
+    """Of fewer blocks than are chosen, and of 64; the second half of the queries in a call of its own."""
+    config, queries = nsa.NSAConfig(l=4, d=2, l_sel=8, n_sel=n, w=30), 30
+    layout = Layout(queries, keys, config, device)
+    p = torch.rand(2, queries, 2, layout.num_slots, generator=torch.Generator().manual_seed(keys)).to(device)
+    out = torch.empty(2, queries, 2, n, dtype=torch.int32, device=device)
+    bits = torch.empty(2, queries, 2, dtype=torch.int64, device=device)
+    for first in (0, 15):
+        topk.choose(p[:, first : first + 15].contiguous(), layout, first, 15, out, bits=bits)
+    assert torch.equal(bits, selected_masked._bits(out))
+    assert (layout.max_blocks == 64) == bool((bits < 0).any())
 
 
 @pytest.mark.parametrize("documents", [None, (30, 1, 0, 39)])
