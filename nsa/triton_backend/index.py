@@ -22,8 +22,7 @@ from nsa.triton_backend.tile import kernel
 from nsa.triton_backend.tuning import cdiv
 
 PAIRS_PER_PROGRAM = 1024
-CELLS_PER_PROGRAM = 32  # few: each writes its tiles one after the other
-PROBES = 16  # of a search, at a time
+CELLS_PER_PROGRAM, AT_ONCE = 32, 16  # of a cell: places that are looked at, and tiles that are written, at a time
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def build(block_indices: Tensor, layout: Layout, first: int, last: int, *, chunk
         of_cells = cdiv(cells + 1, CELLS_PER_PROGRAM)
         _tiles[of_cells + cdiv(pairs, PAIRS_PER_PROGRAM),](
             ordered, pair, begin, end, cell, first_tile, query_slot, pairs, cells, tiles, size, of_cells,
-            first * n, count * n, CELLS_PER_PROGRAM, PAIRS_PER_PROGRAM, PROBES,
+            first * n, count * n, CELLS_PER_PROGRAM, PAIRS_PER_PROGRAM, AT_ONCE,
         )  # fmt: skip
     return Index(query_slot, begin, end, cell, first_tile)
 
@@ -112,7 +111,7 @@ def _first_from(SORTED, value, places, PROBES: tl.constexpr):
 @kernel
 def _tiles(
     ORDERED, PAIR, BEGIN, END, CELL, FIRST_TILE, QUERY_SLOT, pairs, cells, tiles, size, of_cells, first_slot, slots,
-    BC: tl.constexpr, BP: tl.constexpr, PROBES: tl.constexpr,
+    BC: tl.constexpr, BP: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """The first `of_cells` programs cut the sorted pairs of their cells into tiles; the others write QUERY_SLOT.
 
@@ -121,17 +120,20 @@ def _tiles(
     """
     if tl.program_id(0) < of_cells:
         cell = tl.program_id(0).to(tl.int64) * BC + tl.arange(0, BC)
-        first = _first_from(ORDERED, cell, pairs, PROBES)
-        past = tl.where(cell < cells, _first_from(ORDERED, cell + 1, pairs, PROBES), first)
+        first = _first_from(ORDERED, cell, pairs, AT_ONCE)
+        past = tl.where(cell < cells, _first_from(ORDERED, cell + 1, pairs, AT_ONCE), first)
         tile = cell + first // size
         next_tile = tl.where(cell < cells, cell + 1 + past // size, tiles)
         tl.store(FIRST_TILE + cell, tile, mask=cell <= cells)
         count = tl.where(cell <= cells, next_tile - tile, 0)
-        for number in range(tl.max(count, axis=0)):
-            begin = tl.minimum(first + number * size, past)
-            tl.store(BEGIN + tile + number, begin, mask=number < count)
-            tl.store(END + tile + number, tl.minimum(begin + size, past), mask=number < count)
-            tl.store(CELL + tile + number, tl.minimum(cell, cells - 1), mask=number < count)
+        past, cell = past[:, None], tl.minimum(cell, cells - 1)[:, None]
+        for number in range(0, tl.max(count, axis=0), AT_ONCE):
+            place = number + tl.arange(0, AT_ONCE)[None, :]
+            there, at = place < count[:, None], tile[:, None] + place
+            begin = tl.minimum(first[:, None] + place * size, past)
+            tl.store(BEGIN + at, begin, mask=there)
+            tl.store(END + at, tl.minimum(begin + size, past), mask=there)
+            tl.store(CELL + at, tl.broadcast_to(cell, [BC, AT_ONCE]), mask=there)
     else:
         place = (tl.program_id(0) - of_cells).to(tl.int64) * BP + tl.arange(0, BP)
         pair = tl.load(PAIR + place, mask=place < pairs, other=0)

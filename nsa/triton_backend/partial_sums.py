@@ -22,6 +22,7 @@ from nsa.triton_backend.tile import LN2, add_branches, kernel, load_rows, store_
 from nsa.triton_backend.tuning import cdiv
 
 SUMS, PARTS_AT_ONCE = 256, 8  # of dk and dv: elements per program, and parts that it loads at a time
+KEYS, TILES_AT_ONCE = 16, 4  # of dk and dv of blocks: keys per program, and tiles that it loads at a time
 
 
 @kernel
@@ -61,13 +62,17 @@ def merge_blocks(
 
 @triton.jit
 def _sum_tiles(PART, FIRST_TILE, BEGIN, END, OUT, number, place, out, inside, SIZE: tl.constexpr, D: tl.constexpr,
-               DP: tl.constexpr, BN: tl.constexpr, MORE: tl.constexpr):  # fmt: skip
+               DP: tl.constexpr, BN: tl.constexpr, MORE: tl.constexpr, AT_ONCE: tl.constexpr):  # fmt: skip
     acc = tl.zeros([BN, DP], tl.float32)
     if MORE:
         acc += load_rows(OUT, out * D, inside, D, DP)
-    for tile in range(tl.load(FIRST_TILE + number), tl.load(FIRST_TILE + number + 1)):
-        written = tl.load(BEGIN + tile) < tl.load(END + tile)
-        acc += load_rows(PART, (tile * SIZE + place) * D, inside & written, D, DP)
+    past = tl.load(FIRST_TILE + number + 1)
+    for first in range(tl.load(FIRST_TILE + number), past, AT_ONCE):
+        for tile in tl.static_range(AT_ONCE):  # loads that do not wait for one another
+            there = first + tile < past
+            begin = tl.load(BEGIN + first + tile, mask=there, other=0)
+            written = begin < tl.load(END + first + tile, mask=there, other=0)
+            acc += load_rows(PART, ((first + tile) * SIZE + place) * D, inside & written, D, DP)
     store_rows(OUT, out * D, inside, acc, D, DP)
 
 
@@ -75,7 +80,7 @@ def _sum_tiles(PART, FIRST_TILE, BEGIN, END, OUT, number, place, out, inside, SI
 def sum_dkdv(
     DK_PART, DV_PART, FIRST_TILE, BEGIN, END, BLOCK_FROM, BLOCK_TO, DK_OUT, DV_OUT, T, HKV, max_blocks,
     SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
-    MORE: tl.constexpr,
+    MORE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """DK_OUT and DV_OUT [B, T, Hkv, D] = the sum of each block's parts, tile after tile; `MORE` adds it to what they
     hold."""
@@ -85,9 +90,13 @@ def sum_dkdv(
     inside = (place < SIZE) & (key < tl.load(BLOCK_TO + number % max_blocks))
     out = (kv_row // HKV * T + key) * HKV + kv_row % HKV
     if tl.program_id(2) == 0:
-        _sum_tiles(DK_PART, FIRST_TILE, BEGIN, END, DK_OUT, number, place, out, inside, SIZE, DK, DKP, BN, MORE)
+        _sum_tiles(
+            DK_PART, FIRST_TILE, BEGIN, END, DK_OUT, number, place, out, inside, SIZE, DK, DKP, BN, MORE, AT_ONCE
+        )  # fmt: skip
     else:
-        _sum_tiles(DV_PART, FIRST_TILE, BEGIN, END, DV_OUT, number, place, out, inside, SIZE, DV, DVP, BN, MORE)
+        _sum_tiles(
+            DV_PART, FIRST_TILE, BEGIN, END, DV_OUT, number, place, out, inside, SIZE, DV, DVP, BN, MORE, AT_ONCE
+        )  # fmt: skip
 
 
 @kernel

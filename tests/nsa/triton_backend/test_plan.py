@@ -370,13 +370,13 @@ def in_lanes(given: Tensors) -> Tensors:
 
 @dataclass
 class Stream:
-    """Notes who waits for whom."""
+    """Notes who waits for whom, and behind how many launches."""
 
     cuda_stream: int
-    waits: list[tuple[int, int]]
+    waits: list[tuple[int, int, int]]
 
     def wait_stream(self, other: Stream) -> None:
-        self.waits.append((self.cuda_stream, other.cuda_stream))
+        self.waits.append((self.cuda_stream, other.cuda_stream, len(kernel.streams)))
 
 
 def in_lanes_that_fork(given: Tensors) -> Tensors:
@@ -400,18 +400,18 @@ def in_lanes_that_fork(given: Tensors) -> Tensors:
 @pytest.mark.parametrize(
     ("function", "streams_of_capture", "waits_of_capture"),
     [
-        (in_lanes, [0, 1, 2, 2, 0, 1], [(1, 0), (2, 0), (0, 1), (0, 2), (1, 0), (0, 1)]),
-        (in_lanes_that_fork, [0, 1, 0, 2, 0, 0], [(1, 0), (2, 0), (0, 1), (0, 2)]),
+        (in_lanes, [0, 1, 2, 2, 0, 1], [(1, 0, 1), (2, 0, 2), (0, 1, 4), (0, 2, 4), (1, 0, 5), (0, 1, 6)]),
+        (in_lanes_that_fork, [0, 1, 0, 2, 0, 0], [(1, 0, 1), (2, 0, 1), (0, 1, 4), (0, 2, 4)]),
     ],
     ids=["as they launch", "forked"],
 )
 def test_a_graph_that_is_captured_has_a_stream_for_each_lane(
     function: Callable[[Tensors], Tensors],
     streams_of_capture: list[int],
-    waits_of_capture: list[tuple[int, int]],
+    waits_of_capture: list[tuple[int, int, int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plans, waits = Plans(function, (RESULT, RESULT)), list[tuple[int, int]]()
+    plans, waits = Plans(function, (RESULT, RESULT)), list[tuple[int, int, int]]()
     plans((drawn(), None))
     monkeypatch.setattr(plan, "_side_stream", lambda _, beside, lane: Stream(lane + beside, waits))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream(0, waits))
