@@ -22,7 +22,7 @@ from nsa.triton_backend.tile import LN2, add_branches, kernel, load_rows, store_
 from nsa.triton_backend.tuning import cdiv
 
 SUMS, PARTS_AT_ONCE = 256, 8  # of dk and dv: elements per program, and parts that it loads at a time
-KEYS, TILES_AT_ONCE = 16, 4  # of dk and dv of blocks: keys per program, and tiles that it loads at a time
+KEYS_OF_SUM, TILES_AT_ONCE = 16, 4  # of dk and dv of blocks: keys per program, and tiles that it loads at a time
 
 
 @kernel

@@ -23,7 +23,7 @@ from nsa.triton_backend import hopper, index, tuning
 from nsa.triton_backend.dispatch import SelectionBlocks, Variant, readable_by_tma, variant
 from nsa.triton_backend.intervals import masked_pair
 from nsa.triton_backend.launch import LOG2E, finite_keys, on_device, strides
-from nsa.triton_backend.partial_sums import KEYS, TILES_AT_ONCE, merge_blocks, sum_dkdv, sum_dq
+from nsa.triton_backend.partial_sums import KEYS_OF_SUM, TILES_AT_ONCE, merge_blocks, sum_dkdv, sum_dq
 from nsa.triton_backend.tile import (
     dot,
     kernel,
@@ -292,7 +292,7 @@ def _backward_chunk(
                 block_indices.shape[-1], size, tuning.padded(size), dk, dv,
                 shape.dk, shape.dv, shape.rows, shape.group, keys, shape.rows_first, **shape.launch,
             )  # fmt: skip
-        sum_dkdv[batch * num_kv_heads * max_blocks, cdiv(size, KEYS), 2](
+        sum_dkdv[batch * num_kv_heads * max_blocks, cdiv(size, KEYS_OF_SUM), 2](
             *parts, tiles.first_tile, tiles.begin, tiles.end, block_from, block_to, *sums, num_keys, num_kv_heads,
-            max_blocks, size, dk, dv, tuning.padded(dk), tuning.padded(dv), KEYS, first > 0, TILES_AT_ONCE,
+            max_blocks, size, dk, dv, tuning.padded(dk), tuning.padded(dv), KEYS_OF_SUM, first > 0, TILES_AT_ONCE,
         )  # fmt: skip
