@@ -16,10 +16,10 @@ from torch import Tensor
 from nsa.geometry import Layout
 from nsa.triton_backend import compressed_window, compression, gated_sum, scores, selected
 from nsa.triton_backend.compressed_window import ENOUGH_OF_WINDOW
+from nsa.triton_backend.lanes import QUERIES, beside, hold, lane
 from nsa.triton_backend.launch import ENOUGH_PROGRAMS, finite_keys, unit_stride
 from nsa.triton_backend.partial_sums import add_parts
 from nsa.triton_backend.places import located
-from nsa.triton_backend.recording import fork, join, lane
 from nsa.triton_backend.selected_masked import Masks
 
 MOST_PARTS = 8
@@ -132,14 +132,15 @@ def forward(q: Tensor, given: Inputs, gates: Tensor, layout: Layout, scale: floa
     assert v_cmp is not None
     assert finite_cmp is not None
     assert finite is not None
-    with lane(1):
-        o_win, lse_win, read_win = compressed_window.forward(q, k_win, v_win, *layout.window_interval, finite, scale)
-        finite_sel = finite if given.window is None else selected.finite_keys_of(q, k, v, layout)
-    interval = layout.compressed_interval
-    o_cmp, lse_cmp, read_cmp = compressed_window.forward(q, k_cmp, v_cmp, *interval, finite_cmp, scale)
     bits = k.new_empty(*q.shape[:2], k.shape[2], dtype=torch.int64) if selected.makes_masks(q, k, v, layout) else None
-    blocks = scores.select_blocks(q, k_cmp, layout, scale, lse_cmp, bits)
-    join()
+    with beside(1, q):
+        with lane(1):
+            window = layout.window_interval
+            o_win, lse_win, read_win = compressed_window.forward(q, k_win, v_win, *window, finite, scale)
+            finite_sel = finite if given.window is None else selected.finite_keys_of(q, k, v, layout)
+        interval = layout.compressed_interval
+        o_cmp, lse_cmp, read_cmp = compressed_window.forward(q, k_cmp, v_cmp, *interval, finite_cmp, scale)
+        blocks = scores.select_blocks(q, k_cmp, layout, scale, lse_cmp, bits)
     whole = o_cmp, o_win, gates.contiguous(), torch.empty_like(o_cmp)
     masks = Masks(bits, finite_sel)
     o_sel, lse_sel, read_sel, masks = selected.forward(q, k, v, blocks, layout, scale, masks, whole)
@@ -166,39 +167,38 @@ def backward(
     tensors.clear()
     layout, q = located(layout), unit_stride(q)
     k, v = map(unit_stride, given.selected)
-    k_win, v_win = (k, v) if given.window is None else given.window
-    k_cmp, v_cmp = (saved.k_compressed, saved.v_compressed) if given.compressed is None else given.compressed
+    k_win, v_win = (k, v) if given.window is None else map(unit_stride, given.window)
+    own = saved.k_compressed, saved.v_compressed
+    k_cmp, v_cmp = own if given.compressed is None else map(unit_stride, given.compressed)
     finite_cmp, finite_win, blocks = saved.finite_compressed, saved.finite_window, saved.block_indices
     finite_sel = finite_win if given.window is None else _known(saved.finite_selected)
-    masks = Masks(_known(saved.bits), finite_sel)
+    masks = selected.masks_of_backward(q, k, v, blocks, layout, Masks(_known(saved.bits), finite_sel))
     do, *dlse = gradients
     branches = saved.o_compressed, saved.o_selected, saved.o_window
     rows, dgates = gated_sum.backward_branches(
         torch.zeros_like(saved.o_window) if do is None else do, branches, gates, saved[:3], dlse, last
     )
-    del saved, branches
-    # dq of all branches in lane 0, dk and dv of each in a lane of their own; a branch's do is freed behind it
-    fork(3)
-    dq_win, *window_parts = compressed_window.gradients(
-        q, k_win, v_win, finite_win, *rows.pop(), *layout.window_interval, *layout.window_queries,
-        ENOUGH_OF_WINDOW, scale, keys_lane=1,
-    )  # fmt: skip
-    with lane(1):
-        of_window = add_parts(window_parts, q.dtype)
-    del window_parts
-    dq_cmp, *parts = compressed_window.gradients(
-        q, k_cmp, v_cmp, finite_cmp, *rows.pop(0), *layout.compressed_interval, *layout.compressed_queries,
-        ENOUGH_PROGRAMS, scale, keys_lane=2,
-    )  # fmt: skip
-    with lane(2):
-        parts = _added_if_many(parts, given, q.dtype)
-        of_compressed = None if given.all_are_one else _of_compressed(given, parts, layout, k.dtype)
-    more_dq = dq_cmp, dq_win
-    dq, dk, dv = selected.gradients(
-        q, k, v, *rows.pop(), blocks, layout, scale, more_dq, masks=masks, keys_lane=3
-    )  # fmt: skip
+    del saved, own, branches
+    # a branch's do is freed behind it
+    with beside(QUERIES, q):  # lanes: dk and dv of the window, of compressed keys, and dq of all branches
+        hold(*(x for of_branch in rows for x in of_branch))
+        with lane(1):
+            dq_win, *window_parts = compressed_window.gradients(
+                q, k_win, v_win, finite_win, *rows.pop(), *layout.window_interval, *layout.window_queries,
+                ENOUGH_OF_WINDOW, scale,
+            )  # fmt: skip
+            of_window = add_parts(window_parts, q.dtype)
+        del window_parts
+        with lane(2):
+            dq_cmp, *parts = compressed_window.gradients(
+                q, k_cmp, v_cmp, finite_cmp, *rows.pop(0), *layout.compressed_interval, *layout.compressed_queries,
+                ENOUGH_PROGRAMS, scale,
+            )  # fmt: skip
+            parts = _added_if_many(parts, given, q.dtype)
+            of_compressed = None if given.all_are_one else _of_compressed(given, parts, layout, k.dtype)
+        more_dq = dq_cmp, dq_win
+        dq, dk, dv = selected.gradients(q, k, v, *rows.pop(), blocks, layout, scale, more_dq, masks=masks)
     if of_compressed is None:
-        join()
         of_all = _of_compressed(given, parts, layout, k.dtype, (dk, dv, *of_window))
         return dq, Inputs(of_all, None, None, None), dgates
     return dq, _of_inputs(given, of_compressed, (dk, dv), of_window), dgates

@@ -34,6 +34,7 @@ from nsa.triton_backend.intervals import (
     stretches,
     visible_keys,
 )
+from nsa.triton_backend.lanes import QUERIES, lane
 from nsa.triton_backend.launch import (
     LOG2E,
     backward_rows,
@@ -42,7 +43,6 @@ from nsa.triton_backend.launch import (
     strides,
     unit_stride,
 )
-from nsa.triton_backend.recording import lane
 from nsa.triton_backend.tile import (
     add_branches,
     dot,
@@ -326,9 +326,8 @@ def gradients(
     q: Tensor, k: Tensor, v: Tensor, finite: Tensor, do: Tensor, lse: Tensor, delta: Tensor,
     lo: Tensor | None, hi: Tensor | None, seen_from: Tensor | None, seen_to: Tensor | None, min_programs: int,
     scale: float, wide: bool = False, chosen: BlockMask | None = None, more_dq: tuple[Tensor, Tensor] | None = None,
-    keys_lane: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv), the last two as parts [splits, B, T, Hkv, D] that add up to them, made in the lane `keys_lane`.
+    """(dq, dk, dv), the last two as parts [splits, B, T, Hkv, D] that add up to them; dq in the lane QUERIES.
 
     lse (base 2) and delta are those of `launch.backward_rows`; the queries seen_from <= i < seen_to, int32 [T] each,
     see a key. Where there are fewer tiles of keys than `min_programs`, several programs share the queries of each. do
@@ -336,13 +335,11 @@ def gradients(
     those of the other branches, contiguous, added to dq.
     """
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     with on_device(q):
-        with lane(keys_lane):
-            parts = _parts_of_keys(
-                q, k, v, do, lo, hi, lse, delta, seen_from, seen_to, min_programs, scale, wide, chosen
-            )  # fmt: skip
-        _gradient_of_queries(q, k, v, finite, do, lo, hi, lse, delta, dq, scale, chosen, more_dq)
+        parts = _parts_of_keys(q, k, v, do, lo, hi, lse, delta, seen_from, seen_to, min_programs, scale, wide, chosen)
+        with lane(QUERIES):
+            dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            _gradient_of_queries(q, k, v, finite, do, lo, hi, lse, delta, dq, scale, chosen, more_dq)
     return dq, *parts
 
 

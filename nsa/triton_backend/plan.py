@@ -5,14 +5,11 @@ alignment of its tensors and from its configuration. `recording.py` makes a `Pla
 under these. A plan makes two allocations and the results, and hands Triton's launcher addresses in place of tensors,
 which it takes and need not ask for theirs.
 
-While a CUDA graph is captured, launches of different lanes (`recording.lane`) go to side streams: short kernels leave
-most of a GPU idle, and a graph runs them side by side for nothing. Elsewhere to fork and join streams would cost the
-host more than it saves.
+While a CUDA graph is captured, launches of different lanes (`lanes.py`) go to side streams.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +20,7 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
+from nsa.triton_backend.lanes import Wait, side_stream
 from nsa.triton_backend.launch import on_device
 
 Tensors = Sequence[Tensor | None]
@@ -47,13 +45,6 @@ class Result(NamedTuple):
     shape: torch.Size
     strides: tuple[int, ...]
     dtype: torch.dtype
-
-
-class Wait(NamedTuple):
-    """A lane goes on when all that another one has launched so far has ended."""
-
-    lane: int
-    other: int
 
 
 class Launch(NamedTuple):
@@ -120,7 +111,7 @@ class Plan:
 
     def _launch_in_lanes(self, values: tuple[Any, ...], device: torch.device) -> None:
         current = torch.cuda.current_stream(device)
-        of_lanes = (_side_stream(device, current.cuda_stream, lane) for lane in range(1, self.num_lanes))
+        of_lanes = (side_stream(device, current.cuda_stream, lane) for lane in range(1, self.num_lanes))
         streams = [current, *of_lanes]
         for lane, waits, run, function, metadata, (x, y, z), pick in self.launches:
             for waiting, other in waits:
@@ -140,10 +131,3 @@ class Plan:
 
 def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-@functools.cache
-def _side_stream(device: torch.device, beside: int, lane: int) -> torch.cuda.Stream:
-    """One for each lane and for each stream that captures: two captures at once do not meet on it."""
-    del beside, lane
-    return torch.cuda.Stream(device)

@@ -4,22 +4,22 @@ they come from.
 A function can be planned if all that it does on the device are launches of `relaunch.Kernel`; any operation of PyTorch
 but a view or an allocation, and any other kernel of this package, makes a recording incomplete.
 
-Launches stand in lanes. Those of one lane follow one another; others may run beside them until they are joined.
+Launches stand in lanes (`lanes.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa.triton_backend import relaunch
-from nsa.triton_backend.plan import Launch, Plan, Result, Tensors, View, Wait
+from nsa.triton_backend import lanes, relaunch
+from nsa.triton_backend.lanes import Lanes, RecordedLanes, Wait
+from nsa.triton_backend.plan import Launch, Plan, Result, Tensors, View
 
 ALIGNMENT = 256
 """Bytes, of each tensor inside an allocation: as much as a kernel can make use of."""
@@ -33,43 +33,6 @@ class Memory(enum.Enum):
     RESULT = "an allocation of its own"
     KEPT = "in the allocation that is kept for the backward pass"
     WORKSPACE = "in the allocation that ends with the call"
-
-
-class Lanes:
-    """Which lanes wait for one another before a launch."""
-
-    def __init__(self) -> None:
-        self.number = 1
-        self._running: set[int] = set()
-        """Lanes with launches that lane 0 has not waited for."""
-        self._forked: list[int] = []
-        self._joined = False
-
-    def fork(self, last: int) -> None:
-        """Let lanes 1 to `last` wait, now, for what lane 0 has launched."""
-        self._forked = [lane for lane in range(1, last + 1) if lane not in self._running]
-
-    def join(self) -> None:
-        """Let the next launch of lane 0 wait for all others."""
-        self._joined = True
-
-    def launched(self, lane: int) -> tuple[Wait, ...]:
-        """What is waited for before a launch in this lane."""
-        begin, self._forked = self._forked, []
-        if lane and lane not in self._running and lane not in begin:
-            begin.append(lane)
-        waits = [Wait(other, 0) for other in begin]
-        if lane == 0 and self._joined:
-            waits += [Wait(0, other) for other in self.left()]
-        self._running.update(begin)
-        self.number = max([self.number, *(other + 1 for other in begin)])
-        return tuple(waits)
-
-    def left(self) -> tuple[int, ...]:
-        """Those that lane 0 is to wait for now."""
-        found, self._joined = tuple(sorted(self._running)), False
-        self._running.clear()
-        return found
 
 
 class RecordedLaunch(NamedTuple):
@@ -92,71 +55,34 @@ class Recording(TorchDispatchMode):
         super().__init__()
         self.launches: list[RecordedLaunch] = []
         self.complete = True
-        self.lane, self.lanes = 0, Lanes()
-        self._outer: relaunch.Recorder | None = None
+        self.lanes = RecordedLanes()
+        self._outer: tuple[relaunch.Recorder | None, Lanes | None] = None, None
 
     def __enter__(self) -> Recording:
-        self._outer = relaunch.thread.recorder
-        if self._outer is not None:  # it does not hear of what is launched here
-            self._outer.launched(None, (), None)
-        relaunch.thread.recorder = self
+        outer, _ = self._outer = relaunch.thread.recorder, lanes.thread.lanes
+        if outer is not None:  # it does not hear of what is launched here
+            outer.launched(None, (), None)
+        relaunch.thread.recorder, lanes.thread.lanes = self, self.lanes
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        relaunch.thread.recorder = self._outer
+        relaunch.thread.recorder, lanes.thread.lanes = self._outer
 
     def launched(self, compiled: Any, grid: tuple[int, ...], arguments: tuple[Any, ...] | None) -> None:
         """Called by kernels; no arguments where these do not suffice to launch it again."""
         if arguments is None:
             self.complete = False
         else:
-            waits = self.lanes.launched(self.lane)
-            self.launches.append(RecordedLaunch(compiled, grid, arguments, self.lane, waits))
+            waits = self.lanes.launched()
+            self.launches.append(RecordedLaunch(compiled, grid, arguments, self.lanes.current, waits))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if not (func.is_view or name.startswith(_ALLOCATIONS) or name in _NOTHING_DONE):
             self.complete = False
         return func(*args, **(kwargs or {}))
-
-
-_NOTHING = contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _in_lane(recording: Recording, number: int) -> Iterator[None]:
-    outer, recording.lane = recording.lane, number
-    try:
-        yield
-    finally:
-        recording.lane = outer
-
-
-def lane(number: int) -> contextlib.AbstractContextManager[None]:
-    """Launches in this block may run beside those of other lanes; all else is in lane 0, and `number` is 1 or more.
-
-    They may read what lane 0 wrote before the block, and what their own lane wrote; others read what they write behind
-    the next `join`.
-    """
-    recorder = relaunch.thread.recorder
-    return _in_lane(recorder, number) if isinstance(recorder, Recording) else _NOTHING
-
-
-def fork(last: int) -> None:
-    """Lanes 1 to `last` may run beside all that lane 0 launches from here on, not only beside what it launches behind
-    the first launch of theirs."""
-    recorder = relaunch.thread.recorder
-    if isinstance(recorder, Recording):
-        recorder.lanes.fork(last)
-
-
-def join() -> None:
-    """What lane 0 launches from here on may read what any lane has written."""
-    recorder = relaunch.thread.recorder
-    if isinstance(recorder, Recording):
-        recorder.lanes.join()
 
 
 class _Addresses:

@@ -15,6 +15,7 @@ from nsa.geometry import Layout, num_selection_blocks
 from nsa.triton_backend import block_unions, hopper, selected_kv_major, selected_masked, tuning
 from nsa.triton_backend.dispatch import SelectionBlocks, Variant, max_shared_blocks, variant
 from nsa.triton_backend.gated_sum import gated
+from nsa.triton_backend.lanes import QUERIES, lane
 from nsa.triton_backend.launch import LOG2E, MAX_TILE, backward_rows, finite_keys, on_device, strides, unit_stride
 from nsa.triton_backend.selected_masked import NO_MASKS, Masks
 from nsa.triton_backend.tile import (
@@ -181,13 +182,11 @@ def forward(
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, block_indices: Tensor, layout: Layout,
     scale: float, more_dq: tuple[Tensor, Tensor] | None = None, wide: bool = False, masks: Masks = NO_MASKS,
-    keys_lane: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv); lse (base 2) and delta are those of `launch.backward_rows`, do is contiguous.
 
     `more_dq`, those of the other branches, contiguous, are added to dq; the first may be overwritten. `wide` leaves dk
-    and dv in float32. `masks` are those of `forward`, of the same call. `keys_lane` is that of dk and dv where a plan
-    can hold the call.
+    and dv in float32. `masks` are those of `forward`, of the same call. dq is made in the lane QUERIES.
     """
     q, k, v, block_indices = unit_stride(q), unit_stride(k), unit_stride(v), block_indices.contiguous()
     (_, length, heads, _), num_kv_heads = q.shape, k.shape[2]
@@ -197,25 +196,24 @@ def gradients(
         return torch.empty_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape)
     rows = do, lse, delta, block_indices, layout, scale
     if kernel is Variant.MASKED:
-        return selected_masked.gradients(q, k, v, *rows, more_dq, wide, masks, keys_lane)
+        return selected_masked.gradients(q, k, v, *rows, more_dq, wide, masks)
     # in the place of the compressed branch's, of which each program reads what it overwrites
     dq = None if more_dq is None else more_dq[0]
     if kernel is Variant.KV_MAJOR:
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if dq is None else dq
         return dq, *selected_kv_major.backward(q, k, v, *rows, dq, more_dq, wide, blocks)
     dk, dv = selected_kv_major.backward(q, k, v, *rows, None, None, wide, blocks)
-    if dq is None:  # not before: the partial sums of dk and dv are freed now
-        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if kernel is Variant.SHARED:
-        finite = finite_keys(k, v) if masks.finite is None else masks.finite
-        unions, max_shared = block_unions.unions(block_indices, finite, layout), max_shared_blocks(q, k, v, blocks)
-    with on_device(q):
+    with lane(QUERIES), on_device(q):
+        if dq is None:  # not before: the partial sums of dk and dv are freed now
+            dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        of_rows = layout, scale, lse, delta, dq, more_dq
         if kernel is Variant.SHARED:
-            of_rows = layout, scale, lse, delta, dq, more_dq
+            finite = finite_keys(k, v) if masks.finite is None else masks.finite
+            unions, max_shared = block_unions.unions(block_indices, finite, layout), max_shared_blocks(q, k, v, blocks)
             hopper.shared_blocks.backward_q(q, k, v, finite, unions, do, *of_rows, max_shared)
             hopper.selected.backward_q(q, k, v, do, block_indices, *of_rows, (unions.counts, max_shared))
         elif kernel is Variant.HOPPER:
-            hopper.selected.backward_q(q, k, v, do, block_indices, layout, scale, lse, delta, dq, more_dq)
+            hopper.selected.backward_q(q, k, v, do, block_indices, *of_rows)
         else:
             sizes, launch = _per_token("selected_backward_q", q, v, block_indices, layout)
             _backward_q[length, num_kv_heads, q.shape[0]](
@@ -240,6 +238,14 @@ def finite_keys_of(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor | 
     """`launch.finite_keys` for `forward` in a call of all branches; None where the kernel that serves it reads none."""
     kernel = variant("selected_forward", q, k, v, _blocks(layout, layout.config.n_sel))
     return finite_keys(k, v) if kernel in (Variant.MASKED, Variant.KV_MAJOR, Variant.SHARED) else None
+
+
+def masks_of_backward(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, layout: Layout, masks: Masks) -> Masks:
+    """`masks`, and those that `gradients` of unit strides would have to make, which several lanes read."""
+    kernel = variant("selected_backward_q", q, k, v, _blocks(layout, block_indices.shape[-1]))
+    if kernel is not Variant.MASKED or not q.numel():
+        return masks
+    return Masks(*selected_masked.known(k, v, block_indices, masks))
 
 
 def makes_masks(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> bool:

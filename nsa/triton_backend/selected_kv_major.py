@@ -22,6 +22,7 @@ from nsa.geometry import Layout
 from nsa.triton_backend import hopper, index, tuning
 from nsa.triton_backend.dispatch import SelectionBlocks, Variant, readable_by_tma, variant
 from nsa.triton_backend.intervals import masked_pair
+from nsa.triton_backend.lanes import QUERIES, join
 from nsa.triton_backend.launch import LOG2E, finite_keys, on_device, strides
 from nsa.triton_backend.partial_sums import KEYS_OF_SUM, TILES_AT_ONCE, merge_blocks, sum_dkdv, sum_dq
 from nsa.triton_backend.tile import (
@@ -255,6 +256,7 @@ def backward(
         count = min(at_a_time, length - first)
         _backward_chunk(q, k, v, do, lse, delta, block_indices, first, count, layout, scale, sums, dq_part, on_hopper)
         if dq is not None:
+            join(QUERIES)  # which those of the other branches come from
             with on_device(q):
                 sum_dq[count, num_kv_heads, batch](
                     dq_part, block_indices, *(more_dq or 2 * (None,)), dq,

@@ -19,7 +19,6 @@ from nsa.geometry import Layout
 from nsa.triton_backend import compressed_window, partial_sums
 from nsa.triton_backend.compressed_window import BlockMask
 from nsa.triton_backend.launch import ROWS, finite_keys, on_device
-from nsa.triton_backend.recording import lane
 from nsa.triton_backend.tile import kernel
 from nsa.triton_backend.tuning import cdiv
 
@@ -63,8 +62,8 @@ def _bits(block_indices: Tensor) -> Tensor:
     return bits
 
 
-def _known(k: Tensor, v: Tensor, block_indices: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
-    """Both masks, made where they are not known."""
+def known(k: Tensor, v: Tensor, block_indices: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
+    """The fields of `Masks`, made where they are not known."""
     bits = _bits(block_indices) if masks.bits is None else masks.bits
     return bits, finite_keys(k, v) if masks.finite is None else masks.finite
 
@@ -78,21 +77,18 @@ def forward(
     whole: Whole | None,
 ) -> tuple[Tensor, Tensor, Tensor, Masks]:  # fmt: skip
     """(o, lse, keys read, masks); arguments as of `selected.forward`, of one document and at most 64 blocks."""
-    bits, finite = _known(k, v, block_indices, masks)
+    bits, finite = known(k, v, block_indices, masks)
     attended = compressed_window.forward(q, k, v, None, None, finite, scale, _chosen(bits, layout), whole)
     return *attended, Masks(bits, finite)
 
 
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, block_indices: Tensor, layout: Layout,
-    scale: float, more_dq: tuple[Tensor, Tensor] | None, wide: bool, masks: Masks, keys_lane: int,
+    scale: float, more_dq: tuple[Tensor, Tensor] | None, wide: bool, masks: Masks,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv); arguments as of `selected.gradients`."""
-    bits, finite = _known(k, v, block_indices, masks)
-    bounds = 4 * (None,)
+    (bits, finite), bounds = known(k, v, block_indices, masks), 4 * (None,)
     dq, *parts = compressed_window.gradients(
-        q, k, v, finite, do, lse, delta, *bounds, ENOUGH_PROGRAMS, scale, wide, _chosen(bits, layout), more_dq,
-        keys_lane,
-    )  # fmt: skip
-    with lane(keys_lane):
-        return dq, *partial_sums.add_parts(parts, torch.float32 if wide else k.dtype)
+        q, k, v, finite, do, lse, delta, *bounds, ENOUGH_PROGRAMS, scale, wide, _chosen(bits, layout), more_dq
+    )
+    return dq, *partial_sums.add_parts(parts, torch.float32 if wide else k.dtype)

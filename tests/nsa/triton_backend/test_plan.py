@@ -17,7 +17,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import ahead_of_time, plan, recording, relaunch, tuning
+from nsa.triton_backend import ahead_of_time, lanes, plan, recording, relaunch, tuning
 from nsa.triton_backend import plans as plans_module
 from nsa.triton_backend.plan import Plan, Tensors
 from nsa.triton_backend.plans import Plans
@@ -356,14 +356,15 @@ def in_lanes(given: Tensors) -> Tensors:
     assert a is not None
     first, left, right, both, last = (torch.empty(SIZE) for _ in range(5))
     kernel(a, None, first, 0.0)
-    with recording.lane(1):
+    with lanes.lane(1):
         kernel(first, a, left, 2.0)
-    with recording.lane(2):
+    with lanes.lane(2):
         kernel(first, a, right, 3.0)
         kernel(right, a, right, 1.0)
-    recording.join()
+    lanes.join(1)
+    lanes.join(2)
     kernel(left, right, both, 1.0)
-    with recording.lane(1):
+    with lanes.lane(1):
         kernel(both, a, last, 1.0)
     return both, last
 
@@ -385,13 +386,12 @@ def in_lanes_that_fork(given: Tensors) -> Tensors:
     assert a is not None
     first, left, middle, right, last = (torch.empty(SIZE) for _ in range(5))
     kernel(a, None, first, 0.0)
-    recording.fork(2)
-    with recording.lane(1):
-        kernel(first, a, left, 2.0)
-    kernel(first, a, middle, 4.0)
-    with recording.lane(2):
-        kernel(first, a, right, 3.0)
-    recording.join()
+    with lanes.beside(2, a):
+        with lanes.lane(1):
+            kernel(first, a, left, 2.0)
+        kernel(first, a, middle, 4.0)
+        with lanes.lane(2):
+            kernel(first, a, right, 3.0)
     kernel(left, right, last, 1.0)
     kernel(last, middle, last, 1.0)
     return middle, last
@@ -413,7 +413,7 @@ def test_a_graph_that_is_captured_has_a_stream_for_each_lane(
 ) -> None:
     plans, waits = Plans(function, (RESULT, RESULT)), list[tuple[int, int, int]]()
     plans((drawn(), None))
-    monkeypatch.setattr(plan, "_side_stream", lambda _, beside, lane: Stream(lane + beside, waits))
+    monkeypatch.setattr(plan, "side_stream", lambda _, beside, lane: Stream(lane + beside, waits))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream(0, waits))
     for capturing, streams, wanted in ((False, [0] * 6, []), (True, streams_of_capture, waits_of_capture)):
         monkeypatch.setattr(plan, "_capturing", lambda _, it=capturing: it)

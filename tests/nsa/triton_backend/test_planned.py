@@ -26,6 +26,7 @@ pytest.importorskip("triton")
 from triton.runtime.interpreter import InterpretedFunction
 
 from nsa.triton_backend import ahead_of_time, attention_ops, dispatch, hopper, ops, planned, plans, relaunch, tuning
+from nsa.triton_backend.recording import Recording
 from tests.nsa.triton_backend import masking
 
 CONFIG = nsa.NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=13)
@@ -311,6 +312,36 @@ def test_no_launch_of_another_lane_runs_before_what_it_reads_is_written(
                 assert writer.setdefault(place, number) in {number, *before[number]}
         others = {launch.lane for launch in found.launches} - {0, *found.waits_at_end}
         assert others <= {found.launches[number].lane for number in before[-1]}
+
+
+@pytest.mark.parametrize(
+    "call", [Call(masked=False), Call(sets=1, masked=False), Call(heads=(16, 1), masked=False)], ids=str
+)
+def test_nor_does_one_of_a_call_that_no_plan_can_hold(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, call: Call
+) -> None:
+    """Its lanes are those of a graph that captures the call itself (`lanes.CapturedLanes`)."""
+    monkeypatch.setattr(planned, "serves", lambda q, k, v: False)
+    leaves = call.drawn(device, 0)
+    with Recording() as forward:
+        (o,) = call(leaves)
+    upstream = torch.ones_like(o)
+    with Recording() as backward:
+        gradients = torch.autograd.grad(o, leaves, upstream)
+    assert all(x.isfinite().all() for x in gradients)
+    made_before = {storage(x) for x in (*leaves, upstream)}
+    for recording, lanes in ((forward, {0, 1}), (backward, {0, 1, 2, 3})):
+        writer, before = dict[int, int](), _before(recording.launches)
+        assert {launch.lane for launch in recording.launches} == lanes
+        for number, launch in enumerate(recording.launches):
+            tensors = [x for x in launch.arguments if isinstance(x, Tensor) and x.numel()]
+            for place in {storage(x) for x in tensors} - made_before:
+                assert writer.setdefault(place, number) in {number, *before[number]}
+        made_before |= set(writer)
+
+
+def storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
 
 
 @pytest.mark.gpu

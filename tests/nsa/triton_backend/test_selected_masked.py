@@ -174,7 +174,7 @@ def test_partial_sums_add_up(device: torch.device, splits: int) -> None:
 
 @pytest.mark.parametrize(
     ("tiles", "queries", "wanted"),
-    [(64, 2048, 8), (128, 2048, 6), (512, 2048, 4), (4096, 2048, 1), (32, 1024, 16), (0, 64, 1)],
+    [(64, 2048, 8), (128, 2048, 4), (512, 2048, 3), (4096, 2048, 1), (32, 1024, 16), (0, 64, 1)],
 )
 def test_no_program_takes_many_queries_unless_there_are_many_programs(
     monkeypatch: pytest.MonkeyPatch, tiles: int, queries: int, wanted: int
