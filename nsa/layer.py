@@ -62,9 +62,9 @@ class Gates(nn.Module):
         self.linear = nn.Linear(dim, num_heads * 3, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.of_logits(self.linear(x))
+        return self.from_logits(self.linear(x))
 
-    def of_logits(self, logits: Tensor) -> Tensor:
+    def from_logits(self, logits: Tensor) -> Tensor:
         """Logits [B, S, Hq * 3], what `linear` gives -> [B, S, Hq, 3]."""
         return logits.sigmoid().unflatten(-1, (-1, 3))
 
@@ -195,19 +195,31 @@ class NativeSparseAttention(nn.Module):
         return q, per_branch(k.chunk(self.num_kv_sets, dim=2)), per_branch(v), gates
 
     def _values_and_gates(self, x: Tensor) -> tuple[Sequence[Tensor], Tensor]:
-        """The values of each set [B, S, Hkv, Dv], and the gates [B, S, Hq, 3]; in a compiled graph by one product.
+        """The values of each set [B, S, Hkv, Dv], and the gates [B, S, Hq, 3].
 
-        The gates have few outputs. A product of their own takes as long as it takes to read x, and the backward pass
-        to write one more gradient of x and to add it.
+        In a graph of training they are one product. The gates have few outputs: a product of their own takes as long
+        as it takes to read x, and the backward pass to write one more gradient of x and to add it.
         """
-        sets, heads, linear = self.num_kv_sets, (self.num_kv_heads, self.head_dim_v), self.gates.linear
-        if torch.compiler.is_compiling() and all(map(is_plain, (self.v, self.gates, linear))):
-            sizes = (*sets * (self.v.out_features // sets,), linear.out_features)
-            *values, logits = joint_product(x, (self.v.weight, linear.weight), sizes)
-            gates = self.gates.of_logits(logits + linear.bias.to(logits.dtype))
+        sets, heads = self.num_kv_sets, (self.num_kv_heads, self.head_dim_v)
+        # in inference the weights, which are joined in each call, may be larger than x
+        if torch.compiler.is_compiling() and torch.is_grad_enabled() and self._can_share_a_product():
+            linear, of_set = self.gates.linear, self.v.out_features // sets
+            weights, channels = (self.v.weight, linear.weight), (*sets * (of_set,), linear.out_features)
+            *values, logits = joint_product(x, weights, channels)
+            gates = self.gates.from_logits(logits + linear.bias.to(logits.dtype))
             return [v.unflatten(-1, heads) for v in values], gates
         v = self.v(x).unflatten(-1, (sets * self.num_kv_heads, self.head_dim_v))
         return v.chunk(sets, dim=2), self.gates(x)
+
+    def _can_share_a_product(self) -> bool:
+        """Whether the weights of values and gates can be used without the calls of their modules."""
+        v, gates = self.v, self.gates
+        if not (is_plain(v, nn.Linear) and is_plain(gates, Gates) and is_plain(gates.linear, nn.Linear)):
+            return False
+        weights = v.weight, gates.linear.weight
+        if v.bias is not None or gates.linear.bias is None or weights[0].requires_grad != weights[1].requires_grad:
+            return False
+        return all(type(weight) in (Tensor, nn.Parameter) for weight in weights)  # not quantised, not distributed
 
     def _output(self, o: Tensor) -> Tensor:
         """o [B, S, Hq, Dv] -> [B, S, dim]."""
@@ -233,25 +245,21 @@ class NativeSparseAttention(nn.Module):
         cache.admit(self, x)
 
 
-def is_plain(module: nn.Module) -> bool:
-    """Whether nothing would be lost where the module's weights are used without a call of it.
-
-    That is a hook, an adapter that stands in its place, or a weight with products of its own (quantised, distributed).
-    """
+def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module is of this very class, not an adapter, and its call nothing else: no hook, no other forward."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    if type(module) not in (nn.Linear, Gates) or any(hooks) or "forward" in module.__dict__:
-        return False
-    return all(type(parameter) in (Tensor, nn.Parameter) for parameter in module.parameters())
+    return type(module) is kind and not any(hooks) and "forward" not in module.__dict__
 
 
-def joint_product(x: Tensor, weights: tuple[Tensor, ...], sizes: Sequence[int]) -> list[Tensor]:
-    """x [..., dim] times all the weights [channels, dim], as one product, in pieces of `sizes` channels.
+def joint_product(x: Tensor, weights: tuple[Tensor, ...], channels: Sequence[int]) -> list[Tensor]:
+    """x [..., dim] times all weights [outputs, dim] as one product, in pieces of so many channels.
 
-    The pieces are slices of one tensor whose rows are padded to whole lines of 64 channels.
+    The pieces are slices of one tensor. Its rows are padded to multiples of 64 channels, in 16 bits 128 bytes, which
+    is what a GPU reads at once: the slices are read by head.
     """
-    padding = -sum(sizes) % 64
+    padding = -sum(channels) % 64
     weight = functional.pad(torch.cat(weights), (0, 0, 0, padding))
-    *pieces, _ = functional.linear(x, weight).split([*sizes, padding], dim=-1)
+    *pieces, _ = functional.linear(x, weight).split([*channels, padding], dim=-1)
     return pieces
 
 

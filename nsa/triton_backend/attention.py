@@ -16,7 +16,7 @@ from torch import Tensor
 from nsa.geometry import Layout
 from nsa.triton_backend import compressed_window, compression, gated_sum, scores, selected
 from nsa.triton_backend.compressed_window import ENOUGH_OF_WINDOW
-from nsa.triton_backend.lanes import QUERIES, beside, hold, lane
+from nsa.triton_backend.lanes import COMPRESSED, QUERIES, WINDOW, beside, hold, lane
 from nsa.triton_backend.launch import ENOUGH_PROGRAMS, finite_keys, unit_stride
 from nsa.triton_backend.partial_sums import add_parts
 from nsa.triton_backend.places import located
@@ -133,8 +133,8 @@ def forward(q: Tensor, given: Inputs, gates: Tensor, layout: Layout, scale: floa
     assert finite_cmp is not None
     assert finite is not None
     bits = k.new_empty(*q.shape[:2], k.shape[2], dtype=torch.int64) if selected.makes_masks(q, k, v, layout) else None
-    with beside(1, q):
-        with lane(1):
+    with beside(WINDOW, q):
+        with lane(WINDOW):
             window = layout.window_interval
             o_win, lse_win, read_win = compressed_window.forward(q, k_win, v_win, *window, finite, scale)
             finite_sel = finite if given.window is None else selected.finite_keys_of(q, k, v, layout)
@@ -179,17 +179,16 @@ def backward(
         torch.zeros_like(saved.o_window) if do is None else do, branches, gates, saved[:3], dlse, last
     )
     del saved, own, branches
-    # a branch's do is freed behind it
-    with beside(QUERIES, q):  # lanes: dk and dv of the window, of compressed keys, and dq of all branches
-        hold(*(x for of_branch in rows for x in of_branch))
-        with lane(1):
+    with beside(QUERIES, q):
+        hold(*(x for of_branch in rows for x in of_branch))  # else a branch's do is freed behind it
+        with lane(WINDOW):
             dq_win, *window_parts = compressed_window.gradients(
                 q, k_win, v_win, finite_win, *rows.pop(), *layout.window_interval, *layout.window_queries,
                 ENOUGH_OF_WINDOW, scale,
             )  # fmt: skip
             of_window = add_parts(window_parts, q.dtype)
         del window_parts
-        with lane(2):
+        with lane(COMPRESSED):
             dq_cmp, *parts = compressed_window.gradients(
                 q, k_cmp, v_cmp, finite_cmp, *rows.pop(0), *layout.compressed_interval, *layout.compressed_queries,
                 ENOUGH_PROGRAMS, scale,

@@ -93,7 +93,7 @@ def _cells(
 def _first_from(SORTED, value, places, PROBES: tl.constexpr):
     """int64: where the first of SORTED's `places` numbers stands that is each value or above; `places` for none.
 
-    A step looks at PROBES places at once: it takes as long as a load, of which one place at a time would need more.
+    A step takes as long as a load. With 16 places at once it needs a quarter of the steps of a binary search.
     """
     low, high = tl.zeros_like(value), tl.zeros_like(value) + places
     number = tl.arange(0, PROBES)
@@ -102,7 +102,7 @@ def _first_from(SORTED, value, places, PROBES: tl.constexpr):
         probe = low[:, None] + number[None, :] * width[:, None]
         there = probe < high[:, None]
         less = there & (tl.load(SORTED + probe, mask=there, other=0) < value[:, None])
-        count = tl.sum(less.to(tl.int64), axis=1)  # the first so many
+        count = tl.sum(less.to(tl.int64), axis=1)  # as they are sorted, the first so many
         high = tl.where(count == 0, low, tl.minimum(low + count * width, high))
         low = tl.where(count == 0, low, low + (count - 1) * width + 1)
     return low

@@ -81,8 +81,8 @@ class Plan:
     views: list[View]
     """The tensors that are kept, in the order in which the function gave them."""
     num_lanes: int
-    waits_at_end: tuple[int, ...]
-    """Lanes that lane 0 waits for behind the last launch."""
+    waits_at_end: tuple[Wait, ...]
+    """Behind the last launch."""
 
     def __call__(self, given: Tensors) -> tuple[list[Tensor | None], Tensor]:
         """(the results, uint8 [kept_bytes] that holds what is kept)."""
@@ -114,12 +114,12 @@ class Plan:
         of_lanes = (side_stream(device, current.cuda_stream, lane) for lane in range(1, self.num_lanes))
         streams = [current, *of_lanes]
         for lane, waits, run, function, metadata, (x, y, z), pick in self.launches:
-            for waiting, other in waits:
-                streams[waiting].wait_stream(streams[other])
+            for waiting, awaited in waits:
+                streams[waiting].wait_stream(streams[awaited])
             stream = streams[lane].cuda_stream
             run(x, y, z, stream, function, metadata, None, None, None, *pick(values))
-        for other in self.waits_at_end:
-            streams[0].wait_stream(streams[other])
+        for waiting, awaited in self.waits_at_end:
+            streams[waiting].wait_stream(streams[awaited])
 
     def copied(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         """uint8 [kept_bytes] that holds these, which are to be kept."""

@@ -56,26 +56,27 @@ class Recording(TorchDispatchMode):
         self.launches: list[RecordedLaunch] = []
         self.complete = True
         self.lanes = RecordedLanes()
-        self._outer: tuple[relaunch.Recorder | None, Lanes | None] = None, None
+        self._outer_recorder: relaunch.Recorder | None = None
+        self._outer_lanes: Lanes | None = None
 
     def __enter__(self) -> Recording:
-        outer, _ = self._outer = relaunch.thread.recorder, lanes.thread.lanes
-        if outer is not None:  # it does not hear of what is launched here
-            outer.launched(None, (), None)
+        self._outer_recorder, self._outer_lanes = relaunch.thread.recorder, lanes.thread.lanes
+        if self._outer_recorder is not None:  # it does not hear of what is launched here
+            self._outer_recorder.launched(None, (), None)
         relaunch.thread.recorder, lanes.thread.lanes = self, self.lanes
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        relaunch.thread.recorder, lanes.thread.lanes = self._outer
+        relaunch.thread.recorder, lanes.thread.lanes = self._outer_recorder, self._outer_lanes
 
     def launched(self, compiled: Any, grid: tuple[int, ...], arguments: tuple[Any, ...] | None) -> None:
         """Called by kernels; no arguments where these do not suffice to launch it again."""
         if arguments is None:
             self.complete = False
         else:
-            waits = self.lanes.launched()
+            waits = self.lanes.taken()
             self.launches.append(RecordedLaunch(compiled, grid, arguments, self.lanes.current, waits))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -198,5 +199,5 @@ def plan_of(recording: Recording, given: Tensors, outcome: Tensors, memories: Se
         results=found.results,
         views=found.views,
         num_lanes=recording.lanes.number,
-        waits_at_end=recording.lanes.left(),
+        waits_at_end=recording.lanes.taken(),
     )

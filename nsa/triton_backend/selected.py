@@ -204,7 +204,7 @@ def gradients(
         return dq, *selected_kv_major.backward(q, k, v, *rows, dq, more_dq, wide, blocks)
     dk, dv = selected_kv_major.backward(q, k, v, *rows, None, None, wide, blocks)
     with lane(QUERIES), on_device(q):
-        if dq is None:  # not before: the partial sums of dk and dv are freed now
+        if dq is None:  # not before: without lanes, the partial sums of dk and dv are freed now
             dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         of_rows = layout, scale, lse, delta, dq, more_dq
         if kernel is Variant.SHARED:

@@ -53,7 +53,7 @@ def agree(
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("first", "last", "chunk"), [(0, 70, 70), (0, 70, 24), (10, 58, 17), (69, 70, 1)])
-@pytest.mark.parametrize("size", [3, 8, 512])
+@pytest.mark.parametrize("size", [1, 3, 8, 512])
 def test_it_holds_what_the_plain_one_finds(
     device: torch.device, first: int, last: int, chunk: int, size: int, packed: bool
 ) -> None:
@@ -61,6 +61,8 @@ def test_it_holds_what_the_plain_one_finds(
     chosen, layout = draw(70, 70 if packed else 90, device, cu_seqlens)
     found = index.build(chosen, layout, first, last, chunk=chunk, size=size)
     agree(found, chosen, layout, first, last, chunk, size)
+    if (size, chunk, packed) == (1, 70, False):
+        assert found.first_tile.diff().max() > index.AT_ONCE, "no cell has more tiles than are written at a time"
 
 
 def test_several_programs_share_its_work(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

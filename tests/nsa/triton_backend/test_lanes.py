@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 import nsa
+from nsa.geometry import Layout
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import lanes
+from nsa.triton_backend import attention, compressed_window, lanes, scores, selected, selected_masked
+from nsa.triton_backend import launch as launch_module
+from tests.nsa.triton_backend import masking
 
 
 class Stream:
@@ -43,7 +47,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         finally:
             current.pop()
 
-    monkeypatch.setattr(lanes, "_captured", lambda x: True)
+    monkeypatch.setattr(lanes, "_has_lanes", lambda queries: True)
     monkeypatch.setattr(lanes, "side_stream", lambda device, beside, lane: sides[lane])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", on)
@@ -89,17 +93,78 @@ def test_an_error_leaves_no_lanes(order: list[str]) -> None:
     with pytest.raises(ValueError, match="no"), lanes.beside(1, torch.zeros(1)):
         raise ValueError("no")
     assert lanes.thread.lanes is None
+    assert order[-1] == "0 waits for 1"
 
 
-def test_a_large_call_has_no_lanes(order: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lanes read is held longer."""
+def test_a_large_call_has_no_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold more memory."""
     monkeypatch.setattr(lanes, "MOST_BYTES", 16)
-    with lanes.beside(1, torch.zeros(4)):
-        assert lanes.thread.lanes is not None
-    order.clear()
-    with lanes.beside(1, torch.zeros(5)), lanes.lane(1):
-        launch("all")
-    assert order == ["0: all"]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for numbers, found in ((4, True), (5, False)):
+        queries = mock.Mock(is_cuda=True, itemsize=4, **{"get_device.return_value": 0, "numel.return_value": numbers})
+        assert lanes._has_lanes(queries) is found
+    assert not lanes._has_lanes(torch.zeros(1))
+
+
+class Block:
+    """Whether a call is in a block of `beside`, and what it holds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.inside = False
+        self.held = list[Tensor]()
+        beside = attention.beside
+
+        @contextlib.contextmanager
+        def noted(last: int, queries: Tensor) -> Iterator[None]:
+            with beside(last, queries):
+                self.inside = True
+                yield
+            self.inside = False
+
+        monkeypatch.setattr(attention, "beside", noted)
+        monkeypatch.setattr(attention, "hold", lambda *tensors: self.held.extend(tensors))
+
+
+def strided(*shape: int) -> Tensor:
+    """A leaf whose channels do not lie side by side."""
+    return torch.randn(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2).requires_grad_()
+
+
+@pytest.mark.parametrize("given", ["window", "compressed"])
+def test_nothing_that_two_lanes_read_is_made_in_one_of_them(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contiguous copies of keys and masks that are not known yet are made before; what lanes read is held."""
+    config, block = nsa.NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=13), Block(monkeypatch)
+    masking.serve(monkeypatch)
+    copied, bits_of, unit_stride = list[bool](), selected_masked._bits, launch_module.unit_stride
+
+    def noted(x: Tensor) -> Tensor:
+        if (found := unit_stride(x)) is not x:
+            copied.append(block.inside)
+        return found
+
+    def noted_bits(blocks: Tensor) -> Tensor:
+        copied.append(block.inside)
+        return bits_of(blocks)
+
+    for module in (attention, compressed_window, selected, scores):
+        monkeypatch.setattr(module, "unit_stride", noted)
+    monkeypatch.setattr(selected_masked, "_bits", noted_bits)
+    q, gates = torch.randn(1, 40, 4, 16).requires_grad_(), torch.rand(1, 40, 4, 3)
+    layout = Layout(40, 40, config, q.device)
+    pairs = {"selected": (strided(1, 40, 2, 16), strided(1, 40, 2, 16)), "window": None, "compressed": None}
+    tokens = 40 if given == "window" else layout.num_slots
+    pairs[given] = strided(1, tokens, 2, 16), strided(1, tokens, 2, 16)
+    inputs = attention.Inputs(pairs["selected"], pairs["window"], None, pairs["compressed"])
+    with torch.no_grad():
+        output = attention.forward(q, inputs, gates, layout, 0.25)
+        assert len(copied) >= 4
+        saved = attention.Saved.of(output)._replace(bits=q.new_empty(0))
+        of_branches = [*saved]
+        attention.backward((output.o, None, None, None), q, inputs, gates, of_branches, layout, 0.25)
+    assert len(copied) >= 9
+    assert not any(copied)
+    assert len(block.held) == 9, "do, lse and delta of three branches"
 
 
 @pytest.mark.gpu

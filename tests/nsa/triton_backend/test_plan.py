@@ -351,20 +351,19 @@ def test_an_error_ends_the_recording(plans: Plans) -> None:
 
 
 def in_lanes(given: Tensors) -> Tensors:
-    """One launch, two beside one another, one behind both; and one that nothing here waits for."""
+    """One launch, two beside one another, one behind both; and one in a lane that ends with the call."""
     a, _ = given
     assert a is not None
     first, left, right, both, last = (torch.empty(SIZE) for _ in range(5))
     kernel(a, None, first, 0.0)
-    with lanes.lane(1):
-        kernel(first, a, left, 2.0)
-    with lanes.lane(2):
-        kernel(first, a, right, 3.0)
-        kernel(right, a, right, 1.0)
-    lanes.join(1)
-    lanes.join(2)
+    with lanes.beside(2, a):
+        with lanes.lane(1):
+            kernel(first, a, left, 2.0)
+        with lanes.lane(2):
+            kernel(first, a, right, 3.0)
+            kernel(right, a, right, 1.0)
     kernel(left, right, both, 1.0)
-    with lanes.lane(1):
+    with lanes.beside(1, a), lanes.lane(1):
         kernel(both, a, last, 1.0)
     return both, last
 
@@ -380,8 +379,9 @@ class Stream:
         self.waits.append((self.cuda_stream, other.cuda_stream, len(kernel.streams)))
 
 
-def in_lanes_that_fork(given: Tensors) -> Tensors:
-    """Three launches beside one another, one of them in lane 0 and before that of lane 2."""
+def in_lanes_with_lane_0(given: Tensors) -> Tensors:
+    """Three launches beside one another, one of them in lane 0 and before that of lane 2; and two blocks with no launch
+    of lane 0 in between."""
     a, _ = given
     assert a is not None
     first, left, middle, right, last = (torch.empty(SIZE) for _ in range(5))
@@ -392,7 +392,8 @@ def in_lanes_that_fork(given: Tensors) -> Tensors:
         kernel(first, a, middle, 4.0)
         with lanes.lane(2):
             kernel(first, a, right, 3.0)
-    kernel(left, right, last, 1.0)
+    with lanes.beside(1, a), lanes.lane(1):
+        kernel(left, right, last, 1.0)
     kernel(last, middle, last, 1.0)
     return middle, last
 
@@ -400,10 +401,14 @@ def in_lanes_that_fork(given: Tensors) -> Tensors:
 @pytest.mark.parametrize(
     ("function", "streams_of_capture", "waits_of_capture"),
     [
-        (in_lanes, [0, 1, 2, 2, 0, 1], [(1, 0, 1), (2, 0, 2), (0, 1, 4), (0, 2, 4), (1, 0, 5), (0, 1, 6)]),
-        (in_lanes_that_fork, [0, 1, 0, 2, 0, 0], [(1, 0, 1), (2, 0, 1), (0, 1, 4), (0, 2, 4)]),
+        (in_lanes, [0, 1, 2, 2, 0, 1], [(1, 0, 1), (2, 0, 1), (0, 1, 4), (0, 2, 4), (1, 0, 5), (0, 1, 6)]),
+        (
+            in_lanes_with_lane_0,
+            [0, 1, 0, 2, 1, 0],
+            [(1, 0, 1), (2, 0, 1), (0, 1, 4), (0, 2, 4), (1, 0, 4), (0, 1, 5)],
+        ),
     ],
-    ids=["as they launch", "forked"],
+    ids=["one after the other", "two in a row"],
 )
 def test_a_graph_that_is_captured_has_a_stream_for_each_lane(
     function: Callable[[Tensors], Tensors],
