@@ -67,7 +67,7 @@ MASKED_QUERIES, MASKED_PROGRAMS = 768, 2048
 """Under a mask a program takes at most so many queries, unless that makes more programs than these. Alone, dk and dv
 of 2 x 2048 tokens (12/2 heads of 64) took 144 µs with 512 queries each on an H100, and 121 with 342. In a CUDA graph dq
 fills the GPU beside them: there forward and backward take 369 µs on an H200 with 768, and 387 with 384."""
-ENOUGH_OF_WINDOW = 128
+ENOUGH_OF_WINDOW = 256
 """Programs: a window with so many tiles of keys is not split, since partial sums of all its keys would cost more."""
 
 

@@ -200,7 +200,7 @@ def test_values_and_gates_are_one_product_of_a_graph_where_nothing_stands_betwee
     for call in (compiled, layer):
         layer.zero_grad()
         o = call(x)
-        if change is not _distributed:  # the test's own tensor class has no backward pass of an expanded sum
+        if change is not _distributed:  # Dynamo traces no parameter of the test's class that has a gradient
             o.square().sum().backward()
         gradients.append([o, *(parameter.grad for parameter in layer.parameters())])
     for found, wanted in zip(*gradients, strict=True):
