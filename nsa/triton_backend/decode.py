@@ -24,15 +24,18 @@ from nsa.triton_backend.tuning import ENOUGH_VALUES, MIN_DOT, NARROW, cdiv, next
 
 ENOUGH_PROGRAMS_PER_SM = 2  # more of them write more partial outputs, which a launch must merge
 RESIDENT_PER_SM = 3  # programs of the first launch that fit on an SM together
+REGISTERS = 168  # of a thread at most, or only two programs of four warps fit on an SM
 COLUMNS_PER_WARP = 128  # of the choice: one row per program, so that no other row hides the latency of its counts
 MAX_SPLITS = 64  # of one row's compressed blocks: what the last launch holds in registers
 MAX_ROWS = 32  # tokens × heads of a group per program, as far as a group is not larger
 KEYS = 64  # per step of a loop, where a row of keys and values is at most NARROW bytes
 SCRATCH = 2**27  # scores of one step that exist at a time
 HAS_PDL_FROM = 90  # compute capability
-FEW_SCORES = 2**13  # of a query and group: `_choose` computes the probabilities too, if no SM has two of its programs
+FEW_BLOCKS = 512  # of one tile of scores: `_choose` computes the probabilities too, if no SM has two of its programs
 WARPS_OF_FEW = 4  # of `_choose` then
 VALUES_PER_WARP = 2**12  # of a branch's partial outputs of one row, in the last launch
+FEW_CHANNELS = 32  # per program of the last launch: where it has few rows, short code counts more than its number
+FEW_ROWS_PER_SM = 2
 SLOTS = 64  # scores of a row are padded to a multiple of this, so that lengths do not make kernels anew
 
 
@@ -50,10 +53,11 @@ class Tiles:
     dv: int
     """Head sizes, padded to powers of two."""
 
-    @property
-    def launch(self) -> dict[str, int]:
-        """Keywords of the launches that multiply."""
-        return {"num_warps": 4 if self.tokens * self.group <= MAX_ROWS else 8, "num_stages": 2}
+
+def launch(rows: int) -> dict[str, int]:
+    """Keywords of a launch that multiplies by a tile of so many queries × heads."""
+    capped = {"maxnreg": REGISTERS} if rows <= MIN_DOT else {}  # more rows would spill
+    return {"num_warps": 4 if rows <= MAX_ROWS else 8, "num_stages": 2} | capped
 
 
 def tiles(num_queries: int, group: int, dk: int, dv: int, dtype: torch.dtype) -> Tiles:
@@ -97,7 +101,6 @@ def attend(
     splits = _in_whole_waves(cut, min(cdiv(compressed.capacity, shape.keys), MAX_SPLITS), sms)
     slots = max(cdiv(compressed.capacity, SLOTS), 1) * SLOTS
     scores = q.new_empty(*by_head, slots, dtype=torch.float32)
-    p = q.new_empty(*by_group, slots, dtype=torch.float32)
     o_cmp, lse_cmp, read_cmp = _parts(q, by_head, by_group, splits, dv)
 
     tiles_of_choice = config.n_sel * cdiv(config.l_sel, shape.keys)
@@ -125,39 +128,43 @@ def attend(
             q, compressed.k, compressed.v, compressed.table, *tokens, scores, o_cmp, lse_cmp, read_cmp, *strides(q),
             *compressed.strides, length, heads, num_kv_heads, group, slots, splits, to_base_2,
             config.l, config.d, compressed.page_size, length == 1, pdl,
-            *sizes, shape.tokens, shape.group, shape.keys, **shape.launch,
+            *sizes, shape.tokens, shape.group, shape.keys, **launch(shape.tokens * shape.group),
         )  # fmt: skip
         most_blocks = max(geometry.num_selection_blocks(selected.capacity, config), config.n_sel)
         columns, heads_in_tile = next_power_of_2(most_blocks), next_power_of_2(group)
         wide = max(decode_kernels.SCORES // heads_in_tile, SLOTS)
-        few = heads_in_tile * slots <= FEW_SCORES and batch * num_kv_heads * length <= sms
-        few = few and columns <= WARPS_OF_FEW * COLUMNS_PER_WARP  # small groups have many blocks for so few scores
-        probabilities = heads_in_tile, wide, next_power_of_2(splits)  # constants: GP, BN, SPLITS
+        few = slots <= wide and columns <= FEW_BLOCKS and batch * num_kv_heads * length <= sms
+        p: Tensor | None = None
+        scored: tuple[Tensor | None, Tensor | None] = (scores, lse_cmp)
         if not few:
+            p, scored = q.new_empty(*by_group, slots, dtype=torch.float32), (None, None)
             decode_kernels._group_probabilities[length * cdiv(slots, wide), num_kv_heads, batch](
                 scores, lse_cmp, *tokens, p, length, heads, num_kv_heads, group, slots, splits, cdiv(slots, wide),
-                config.l, config.d, *probabilities, pdl, **early,
+                config.l, config.d, heads_in_tile, wide, next_power_of_2(splits), pdl, **early,
             )  # fmt: skip
         decode_kernels._choose[length, num_kv_heads, batch](
-            p, *((scores, lse_cmp) if few else (None, None)), *tokens, blocks,
-            length, heads, num_kv_heads, group, slots, splits, config.l, config.d, config.l_sel,
-            geometry.overlap_offsets(config).start, tuple(geometry.overlap_weights(config)), config.init_blocks,
-            config.local_blocks, config.n_sel, next_power_of_2(config.n_sel), columns,
-            *(probabilities if few else (1, 1, 1)), pdl,  # or each number of splits would compile it anew
+            p, *scored, *tokens, blocks, length, heads, num_kv_heads, group, slots, splits,
+            config.l, config.d, config.l_sel, geometry.overlap_offsets(config).start,
+            tuple(geometry.overlap_weights(config)), config.init_blocks, config.local_blocks, config.n_sel,
+            next_power_of_2(config.n_sel), columns,
+            # or each number of splits would compile it anew
+            *((heads_in_tile, wide, next_power_of_2(splits)) if few else (1, 1, 1)), pdl,
             num_warps=WARPS_OF_FEW if few else min(max(columns // COLUMNS_PER_WARP, 1), 16), **early,
         )  # fmt: skip
+        heads_of_query = max(shape.group, MIN_DOT)
         decode_kernels._selected_window[length * splits_of_both, num_kv_heads, batch](
             q, selected.k, selected.v, selected.table, window.k, window.v, window.table, blocks, *tokens,
             o_sel_win, lse_sel_win, read_sel_win, *strides(q), *selected.strides, *window.strides,
             length, heads, num_kv_heads, group, to_base_2,
             config.l_sel, config.n_sel, config.w, selected.page_size, window.page_size, selected_splits, window_splits,
-            *sizes, max(shape.group, MIN_DOT), shape.keys, pdl, **shape.launch, **early,
+            *sizes, heads_of_query, shape.keys, pdl, **launch(heads_of_query), **early,
         )  # fmt: skip
         rows, of_branch = batch * length * heads, [next_power_of_2(n) for n in (splits, selected_splits, window_splits)]
-        decode_kernels._merge[rows,](
+        channels = min(shape.dv, FEW_CHANNELS) if rows <= FEW_ROWS_PER_SM * sms else shape.dv
+        decode_kernels._merge[rows, cdiv(dv, channels)](
             o_cmp, lse_cmp, o_sel_win, lse_sel_win, gates, out, lse, *gates.stride(), length, heads, rows, splits,
-            selected_splits, window_splits, *of_branch, dv, shape.dv, pdl,
-            num_warps=min(max(max(of_branch) * shape.dv // VALUES_PER_WARP, 1), 4), **early,
+            selected_splits, window_splits, *of_branch, dv, channels, pdl,
+            num_warps=min(max(max(of_branch) * channels // VALUES_PER_WARP, 1), 4), **early,
         )  # fmt: skip
     return decoded
 

@@ -33,7 +33,7 @@ except ImportError:  # an older Triton
     gdc_launch_dependents = gdc_wait = None
 
 HAS_PDL = gdc_wait is not None
-SCORES = 4096  # per program of `_group_probabilities`, and at a time in `_choose`
+SCORES = 8192  # in a tile of probabilities: one size, or heads were added up in another order
 
 
 @triton.jit
@@ -123,8 +123,9 @@ def _compressed(
     m, l = tl.full([BT * GP], float("-inf"), tl.float32), tl.zeros([BT * GP], tl.float32)
     acc, place = tl.zeros([BT * GP, DVP], tl.float32), tl.arange(0, BN)
     seen_by_all = visible_blocks(before + first_token, SIZE, STRIDE)
-    whole = first + tl.maximum(tl.minimum(seen_by_all, stop) - first, 0) // BN * BN
-    for stretch in tl.static_range(2):  # tiles that every query sees the whole of, and then what is left
+    whole = first if ALONE else first + tl.maximum(tl.minimum(seen_by_all, stop) - first, 0) // BN * BN
+    # tiles that every query sees the whole of, and then what is left: all, for one query, which needs no check
+    for stretch in tl.static_range(1 if ALONE else 0, 2):
         for at in range(first if stretch == 0 else whole, whole if stretch == 0 else stop, BN):
             block = at + place
             inside = block < stop
@@ -148,22 +149,21 @@ def _compressed(
 
 @triton.jit
 def _probabilities(
-    S_CMP, LSE_PART, P, row, out, seen, first, splits, slots, G,
-    GP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
+    S_CMP, LSE_PART, row, seen, first, splits, slots, G, GP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
-    """Write the probabilities of the blocks first … first + BN, as far as a query sees them, in the row `out` of P:
-    summed over the heads of a group, whose scores begin at `row`."""
+    """[BN] probabilities of the blocks first … first + BN, 0 where a query does not see them: summed over the heads of
+    a group, whose scores begin at `row`."""
+    slots = tl.multiple_of(slots, 64)  # as `decode.SLOTS` has it, or no load would be wide
     g, split, block = tl.arange(0, GP), tl.arange(0, SPLITS), first + tl.arange(0, BN)
     row += g
     part = tl.load(LSE_PART + row[:, None] * splits + split[None, :], mask=(g < G)[:, None] & (split < splits)[None, :],
                    other=float("-inf"))  # fmt: skip
+    shown = (g < G)[:, None] & (block < seen)[None, :]
+    s = tl.load(S_CMP + row[:, None] * slots + block[None, :], mask=shown, other=float("-inf"))
     m = tl.max(part, axis=1)
     m = tl.where(m == float("-inf"), 0.0, m)
     lse = m + tl.log2(tl.sum(tl.exp2(part - m[:, None]), axis=1))
-    shown = (g < G)[:, None] & (block < seen)[None, :]
-    s = tl.load(S_CMP + row[:, None] * slots + block[None, :], mask=shown, other=float("-inf"))
-    p = tl.sum(tl.where(shown, tl.exp2(s - lse[:, None]), 0.0), axis=0)
-    tl.store(P + out * slots + block, p, mask=block < seen)
+    return tl.sum(tl.where(shown, tl.exp2(s - lse[:, None]), 0.0), axis=0)
 
 
 @kernel
@@ -178,11 +178,11 @@ def _group_probabilities(
     i, first = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * BN
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     seen = visible_blocks(tokens_of(LENGTHS, num_tokens, b) - S + tl.program_id(0) // tiles, SIZE, STRIDE)
-    slots = tl.multiple_of(slots, 64)  # as `decode.SLOTS` has it, or no load would be wide
     wait(PDL)
     if first < seen:
-        _probabilities(S_CMP, LSE_PART, P, (b * S + i) * HQ + h * G, (b * S + i) * HKV + h, seen, first, splits, slots,
-                       G, GP, BN, SPLITS)  # fmt: skip
+        p = _probabilities(S_CMP, LSE_PART, (b * S + i) * HQ + h * G, seen, first, splits, slots, G, GP, BN, SPLITS)
+        block = first + tl.arange(0, BN)
+        tl.store(P + ((b * S + i) * HKV + h) * slots + block, p, mask=block < seen)
 
 
 @kernel
@@ -192,26 +192,27 @@ def _choose(
     INIT: tl.constexpr, LOCAL: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BLOCKS: tl.constexpr,
     GP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """OUT int32 [B, S, Hkv, N], ascending, -1 at the end. P is written first where S_CMP is not None."""
+    """OUT int32 [B, S, Hkv, N], ascending, -1 at the end. Where P is None, scores that fit in one tile become
+    probabilities here."""
     launch_dependents(PDL)
     i, h, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     t = tokens_of(LENGTHS, num_tokens, b) - S + tl.program_id(0)
     seen, block = visible_blocks(t, SIZE, STRIDE), tl.arange(0, BLOCKS)
     row = (b * S + i) * HKV + h
     wait(PDL)
-    if S_CMP is not None:
-        slots = tl.multiple_of(slots, 64)  # as `decode.SLOTS` has it, or no load would be wide
-        for first in range(0, seen, BN):
-            _probabilities(S_CMP, LSE_PART, P, (b * S + i) * HQ + h * G, row, seen, first, splits, slots, G, GP, BN,
-                           SPLITS)  # fmt: skip
-        tl.debug_barrier()  # what one thread has written another one reads
-    score = tl.zeros([1, BLOCKS], tl.float32)
+    if P is None:
+        p = _probabilities(S_CMP, LSE_PART, (b * S + i) * HQ + h * G, seen, 0, splits, slots, G, GP, BN, SPLITS)
+    score = tl.zeros([BLOCKS], tl.float32)
     for offset in tl.static_range(len(WEIGHTS)):
         c = block * (SEL // STRIDE) + (FIRST_OFFSET + offset)
-        p = tl.load(P + row * slots + c, mask=(c >= 0) & (c < seen), other=0.0)
-        score += WEIGHTS[offset] * p[None, :]
+        shown = (c >= 0) & (c < seen)
+        if P is None:
+            own = tl.where(shown, tl.gather(p, tl.where(shown, c, 0), axis=0), 0.0)
+        else:
+            own = tl.load(P + row * slots + c, mask=shown, other=0.0)
+        score += WEIGHTS[offset] * own
     score = tl.where(score == score, score, 0.0)  # the bits of a NaN would rank above a forced block
-    taken = best(score, block, tl.full([1], 0, tl.int32) + t // SEL, INIT, LOCAL, N)
+    taken = best(score[None, :], block, tl.full([1], 0, tl.int32) + t // SEL, INIT, LOCAL, N)
 
     out = OUT + row * N
     position = tl.cumsum(taken.to(tl.int32), axis=1) - 1
@@ -288,18 +289,22 @@ def _selected_window(
 
 
 @triton.jit
-def _branch(O_PART, LSE_PART, row, first, count, stride, channel, inside, DV: tl.constexpr, SPLITS: tl.constexpr):
-    """(o [Dv], lse base e) of the splits first … first + count of one row; 0 and -inf where none saw a key."""
+def _load_parts(O_PART, LSE_PART, first, count, channel, inside, DV: tl.constexpr, SPLITS: tl.constexpr):
+    """(o [SPLITS, Dv], lse base 2 [SPLITS]) of a row's `count` splits from `first` on."""
     split = tl.arange(0, SPLITS)
-    part = row * stride + first + split  # of O_PART and LSE_PART, whose lse are base 2
-    lse = tl.load(LSE_PART + part, mask=split < count, other=float("-inf"))
+    lse = tl.load(LSE_PART + first + split, mask=split < count, other=float("-inf"))
+    there = (split < count)[:, None] & inside[None, :]
+    return tl.load(O_PART + (first + split)[:, None] * DV + channel[None, :], mask=there, other=0.0), lse
+
+
+@triton.jit
+def _join(o, lse):
+    """(o [Dv], lse base e) of one row's splits; 0 and -inf where none saw a key."""
     m = tl.max(lse, axis=0)
     m = tl.where(m == float("-inf"), 0.0, m)
     weight = tl.exp2(lse - m)
     l = tl.sum(weight, axis=0)
-    # loaded beside lse, not after it; what a split without a key has written adds nothing, and NaN is in the weight
-    there = (split < count)[:, None] & inside[None, :]
-    o = tl.load(O_PART + part[:, None] * DV + channel[None, :], mask=there, other=0.0)
+    # what a split without a key has written adds nothing, and NaN is in the weight
     o = tl.where((lse > float("-inf"))[:, None], o, 0.0)
     safe_l = tl.where(l == 0.0, 1.0, l)
     o = tl.sum(weight[:, None] * o, axis=0) * (1.0 / safe_l)
@@ -310,26 +315,32 @@ def _branch(O_PART, LSE_PART, row, first, count, stride, channel, inside, DV: tl
 def _merge(
     O_CMP, LSE_CMP, O_SEL_WIN, LSE_SEL_WIN, GATES, OUT, LSE, gate_b, gate_s, gate_h, gate_n, S, HQ, rows, splits,
     SELECTED_SPLITS: tl.constexpr, WINDOW_SPLITS: tl.constexpr, CMP: tl.constexpr, SEL: tl.constexpr, WIN: tl.constexpr,
-    DV: tl.constexpr, DVP: tl.constexpr, PDL: tl.constexpr,
+    DV: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """OUT [B, S, Hq, Dv] and LSE [3, B, S, Hq]; a program per row (b, s, head)."""
+    """OUT [B, S, Hq, Dv] and LSE [3, B, S, Hq]; a program per row (b, s, head) and CHANNELS channels."""
     row = tl.program_id(0).to(tl.int64)
     both: tl.constexpr = SELECTED_SPLITS + WINDOW_SPLITS
-    channel = tl.arange(0, DVP)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < DV
     gates = GATES + row // (S * HQ) * gate_b + row // HQ % S * gate_s + row % HQ * gate_h
-    acc = tl.zeros([DVP], tl.float32)
+    gate_cmp, gate_sel, gate_win = tl.load(gates), tl.load(gates + gate_n), tl.load(gates + 2 * gate_n)
     wait(PDL)
-    for branch in tl.static_range(3):
-        if branch == 0:
-            o, lse = _branch(O_CMP, LSE_CMP, row, 0, splits, splits, channel, inside, DV, CMP)
-        elif branch == 1:
-            o, lse = _branch(O_SEL_WIN, LSE_SEL_WIN, row, 0, SELECTED_SPLITS, both, channel, inside, DV, SEL)
-        else:
-            o, lse = _branch(
-                O_SEL_WIN, LSE_SEL_WIN, row, SELECTED_SPLITS, WINDOW_SPLITS, both, channel, inside, DV, WIN
-            )
-        # each branch is rounded as the prefill stores it
-        acc += tl.load(gates + branch * gate_n).to(tl.float32) * o.to(OUT.dtype.element_ty).to(tl.float32)
-        tl.store(LSE + branch * rows + row, lse)
-    tl.store(OUT + row * DV + channel, acc.to(OUT.dtype.element_ty), mask=inside)
+    # all loads before the first sum, which waits for what it adds up
+    o_cmp, lse_cmp = _load_parts(O_CMP, LSE_CMP, row * splits, splits, channel, inside, DV, CMP)
+    o_sel, lse_sel = _load_parts(O_SEL_WIN, LSE_SEL_WIN, row * both, SELECTED_SPLITS, channel, inside, DV, SEL)
+    o_win, lse_win = _load_parts(
+        O_SEL_WIN, LSE_SEL_WIN, row * both + SELECTED_SPLITS, WINDOW_SPLITS, channel, inside, DV, WIN
+    )
+    o_cmp, lse_cmp = _join(o_cmp, lse_cmp)
+    o_sel, lse_sel = _join(o_sel, lse_sel)
+    o_win, lse_win = _join(o_win, lse_win)
+    # each branch is rounded as the prefill stores it
+    kept = OUT.dtype.element_ty
+    acc = gate_cmp.to(tl.float32) * o_cmp.to(kept).to(tl.float32)
+    acc += gate_sel.to(tl.float32) * o_sel.to(kept).to(tl.float32)
+    acc += gate_win.to(tl.float32) * o_win.to(kept).to(tl.float32)
+    tl.store(OUT + row * DV + channel, acc.to(kept), mask=inside)
+    first = tl.program_id(1) == 0
+    tl.store(LSE + row, lse_cmp, mask=first)
+    tl.store(LSE + rows + row, lse_sel, mask=first)
+    tl.store(LSE + 2 * rows + row, lse_win, mask=first)

@@ -19,6 +19,7 @@ from nsa import NSAConfig, geometry
 from nsa.triton_backend import decode, decode_kernels, tuning
 
 CONTEXT = 131072
+SHORT = 8192  # whose choice takes the probabilities too
 SPLITS, SELECTED_SPLITS, WINDOW_SPLITS = 32, 16, 8
 FLOAT32 = {"P", "SCORES", "S_CMP", "O_PART", "LSE_PART", "O_CMP", "LSE_CMP", "O_SEL_WIN", "LSE_SEL_WIN", "LSE"}
 INT32 = {"TABLE", "WINDOW_TABLE", "LENGTHS", "READ", "BLOCKS"}
@@ -50,22 +51,28 @@ def kernels(
     near = {"SEL": config.l_sel, "N": config.n_sel, "W": config.w, "PAGE": page, "WINDOW_PAGE": page}
     near |= {"SELECTED_SPLITS": SELECTED_SPLITS, "WINDOW_SPLITS": WINDOW_SPLITS}
     choice |= {"WEIGHTS": tuple(geometry.overlap_weights(config)), "LOCAL": config.local_blocks}
-    columns = tuning.next_power_of_2(geometry.num_selection_blocks(CONTEXT, config))
-    choice |= {"BLOCKS": columns}
-    heads = tuning.next_power_of_2(group)
-    tile = {"GP": heads, "SPLITS": SPLITS, "BN": max(decode_kernels.SCORES // heads, decode.SLOTS)} | early
-    probabilities = {"SIZE": config.l, "STRIDE": config.d} | tile
+    columns, few = (tuning.next_power_of_2(geometry.num_selection_blocks(keys, config)) for keys in (CONTEXT, SHORT))
+    heads, rows = tuning.next_power_of_2(group), max(shape.group, tuning.MIN_DOT)
+    wide = max(decode_kernels.SCORES // heads, decode.SLOTS)
+    probabilities = {"SIZE": config.l, "STRIDE": config.d, "GP": heads, "SPLITS": SPLITS, "BN": wide} | early
+    many = {"S_CMP": None, "LSE_PART": None, "GP": 1, "BN": 1, "SPLITS": 1, "BLOCKS": columns}
     merge = {"SELECTED_SPLITS": SELECTED_SPLITS, "WINDOW_SPLITS": WINDOW_SPLITS, "CMP": SPLITS, "SEL": SELECTED_SPLITS}
     merge |= early
-    # where `_group_probabilities` has run before
-    alone = {"S_CMP": None, "LSE_PART": None, "GP": 1, "BN": 1, "SPLITS": 1}
     return [
-        (decode_kernels._compressed, sizes | compressed | {"BT": shape.tokens, "GP": shape.group}, shape.launch),
+        (
+            decode_kernels._compressed,
+            sizes | compressed | {"BT": shape.tokens, "GP": shape.group},
+            decode.launch(shape.tokens * shape.group),
+        ),
         (decode_kernels._group_probabilities, probabilities, {"num_warps": 4}),
-        (decode_kernels._choose, choice | tile | alone, {"num_warps": max(columns // decode.COLUMNS_PER_WARP, 1)}),
-        (decode_kernels._choose, choice | tile, {"num_warps": decode.WARPS_OF_FEW}),
-        (decode_kernels._selected_window, sizes | near | {"GP": max(shape.group, 16)}, shape.launch),
-        (decode_kernels._merge, merge | {"WIN": WINDOW_SPLITS, "DV": dv, "DVP": shape.dv}, {"num_warps": 4}),
+        (decode_kernels._choose, choice | many | early, {"num_warps": columns // decode.COLUMNS_PER_WARP}),
+        (
+            decode_kernels._choose,
+            choice | probabilities | {"P": None, "BLOCKS": few},
+            {"num_warps": decode.WARPS_OF_FEW},
+        ),
+        (decode_kernels._selected_window, sizes | near | {"GP": rows}, decode.launch(rows)),
+        (decode_kernels._merge, merge | {"WIN": WINDOW_SPLITS, "DV": dv, "CHANNELS": shape.dv}, {"num_warps": 4}),
     ]
 
 

@@ -28,6 +28,7 @@ def many_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "KEYS", 16)
     monkeypatch.setattr(decode, "MAX_SPLITS", 4)
     monkeypatch.setattr(decode_kernels, "SCORES", 64)  # and several tiles of probabilities, from 64 blocks on
+    monkeypatch.setattr(decode, "FEW_CHANNELS", 8)  # and of channels
 
 
 def draw(
@@ -75,7 +76,8 @@ def test_it_agrees_with_the_oracle(
     x = draw(2, queries, keys, heads, num_kv_heads, dk, dv, CONFIG)
     found = whole(x, CONFIG, "triton")
     agree(found, whole(x, CONFIG, "reference"))
-    monkeypatch.setattr(decode, "FEW_SCORES", 0)  # probabilities by a launch of their own
+    monkeypatch.setattr(decode, "FEW_BLOCKS", 0)  # probabilities by a launch of their own
+    monkeypatch.setattr(decode, "FEW_ROWS_PER_SM", 0)  # all channels in one program
     apart = whole(x, CONFIG, "triton")
     assert torch.equal(apart[0], found[0])
     assert torch.equal(apart[1].block_indices, found[1].block_indices)
@@ -262,7 +264,7 @@ def test_launches_that_begin_early_change_no_bit(monkeypatch: pytest.MonkeyPatch
         pytest.skip("this GPU has no programmatic dependent launch")
     monkeypatch.setattr(decode_kernels, "HAS_PDL", False)
     wanted = steps()
-    monkeypatch.setattr(decode, "FEW_SCORES", 0)
+    monkeypatch.setattr(decode, "FEW_BLOCKS", 0)
     assert all(map(torch.equal, steps(), wanted)), "probabilities by a launch of their own"
     monkeypatch.undo()
     steps()
