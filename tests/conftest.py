@@ -94,7 +94,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def no_plans_of_earlier_tests() -> None:
     """Tests change what kernels and their launches do, which a plan has recorded."""
-    if plans := sys.modules.get("nsa.triton_backend.plans"):
+    if plans := sys.modules.get("nsa.triton_backend.launching.plans"):
         plans.forget_all()
 
 

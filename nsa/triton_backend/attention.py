@@ -16,8 +16,8 @@ from torch import Tensor
 from nsa.geometry import Layout
 from nsa.triton_backend import compressed_window, compression, gated_sum, scores, selected
 from nsa.triton_backend.compressed_window import ENOUGH_OF_WINDOW
-from nsa.triton_backend.lanes import COMPRESSED, QUERIES, WINDOW, beside, hold, lane
 from nsa.triton_backend.launch import ENOUGH_PROGRAMS, finite_keys, unit_stride
+from nsa.triton_backend.launching.lanes import COMPRESSED, QUERIES, WINDOW, beside, hold, lane
 from nsa.triton_backend.partial_sums import add_parts
 from nsa.triton_backend.places import located
 from nsa.triton_backend.selected_masked import Masks

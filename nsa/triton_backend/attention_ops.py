@@ -18,10 +18,10 @@ from nsa.geometry import Layout
 from nsa.triton_backend import attention as whole
 from nsa.triton_backend import dispatch, hopper, planned, selected
 from nsa.triton_backend.attention import NUM_DIFFERENTIABLE, NUM_KEYS_AND_VALUES, Output, Saved
+from nsa.triton_backend.launching.plan import View
+from nsa.triton_backend.launching.plans import Plans
+from nsa.triton_backend.launching.recording import ALIGNMENT, Memory
 from nsa.triton_backend.ops import define, layout_of, numbers_of
-from nsa.triton_backend.plan import View
-from nsa.triton_backend.plans import Plans
-from nsa.triton_backend.recording import ALIGNMENT, Memory
 
 GIVEN_SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? k_win, Tensor? v_win, Tensor? k_src, Tensor? v_src, Tensor? k_cmp,"

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.geometry import Layout
-from nsa.triton_backend.launch import on_device
+from nsa.triton_backend.launching.relaunch import on_device
 from nsa.triton_backend.tile import kernel
 from nsa.triton_backend.tuning import cdiv, next_power_of_2
 

@@ -19,7 +19,7 @@ from nsa.config import NSAConfig
 from nsa.kv import KVView
 from nsa.triton_backend.compression import BLOCKS
 from nsa.triton_backend.decode_kernels import visible_blocks
-from nsa.triton_backend.launch import on_device
+from nsa.triton_backend.launching.relaunch import on_device
 from nsa.triton_backend.tile import kernel, load_rows, store_rows
 from nsa.triton_backend.tuning import cdiv, padded
 

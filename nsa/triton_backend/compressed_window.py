@@ -34,15 +34,9 @@ from nsa.triton_backend.intervals import (
     stretches,
     visible_keys,
 )
-from nsa.triton_backend.lanes import QUERIES, lane
-from nsa.triton_backend.launch import (
-    LOG2E,
-    backward_rows,
-    finite_keys,
-    on_device,
-    strides,
-    unit_stride,
-)
+from nsa.triton_backend.launch import LOG2E, backward_rows, finite_keys, strides, unit_stride
+from nsa.triton_backend.launching.lanes import QUERIES, lane
+from nsa.triton_backend.launching.relaunch import on_device
 from nsa.triton_backend.tile import (
     add_branches,
     dot,

@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.geometry import Layout
-from nsa.triton_backend.launch import KEYS, are_finite, on_device, strides, unit_stride
+from nsa.triton_backend.launch import KEYS, are_finite, strides, unit_stride
+from nsa.triton_backend.launching.relaunch import on_device
 from nsa.triton_backend.tile import kernel, load_rows, nonfinite, store_rows
 from nsa.triton_backend.tuning import cdiv, padded
 

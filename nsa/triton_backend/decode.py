@@ -19,7 +19,8 @@ from nsa import geometry
 from nsa.config import NSAConfig
 from nsa.kv import DecodeOutput, KVView
 from nsa.triton_backend import architecture, decode_kernels
-from nsa.triton_backend.launch import LOG2E, on_device, strides, unit_stride
+from nsa.triton_backend.launch import LOG2E, strides, unit_stride
+from nsa.triton_backend.launching.relaunch import on_device
 from nsa.triton_backend.tuning import ENOUGH_VALUES, MIN_DOT, NARROW, cdiv, next_power_of_2, num_sms, padded
 
 ENOUGH_PROGRAMS_PER_SM = 2  # more of them write more partial outputs, which a launch must merge

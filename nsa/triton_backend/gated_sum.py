@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.triton_backend.launch import ROWS, backward_row, on_device
+from nsa.triton_backend.launch import ROWS, backward_row
+from nsa.triton_backend.launching.relaunch import on_device
 from nsa.triton_backend.tile import kernel, load_rows, store_rows
 from nsa.triton_backend.tuning import cdiv, padded
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nsa.geometry import Layout
 from nsa.torch_backend.index import sorted_as
-from nsa.triton_backend.launch import on_device
+from nsa.triton_backend.launching.relaunch import on_device
 from nsa.triton_backend.tile import kernel
 from nsa.triton_backend.tuning import cdiv
 

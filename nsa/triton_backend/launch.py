@@ -1,14 +1,13 @@
-"""What every launch needs: strides, the device, and what a backward pass knows of each row."""
+"""What every launch needs: strides, and what a backward pass knows of each row."""
 
 from __future__ import annotations
-
-import contextlib
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa.triton_backend.launching.relaunch import on_device
 from nsa.triton_backend.tile import is_finite, kernel, load_rows, nonfinite
 from nsa.triton_backend.tuning import cdiv, padded
 
@@ -19,7 +18,6 @@ ELEMENTS = 1024  # of a sum, per program
 ENOUGH_PROGRAMS = 1024  # below this, several programs share what one could do, or the GPU would stand idle
 MAX_OFFSET = 2**31  # elements that an offset inside a tile, which has 32 bits, can reach
 MAX_TILE = tl.constexpr(256)  # tokens
-_HERE = contextlib.nullcontext()
 
 
 def unit_stride(x: Tensor) -> Tensor:
@@ -33,12 +31,6 @@ def strides(x: Tensor) -> tuple[int, int, int]:
     """Of batch, token and head of [B, S, H, D]; 0, which is always aligned, where there is only one."""
     (batch, tokens, heads, _), (of_batch, of_token, of_head, _) = x.shape, x.stride()
     return 0 if batch == 1 else of_batch, 0 if tokens == 1 else of_token, 0 if heads == 1 else of_head
-
-
-def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Launch on the device of x, whichever is current."""
-    here = not x.is_cuda or x.get_device() == torch.cuda.current_device()
-    return _HERE if here else torch.cuda.device(x.device)
 
 
 @triton.jit

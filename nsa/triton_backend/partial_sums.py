@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.triton_backend.gated_sum import gated
-from nsa.triton_backend.launch import on_device
+from nsa.triton_backend.launching.relaunch import on_device
 from nsa.triton_backend.tile import LN2, add_branches, kernel, load_rows, store_rows
 from nsa.triton_backend.tuning import cdiv
 

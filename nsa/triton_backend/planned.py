@@ -1,4 +1,4 @@
-"""A whole call and its backward pass by plans (`plan.py`), for calls that the host takes longer to start than the GPU
+"""A whole call and its backward pass by plans (`launching/plan.py`), for calls that the host takes longer to start than the GPU
 to run.
 
 All that the backward pass needs lies in one allocation beside the inputs, and lives until that has run: where tensors
@@ -16,11 +16,12 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.geometry import Layout
 from nsa.gradients import without_second_gradient
-from nsa.triton_backend import attention, autograd, dispatch, gated_sum, places, relaunch
+from nsa.triton_backend import attention, autograd, dispatch, gated_sum, places
 from nsa.triton_backend.attention import NUM_KEYS_AND_VALUES, Output, Saved
-from nsa.triton_backend.plan import Plan, Tensors
-from nsa.triton_backend.plans import Plans
-from nsa.triton_backend.recording import Memory
+from nsa.triton_backend.launching import relaunch
+from nsa.triton_backend.launching.plan import Plan, Tensors
+from nsa.triton_backend.launching.plans import Plans
+from nsa.triton_backend.launching.recording import Memory
 
 AVAILABLE = isinstance(gated_sum._forward, relaunch.Kernel)
 """Whether launches can be recorded: neither in the interpreter nor with a version of Triton that was not tried."""

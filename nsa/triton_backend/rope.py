@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.gradients import without_second_gradient
-from nsa.triton_backend.launch import on_device, strides, unit_stride
+from nsa.triton_backend.launch import strides, unit_stride
+from nsa.triton_backend.launching.relaunch import on_device
 from nsa.triton_backend.tile import kernel
 from nsa.triton_backend.tuning import cdiv, next_power_of_2
 

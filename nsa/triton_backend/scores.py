@@ -14,7 +14,8 @@ from nsa.config import NSAConfig
 from nsa.geometry import Layout
 from nsa.triton_backend import compressed_window, hopper, topk, tuning
 from nsa.triton_backend.dispatch import Variant, variant
-from nsa.triton_backend.launch import ENOUGH_PROGRAMS, LOG2E, finite_keys, on_device, strides, unit_stride
+from nsa.triton_backend.launch import ENOUGH_PROGRAMS, LOG2E, finite_keys, strides, unit_stride
+from nsa.triton_backend.launching.relaunch import on_device
 from nsa.triton_backend.tile import kernel, load_rows, product, rows_of
 from nsa.triton_backend.tuning import cdiv
 

@@ -15,8 +15,9 @@ from nsa.geometry import Layout, num_selection_blocks
 from nsa.triton_backend import block_unions, hopper, selected_kv_major, selected_masked, tuning
 from nsa.triton_backend.dispatch import SelectionBlocks, Variant, max_shared_blocks, variant
 from nsa.triton_backend.gated_sum import gated
-from nsa.triton_backend.lanes import QUERIES, lane
-from nsa.triton_backend.launch import LOG2E, MAX_TILE, backward_rows, finite_keys, on_device, strides, unit_stride
+from nsa.triton_backend.launch import LOG2E, MAX_TILE, backward_rows, finite_keys, strides, unit_stride
+from nsa.triton_backend.launching.lanes import QUERIES, lane
+from nsa.triton_backend.launching.relaunch import on_device
 from nsa.triton_backend.selected_masked import NO_MASKS, Masks
 from nsa.triton_backend.tile import (
     add_branches,

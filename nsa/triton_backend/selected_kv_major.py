@@ -22,8 +22,9 @@ from nsa.geometry import Layout
 from nsa.triton_backend import hopper, index, tuning
 from nsa.triton_backend.dispatch import SelectionBlocks, Variant, readable_by_tma, variant
 from nsa.triton_backend.intervals import masked_pair
-from nsa.triton_backend.lanes import QUERIES, join
-from nsa.triton_backend.launch import LOG2E, finite_keys, on_device, strides
+from nsa.triton_backend.launch import LOG2E, finite_keys, strides
+from nsa.triton_backend.launching.lanes import QUERIES, join
+from nsa.triton_backend.launching.relaunch import on_device
 from nsa.triton_backend.partial_sums import KEYS_OF_SUM, TILES_AT_ONCE, merge_blocks, sum_dkdv, sum_dq
 from nsa.triton_backend.tile import (
     dot,

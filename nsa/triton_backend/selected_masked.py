@@ -18,7 +18,8 @@ from torch import Tensor
 from nsa.geometry import Layout
 from nsa.triton_backend import compressed_window, partial_sums
 from nsa.triton_backend.compressed_window import BlockMask
-from nsa.triton_backend.launch import ROWS, finite_keys, on_device
+from nsa.triton_backend.launch import ROWS, finite_keys
+from nsa.triton_backend.launching.relaunch import on_device
 from nsa.triton_backend.tile import kernel
 from nsa.triton_backend.tuning import cdiv
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from nsa.triton_backend import relaunch
+from nsa.triton_backend.launching import relaunch
 
 LN2 = tl.constexpr(0.6931471805599453)
 LENGTHS = (

@@ -15,8 +15,8 @@ from triton.experimental.gluon._runtime import GluonJITFunction, jit
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nsa.triton_backend import relaunch
 from nsa.triton_backend.hopper import CHANNELS
+from nsa.triton_backend.launching import relaunch
 from nsa.triton_backend.tile import LENGTHS, LN2, with_settled_key
 
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # before Triton 3.7

@@ -16,8 +16,9 @@ from nsa.geometry import Layout
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import attention, compressed_window, lanes, scores, selected, selected_masked
+from nsa.triton_backend import attention, compressed_window, scores, selected, selected_masked
 from nsa.triton_backend import launch as launch_module
+from nsa.triton_backend.launching import lanes
 from tests.nsa.triton_backend import masking
 
 

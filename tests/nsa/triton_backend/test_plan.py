@@ -17,11 +17,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import ahead_of_time, lanes, plan, recording, relaunch, tuning
-from nsa.triton_backend import plans as plans_module
-from nsa.triton_backend.plan import Plan, Tensors
-from nsa.triton_backend.plans import Plans
-from nsa.triton_backend.recording import Memory
+from nsa.triton_backend import ahead_of_time, tuning
+from nsa.triton_backend.launching import lanes, plan, recording, relaunch
+from nsa.triton_backend.launching import plans as plans_module
+from nsa.triton_backend.launching.plan import Plan, Tensors
+from nsa.triton_backend.launching.plans import Plans
+from nsa.triton_backend.launching.recording import Memory
 
 pytestmark = pytest.mark.skipif(not relaunch.SERVES, reason="this Triton launches all kernels itself")
 RESULT, KEPT, WORKSPACE = Memory.RESULT, Memory.KEPT, Memory.WORKSPACE

@@ -25,8 +25,9 @@ pytest.importorskip("triton")
 
 from triton.runtime.interpreter import InterpretedFunction
 
-from nsa.triton_backend import ahead_of_time, attention_ops, dispatch, hopper, ops, planned, plans, relaunch, tuning
-from nsa.triton_backend.recording import Recording
+from nsa.triton_backend import ahead_of_time, attention_ops, dispatch, hopper, ops, planned, tuning
+from nsa.triton_backend.launching import plans, relaunch
+from nsa.triton_backend.launching.recording import Recording
 from tests.nsa.triton_backend import masking
 
 CONFIG = nsa.NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=13)

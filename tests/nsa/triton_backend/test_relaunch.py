@@ -17,7 +17,8 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 import nsa
-from nsa.triton_backend import ahead_of_time, launch, relaunch
+from nsa.triton_backend import ahead_of_time
+from nsa.triton_backend.launching import relaunch
 
 pytestmark = pytest.mark.skipif(not relaunch.SERVES, reason="this Triton launches all kernels itself")
 GRID, OPTIONS = (4, 2), {"num_warps": 4}
@@ -229,7 +230,7 @@ def test_a_device_is_entered_where_another_is_current(monkeypatch: pytest.Monkey
     tensors = [mock.Mock(is_cuda=True, device=torch.device("cuda", i)) for i in range(3)]
     for number, x in enumerate(tensors):
         x.get_device.return_value = number
-    entered = [isinstance(launch.on_device(x), torch.cuda.device) for x in (*tensors, torch.zeros(1))]
+    entered = [isinstance(relaunch.on_device(x), torch.cuda.device) for x in (*tensors, torch.zeros(1))]
     assert entered == [True, False, True, False]
 
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Hashable, Sequence
 from torch import Tensor
 from triton.runtime import driver
 
-from nsa.triton_backend import architecture, relaunch, tuning
-from nsa.triton_backend.plan import Plan, Tensors
-from nsa.triton_backend.recording import Memory, Recording, plan_of
+from nsa.triton_backend import architecture, tuning
+from nsa.triton_backend.launching import relaunch
+from nsa.triton_backend.launching.plan import Plan, Tensors
+from nsa.triton_backend.launching.recording import Memory, Recording, plan_of
 
 MOST_PLANS = 256
 """Of a function: then all are dropped, since most are of lengths that will not come again."""

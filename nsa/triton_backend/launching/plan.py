@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
-from nsa.triton_backend.lanes import Wait, side_stream
-from nsa.triton_backend.launch import on_device
+from nsa.triton_backend.launching.lanes import Wait, side_stream
+from nsa.triton_backend.launching.relaunch import on_device
 
 Tensors = Sequence[Tensor | None]
 

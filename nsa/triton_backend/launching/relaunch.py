@@ -12,12 +12,14 @@ alone: these constants are those of the kernels' modules, which nothing sets onc
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, Protocol
 
+import torch
 import triton
 from torch import Tensor
 from triton.runtime import driver
@@ -31,6 +33,7 @@ MOST_KEYS = 1024
 ALIGNMENT = 16  # bytes
 INT32_END = 2**31
 
+_HERE = contextlib.nullcontext()
 _dtype = attrgetter("dtype")
 _Places = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 """What stands at certain places of the arguments."""
@@ -131,6 +134,12 @@ class Kernel(JITFunction):  # type: ignore[misc] # Triton has no types
 
 def _at(*places: int) -> _Places:
     return itemgetter(*places) if len(places) > 1 else lambda arguments: tuple(arguments[place] for place in places)
+
+
+def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Launch on the device of x, whichever is current."""
+    here = not x.is_cuda or x.get_device() == torch.cuda.current_device()
+    return _HERE if here else torch.cuda.device(x.device)
 
 
 def observed() -> bool:

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa.triton_backend import lanes, relaunch
-from nsa.triton_backend.lanes import Lanes, RecordedLanes, Wait
-from nsa.triton_backend.plan import Launch, Plan, Result, Tensors, View
+from nsa.triton_backend.launching import lanes, relaunch
+from nsa.triton_backend.launching.lanes import Lanes, RecordedLanes, Wait
+from nsa.triton_backend.launching.plan import Launch, Plan, Result, Tensors, View
 
 ALIGNMENT = 256
 """Bytes, of each tensor inside an allocation: as much as a kernel can make use of."""
