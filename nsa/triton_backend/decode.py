@@ -25,18 +25,19 @@ from nsa.triton_backend.tuning import ENOUGH_VALUES, MIN_DOT, NARROW, cdiv, next
 
 ENOUGH_PROGRAMS_PER_SM = 2  # more of them write more partial outputs, which a launch must merge
 RESIDENT_PER_SM = 3  # programs of the first launch that fit on an SM together
-REGISTERS = 168  # of a thread at most, or only two programs of four warps fit on an SM
+REGISTERS = 168  # of a thread: with more, only two programs of four warps fit on an SM
+CAPPED_CHANNELS, CAPPED_BYTES = 256, 2  # from where on, and of how many bytes each, tiles of 16 rows take more
 COLUMNS_PER_WARP = 128  # of the choice: one row per program, so that no other row hides the latency of its counts
 MAX_SPLITS = 64  # of one row's compressed blocks: what the last launch holds in registers
 MAX_ROWS = 32  # tokens × heads of a group per program, as far as a group is not larger
 KEYS = 64  # per step of a loop, where a row of keys and values is at most NARROW bytes
 SCRATCH = 2**27  # scores of one step that exist at a time
 HAS_PDL_FROM = 90  # compute capability
-FEW_BLOCKS = 512  # of one tile of scores: `_choose` computes the probabilities too, if no SM has two of its programs
-WARPS_OF_FEW = 4  # of `_choose` then
+FEW_BLOCKS = 512  # with scores of one tile: `_choose` computes the probabilities too, if no SM has two of its programs
+WARPS_OF_FEW = 4  # of `_choose` then, as many as `_group_probabilities` has: both add heads in the same order
 VALUES_PER_WARP = 2**12  # of a branch's partial outputs of one row, in the last launch
-FEW_CHANNELS = 32  # per program of the last launch: where it has few rows, short code counts more than its number
-FEW_ROWS_PER_SM = 2
+FEW_CHANNELS = 32  # per program of the last launch where it has few rows: shorter code is worth more programs
+FEW_ROWS_PER_SM = 2  # up to which it has few
 SLOTS = 64  # scores of a row are padded to a multiple of this, so that lengths do not make kernels anew
 
 
@@ -55,10 +56,13 @@ class Tiles:
     """Head sizes, padded to powers of two."""
 
 
-def launch(rows: int) -> dict[str, int]:
-    """Keywords of a launch that multiplies by a tile of so many queries × heads."""
-    capped = {"maxnreg": REGISTERS} if rows <= MIN_DOT else {}  # more rows would spill
-    return {"num_warps": 4 if rows <= MAX_ROWS else 8, "num_stages": 2} | capped
+def launch_options(rows: int, channels: int, dtype: torch.dtype) -> dict[str, int]:
+    """Keywords of a launch that multiplies tiles of so many queries × heads, and of so many channels of keys and values
+    together."""
+    # elsewhere Triton takes fewer by itself, or a thread would spill
+    capped = rows <= MIN_DOT and channels >= CAPPED_CHANNELS and dtype.itemsize == CAPPED_BYTES
+    options = {"num_warps": 4 if rows <= MAX_ROWS else 8, "num_stages": 2}
+    return options | {"maxnreg": REGISTERS} if capped else options
 
 
 def tiles(num_queries: int, group: int, dk: int, dv: int, dtype: torch.dtype) -> Tiles:
@@ -119,7 +123,7 @@ def attend(
     if out.numel() == 0:
         return decoded
 
-    sizes = (dk, dv, shape.dk, shape.dv)
+    sizes, widths = (dk, dv, shape.dk, shape.dv), (shape.dk + shape.dv, q.dtype)
     tokens = (None, lengths) if isinstance(lengths, int) else (lengths, 0)
     # a launch begins while the one before ends (programmatic dependent launch)
     pdl = decode_kernels.HAS_PDL and architecture.of(q.device) >= HAS_PDL_FROM
@@ -129,7 +133,7 @@ def attend(
             q, compressed.k, compressed.v, compressed.table, *tokens, scores, o_cmp, lse_cmp, read_cmp, *strides(q),
             *compressed.strides, length, heads, num_kv_heads, group, slots, splits, to_base_2,
             config.l, config.d, compressed.page_size, length == 1, pdl,
-            *sizes, shape.tokens, shape.group, shape.keys, **launch(shape.tokens * shape.group),
+            *sizes, shape.tokens, shape.group, shape.keys, **launch_options(shape.tokens * shape.group, *widths),
         )  # fmt: skip
         most_blocks = max(geometry.num_selection_blocks(selected.capacity, config), config.n_sel)
         columns, heads_in_tile = next_power_of_2(most_blocks), next_power_of_2(group)
@@ -148,7 +152,7 @@ def attend(
             config.l, config.d, config.l_sel, geometry.overlap_offsets(config).start,
             tuple(geometry.overlap_weights(config)), config.init_blocks, config.local_blocks, config.n_sel,
             next_power_of_2(config.n_sel), columns,
-            # or each number of splits would compile it anew
+            # else constants, or each number of splits would compile it anew
             *((heads_in_tile, wide, next_power_of_2(splits)) if few else (1, 1, 1)), pdl,
             num_warps=WARPS_OF_FEW if few else min(max(columns // COLUMNS_PER_WARP, 1), 16), **early,
         )  # fmt: skip
@@ -158,7 +162,7 @@ def attend(
             o_sel_win, lse_sel_win, read_sel_win, *strides(q), *selected.strides, *window.strides,
             length, heads, num_kv_heads, group, to_base_2,
             config.l_sel, config.n_sel, config.w, selected.page_size, window.page_size, selected_splits, window_splits,
-            *sizes, heads_of_query, shape.keys, pdl, **launch(heads_of_query), **early,
+            *sizes, heads_of_query, shape.keys, pdl, **launch_options(heads_of_query, *widths), **early,
         )  # fmt: skip
         rows, of_branch = batch * length * heads, [next_power_of_2(n) for n in (splits, selected_splits, window_splits)]
         channels = min(shape.dv, FEW_CHANNELS) if rows <= FEW_ROWS_PER_SM * sms else shape.dv

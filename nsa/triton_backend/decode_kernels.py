@@ -33,7 +33,7 @@ except ImportError:  # an older Triton
     gdc_launch_dependents = gdc_wait = None
 
 HAS_PDL = gdc_wait is not None
-SCORES = 8192  # in a tile of probabilities: one size, or heads were added up in another order
+SCORES = 8192  # per tile of probabilities: of one size, so that heads are added in one order
 
 
 @triton.jit
@@ -124,7 +124,7 @@ def _compressed(
     acc, place = tl.zeros([BT * GP, DVP], tl.float32), tl.arange(0, BN)
     seen_by_all = visible_blocks(before + first_token, SIZE, STRIDE)
     whole = first if ALONE else first + tl.maximum(tl.minimum(seen_by_all, stop) - first, 0) // BN * BN
-    # tiles that every query sees the whole of, and then what is left: all, for one query, which needs no check
+    # first the tiles that every query sees whole, then the rest; one query sees all that it reads: one loop, no check
     for stretch in tl.static_range(1 if ALONE else 0, 2):
         for at in range(first if stretch == 0 else whole, whole if stretch == 0 else stop, BN):
             block = at + place
@@ -192,8 +192,8 @@ def _choose(
     INIT: tl.constexpr, LOCAL: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BLOCKS: tl.constexpr,
     GP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """OUT int32 [B, S, Hkv, N], ascending, -1 at the end. Where P is None, scores that fit in one tile become
-    probabilities here."""
+    """OUT int32 [B, S, Hkv, N], ascending, -1 at the end. Where P is None, the scores fit in one tile, and their
+    probabilities are computed here."""
     launch_dependents(PDL)
     i, h, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     t = tokens_of(LENGTHS, num_tokens, b) - S + tl.program_id(0)
@@ -325,7 +325,7 @@ def _merge(
     gates = GATES + row // (S * HQ) * gate_b + row // HQ % S * gate_s + row % HQ * gate_h
     gate_cmp, gate_sel, gate_win = tl.load(gates), tl.load(gates + gate_n), tl.load(gates + 2 * gate_n)
     wait(PDL)
-    # all loads before the first sum, which waits for what it adds up
+    # all loads come before the first sum, so that they are on their way together
     o_cmp, lse_cmp = _load_parts(O_CMP, LSE_CMP, row * splits, splits, channel, inside, DV, CMP)
     o_sel, lse_sel = _load_parts(O_SEL_WIN, LSE_SEL_WIN, row * both, SELECTED_SPLITS, channel, inside, DV, SEL)
     o_win, lse_win = _load_parts(

@@ -1,5 +1,5 @@
-"""A whole call and its backward pass by plans (`launching/plan.py`), for calls that the host takes longer to start than the GPU
-to run.
+"""A whole call and its backward pass by plans (`launching/plan.py`), for calls that the host takes longer to start than
+the GPU to run.
 
 All that the backward pass needs lies in one allocation beside the inputs, and lives until that has run: where tensors
 are large, `autograd.Attention` serves, which frees each behind its last use.

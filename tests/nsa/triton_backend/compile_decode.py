@@ -7,7 +7,10 @@ none): `python -m tests.nsa.triton_backend.compile_decode 86 1 16 128 128 64`.
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import torch
@@ -44,6 +47,7 @@ def kernels(
     """Every kernel with the constants and options that its launch gives it."""
     early = {"PDL": architecture >= decode.HAS_PDL_FROM}
     config, shape = NSAConfig(), decode.tiles(queries, group, dk, dv, torch.bfloat16)
+    widths = shape.dk + shape.dv, torch.bfloat16
     sizes = {"DK": dk, "DV": dv, "DKP": shape.dk, "DVP": shape.dv, "BN": shape.keys} | early
     compressed = {"SIZE": config.l, "STRIDE": config.d, "PAGE": page, "ALONE": queries == 1}
     choice = {"SIZE": config.l, "STRIDE": config.d, "SEL": config.l_sel, "N": config.n_sel, "NP": config.n_sel}
@@ -55,25 +59,34 @@ def kernels(
     heads, rows = tuning.next_power_of_2(group), max(shape.group, tuning.MIN_DOT)
     wide = max(decode_kernels.SCORES // heads, decode.SLOTS)
     probabilities = {"SIZE": config.l, "STRIDE": config.d, "GP": heads, "SPLITS": SPLITS, "BN": wide} | early
+    tile, at_once = {"BT": shape.tokens, "GP": shape.group}, {"P": None, "BLOCKS": few}
     many = {"S_CMP": None, "LSE_PART": None, "GP": 1, "BN": 1, "SPLITS": 1, "BLOCKS": columns}
     merge = {"SELECTED_SPLITS": SELECTED_SPLITS, "WINDOW_SPLITS": WINDOW_SPLITS, "CMP": SPLITS, "SEL": SELECTED_SPLITS}
-    merge |= early
+    merge |= early | {"WIN": WINDOW_SPLITS, "DV": dv}
     return [
         (
             decode_kernels._compressed,
-            sizes | compressed | {"BT": shape.tokens, "GP": shape.group},
-            decode.launch(shape.tokens * shape.group),
+            sizes | compressed | tile,
+            decode.launch_options(shape.tokens * shape.group, *widths),
         ),
         (decode_kernels._group_probabilities, probabilities, {"num_warps": 4}),
         (decode_kernels._choose, choice | many | early, {"num_warps": columns // decode.COLUMNS_PER_WARP}),
-        (
-            decode_kernels._choose,
-            choice | probabilities | {"P": None, "BLOCKS": few},
-            {"num_warps": decode.WARPS_OF_FEW},
-        ),
-        (decode_kernels._selected_window, sizes | near | {"GP": rows}, decode.launch(rows)),
-        (decode_kernels._merge, merge | {"WIN": WINDOW_SPLITS, "DV": dv, "CHANNELS": shape.dv}, {"num_warps": 4}),
+        (decode_kernels._choose, choice | probabilities | at_once, {"num_warps": decode.WARPS_OF_FEW}),
+        (decode_kernels._selected_window, sizes | near | {"GP": rows}, decode.launch_options(rows, *widths)),
+        (decode_kernels._merge, merge | {"CHANNELS": shape.dv}, {"num_warps": 4}),
+        (decode_kernels._merge, merge | {"CHANNELS": decode.FEW_CHANNELS}, {"num_warps": 1}),
     ]
+
+
+def registers(cubin: bytes) -> dict[str, int]:
+    """How many a thread has, and how many bytes of its stack hold what did not fit in them."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", said)}
+    return {"used": found["REG"], "stack_bytes": found["STACK"]}
 
 
 def main() -> None:
@@ -91,7 +104,8 @@ def main() -> None:
         source = ASTSource(fn=kernel, signature=types, constexprs=indexed, attrs=aligned)
         compiled = triton.compile(source, target=target, options=options)
         name, ptx = f"{kernel.__module__.rsplit('.', 1)[-1]}.{kernel.__name__}", compiled.asm["ptx"]
-        needs[name if name not in needs else f"{name} of few scores"] = {
+        needs[name if name not in needs else f"{name} of few"] = {
+            "registers": registers(compiled.asm["cubin"]),
             "shared_bytes": compiled.metadata.shared,
             "loads_ahead": "cp.async" in ptx,
             "waits": "griddepcontrol.wait" in ptx,

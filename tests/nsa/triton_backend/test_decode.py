@@ -28,7 +28,7 @@ def many_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "KEYS", 16)
     monkeypatch.setattr(decode, "MAX_SPLITS", 4)
     monkeypatch.setattr(decode_kernels, "SCORES", 64)  # and several tiles of probabilities, from 64 blocks on
-    monkeypatch.setattr(decode, "FEW_CHANNELS", 8)  # and of channels
+    monkeypatch.setattr(decode, "FEW_CHANNELS", 16)  # and of channels, where there are 24
 
 
 def draw(
@@ -76,11 +76,51 @@ def test_it_agrees_with_the_oracle(
     x = draw(2, queries, keys, heads, num_kv_heads, dk, dv, CONFIG)
     found = whole(x, CONFIG, "triton")
     agree(found, whole(x, CONFIG, "reference"))
-    monkeypatch.setattr(decode, "FEW_BLOCKS", 0)  # probabilities by a launch of their own
-    monkeypatch.setattr(decode, "FEW_ROWS_PER_SM", 0)  # all channels in one program
-    apart = whole(x, CONFIG, "triton")
+    apart = with_many_scores_and_rows(monkeypatch, x, CONFIG)
     assert torch.equal(apart[0], found[0])
     assert torch.equal(apart[1].block_indices, found[1].block_indices)
+
+
+def with_many_scores_and_rows(
+    monkeypatch: pytest.MonkeyPatch, x: Inputs, config: nsa.NSAConfig
+) -> tuple[Tensor, nsa.Aux]:
+    """The call with probabilities by a launch of their own, and all channels in one program of the last launch."""
+    monkeypatch.setattr(decode, "FEW_BLOCKS", 0)
+    monkeypatch.setattr(decode, "FEW_ROWS_PER_SM", 0)
+    return whole(x, config, "triton")
+
+
+class Grids:
+    """Stands in for a kernel, and keeps the grids of its launches."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.seen: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.seen.append(grid)
+        return self.kernel[grid]
+
+
+def test_few_scores_take_a_launch_less_and_few_rows_more_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    probabilities, merge = Grids(decode_kernels._group_probabilities), Grids(decode_kernels._merge)
+    monkeypatch.setattr(decode_kernels, "_group_probabilities", probabilities)
+    monkeypatch.setattr(decode_kernels, "_merge", merge)
+    x = draw(2, 1, 100, 4, 2, 16, 24, CONFIG)
+    whole(x, CONFIG, "triton")
+    assert (probabilities.seen, merge.seen) == ([], [(8, 2)])
+    with_many_scores_and_rows(monkeypatch, x, CONFIG)
+    assert (probabilities.seen, merge.seen[1:]) == ([(1, 2, 2)], [(8, 1)])
+
+
+@pytest.mark.parametrize("keys", [36, 60, 100, 120])
+def test_the_last_visible_block_can_be_chosen(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
+    """No block is forced, so that none stands in the choice whatever its score."""
+    config = nsa.NSAConfig(l=4, d=2, l_sel=8, n_sel=2, w=13, init_blocks=0, local_blocks=0)
+    x = draw(2, 8, keys, 2, 1, 16, 16, config)
+    wanted = whole(x, config, "reference")
+    agree(whole(x, config, "triton"), wanted)
+    agree(with_many_scores_and_rows(monkeypatch, x, config), wanted)
 
 
 @pytest.mark.parametrize("changes", [{"w": 1}, {"w": 200}, {"n_sel": 9}, {"init_blocks": 0, "local_blocks": 0}])
