@@ -36,7 +36,7 @@ HAS_PDL_FROM = 90  # compute capability
 FEW_BLOCKS = 512  # with scores of one tile: `_choose` computes the probabilities too, if no SM has two of its programs
 WARPS_OF_FEW = 4  # of `_choose` then, as many as `_group_probabilities` has: both add heads in the same order
 VALUES_PER_WARP = 2**12  # of a branch's partial outputs of one row, in the last launch
-FEW_CHANNELS = 32  # per program of the last launch where it has few rows: shorter code is worth more programs
+FEW_CHANNELS = 32  # per program of the last launch where it has few rows: more programs, each with less to do
 FEW_ROWS_PER_SM = 2  # up to which it has few
 SLOTS = 64  # scores of a row are padded to a multiple of this, so that lengths do not make kernels anew
 
