@@ -9,6 +9,7 @@ was captured, and counts as that pool's size.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -70,11 +71,18 @@ def _pool(segment: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def of_this_process(call: Callable[[], object]) -> PeakMemory:
-    """The same on the CPU, for a process that has done nothing large before. OSError where it is not Linux."""
+    """The same on the CPU. OSError where it is not Linux."""
+    _give_back_freed_memory()
     _CLEAR_REFS.write_text(_RESET_HIGH_WATER)
     before = _high_water_mib()
     call()
     return PeakMemory(_high_water_mib() - before, RSS)
+
+
+def _give_back_freed_memory() -> None:
+    """glibc keeps what was freed resident: a call that takes it again would seem to need nothing."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def _high_water_mib() -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from benchmarks.timing import memory
 from benchmarks.timing.latency import SamplingPlan
 from benchmarks.workloads import attention
 from benchmarks.workloads.train_step import TINY
+from harness.repository import ROOT
 from nsa import NSAConfig
 from tests.benchmarks.synthetic import FINGERPRINT, GREEN, key
 from tests.harness import workers
@@ -208,6 +210,22 @@ def test_peak_of_this_process_is_what_the_call_needs() -> None:
     peak = memory.of_this_process(call)
     assert peak.mib == pytest.approx(size_mib, abs=4)  # the kernel counts pages in batches
     assert peak.source == "rss_high_water"
+
+
+PEAK_AFTER_LARGER = """
+import torch
+from benchmarks.timing import memory
+torch.ones(100 * memory.MIB // 4)
+print(memory.of_this_process(lambda: torch.ones(64 * memory.MIB // 4)).mib)
+"""
+
+
+def test_peak_counts_memory_that_the_process_had_freed() -> None:
+    """A child whose glibc gives nothing back by itself, as it may be in any process that did something large before."""
+    keeps = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
+    words = [sys.executable, "-c", PEAK_AFTER_LARGER]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, env={**os.environ, **keeps})
+    assert float(done.stdout) == pytest.approx(64, abs=4)
 
 
 def test_a_memory_case_runs_in_a_child() -> None:
