@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from benchmarks.ab.result import CompareVerdict, ComparisonResult
-from benchmarks.report import comparisons
-from benchmarks.report.comparisons import GRAVEST_FIRST, CompareRun
+from benchmarks.report.first_page import comparisons
+from benchmarks.report.first_page.comparisons import GRAVEST_FIRST, CompareRun
 from benchmarks.report.table import digits, percent
 
 MOST_ROWS = 20

@@ -25,30 +25,18 @@ from benchmarks.history import alerts as kept
 from benchmarks.history import mutants as recorded
 from benchmarks.history.records import Record
 from benchmarks.history.store import Store
-from benchmarks.report import (
-    alerts,
-    atlas,
-    backtest,
-    calibration,
-    comparisons,
-    estimates,
-    evidence,
-    ledger,
-    machine,
-    memory,
-    mutants,
-    parallel,
-    proof,
-    published,
-)
-from benchmarks.report.case_pages import ReportContext
+from benchmarks.report import published
+from benchmarks.report.first_page import alerts, comparisons, evidence, memory, mutants
+from benchmarks.report.first_page.judgement import CaseState
+from benchmarks.report.first_page.verdicts import Answers, last_run
 from benchmarks.report.folder import ReportFolder
-from benchmarks.report.judgement import CaseState
+from benchmarks.report.further_pages import atlas, backtest, calibration, estimates, ledger, parallel, proof
 from benchmarks.report.links import Repository
-from benchmarks.report.machine import MachineSection
+from benchmarks.report.machine_pages import machine
+from benchmarks.report.machine_pages.case_pages import ReportContext
+from benchmarks.report.machine_pages.machine import MachineSection
 from benchmarks.report.style import in_short
 from benchmarks.report.table import percent
-from benchmarks.report.verdicts import Answers, last_run
 from harness import forced
 
 INDEX = "index.html"

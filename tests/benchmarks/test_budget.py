@@ -24,7 +24,7 @@ from benchmarks.cases.key import Key
 from benchmarks.commands import compare
 from benchmarks.commands import run as run_command
 from benchmarks.history.store import CaseVisit, Store
-from benchmarks.report import machine_tables
+from benchmarks.report.machine_pages import tables as machine_tables
 from benchmarks.runner import Measurement
 from benchmarks.timing import peak
 from harness import arguments, jsonl, machines

@@ -19,7 +19,7 @@ from benchmarks.history.records import Record
 from benchmarks.history.run_file import DamagedLine
 from benchmarks.history.store import Store
 from benchmarks.peak_memory import MemoryNeed, OutOfMemory
-from benchmarks.report import ledger, proof
+from benchmarks.report.further_pages import ledger, proof
 from benchmarks.report.links import Repository
 from benchmarks.report.table import BAD, GOOD, Cell
 from benchmarks.timing import memory

@@ -25,8 +25,8 @@ from benchmarks.history import accepted, memory, run_file
 from benchmarks.history.memory import MemoryTrend
 from benchmarks.history.store import CaseVisit, Store
 from benchmarks.peak_memory import CUDA, GRAPH, RSS, MemoryNeed, MemoryVerdict, OutOfMemory
-from benchmarks.report import comparisons
-from benchmarks.report import memory as memory_page
+from benchmarks.report.first_page import comparisons
+from benchmarks.report.first_page import memory as memory_page
 from benchmarks.report.links import Repository
 from benchmarks.report.table import PLAIN
 from benchmarks.runner import Measurement

@@ -17,9 +17,9 @@ from benchmarks.ab.backtest import Backtest, BacktestEvent
 from benchmarks.ab.calibration import CaseTimings
 from benchmarks.ab.result import CompareVerdict, Rules
 from benchmarks.ab.sequential import CaseResult, MeasurePair, PairTiming
-from benchmarks.report import backtest as page
-from benchmarks.report import calibration as calibration_page
 from benchmarks.report import pages
+from benchmarks.report.further_pages import backtest as page
+from benchmarks.report.further_pages import calibration as calibration_page
 from harness import jsonl
 from tests.benchmarks import comparisons
 

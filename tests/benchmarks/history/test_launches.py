@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.history import launches, record_line
 from benchmarks.history.store import CaseVisit, Store
-from benchmarks.report.launches import table
 from benchmarks.report.links import Repository
+from benchmarks.report.machine_pages.launches import table
 from tests.benchmarks import stored
 from tests.benchmarks.synthetic import FINGERPRINT, key, passed
 

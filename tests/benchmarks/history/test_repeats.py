@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.history import repeats
 from benchmarks.history.store import LatencySeries, Point
-from benchmarks.report.repeats import table
+from benchmarks.report.machine_pages.repeats import table
 from harness.fingerprint import Fingerprint
 from harness.nvml import GpuSettings
 from tests.benchmarks.synthetic import FINGERPRINT, key, passed

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.history import alerts as kept
 from benchmarks.history.alerts import Alert, AlertState
-from benchmarks.report import alerts
+from benchmarks.report.first_page import alerts
 from benchmarks.report.links import Repository
 from benchmarks.report.pages import ReportSettings, build
 from tests.benchmarks.history.test_alerts import CASE, COMMITS, OPENED, event

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.atlas import record, task_record
 from benchmarks.atlas.task_record import TaskRecord, TaskResult, TaskScore
-from benchmarks.report import atlas
+from benchmarks.report.further_pages import atlas
 from benchmarks.report.pages import build
 from benchmarks.report.table import BAD, GOOD, PLAIN
 from tests.benchmarks.atlas import model

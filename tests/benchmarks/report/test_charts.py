@@ -14,13 +14,15 @@ from benchmarks.history import speedup
 from benchmarks.history.accepted import Acceptance
 from benchmarks.history.records import Record
 from benchmarks.history.store import Store
-from benchmarks.report import case_pages, changes, chart, length_charts, lengths, published, run_chart
-from benchmarks.report.changes import SeriesTrend
+from benchmarks.report import pages, published
+from benchmarks.report.first_page import changes
+from benchmarks.report.first_page.changes import SeriesTrend
+from benchmarks.report.machine_pages import case_pages, chart, length_charts, lengths, run_chart
 from tests.benchmarks import full_results
 from tests.benchmarks.report.test_figures import linear
 from tests.benchmarks.synthetic import key, passed
 
-STYLE = Path(case_pages.__file__).parent / "templates" / "style.css"
+STYLE = Path(pages.__file__).parent / "templates" / "style.css"
 
 
 @pytest.fixture(scope="module")

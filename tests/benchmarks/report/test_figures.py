@@ -14,10 +14,11 @@ from matplotlib.figure import Figure
 from benchmarks.history import speedup
 from benchmarks.history.store import LatencySeries, Store
 from benchmarks.history.trend import Change
-from benchmarks.report import lengths, style, trends
+from benchmarks.report import labels, style
 from benchmarks.report.folder import ReportFolder
+from benchmarks.report.machine_pages import lengths, trends
+from benchmarks.report.machine_pages.trends import Boundary, Scale, TrendRow
 from benchmarks.report.references import Reference
-from benchmarks.report.trends import Boundary, Scale, TrendRow
 from tests.benchmarks import full_results
 from tests.benchmarks.synthetic import key, passed
 
@@ -87,7 +88,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     return figures
 
 
-def words(figure: Figure) -> str:
+def texts(figure: Figure) -> str:
     return "\n".join(text.get_text() for axis in figure.axes for text in axis.texts)
 
 
@@ -111,7 +112,7 @@ def test_a_trend_shows_band_change_boundary_and_reference(
     (picture,) = trends.draw(ReportFolder(tmp_path), "h200", "Decode", [row], marked)
     (axis,) = figures[0].axes
     assert len(axis.collections) == 1, "the band"
-    said = words(figures[0]).replace("\u00a0", " ")
+    said = texts(figures[0]).replace("\u00a0", " ")
     assert "−7.4 %\n" in said
     assert "+2.0 %?" in said
     assert "published: a (x)" in said
@@ -167,11 +168,11 @@ def test_every_ratio_names_its_inputs() -> None:
     """Random and recorded ones are other groups, with other words; those of a train step are a text."""
     kinds = ("random", "recorded", "recorded-p90", "local")
     found = [passed(key(inputs=kind, launch="graph", length=length)) for kind in kinds for length in (64, 128)]
-    labels = [group.label for group in lengths.groups(speedup.comparisons(found))]
-    assert sorted(labels) == sorted(f"4x2x16 float32 {kind} inputs graph" for kind in kinds)
-    assert lengths.further(found[2]) == ["float32", "recorded inputs", "graph"]
-    assert lengths.further(passed(key(num_queries=16, length=64))) == ["float32", "random inputs", "q16"]
-    assert lengths.further(passed(key("train-step", model="125m"))) == ["float32"]
+    named = [group.label for group in lengths.groups(speedup.comparisons(found))]
+    assert sorted(named) == sorted(f"4x2x16 float32 {kind} inputs graph" for kind in kinds)
+    assert labels.further(found[2]) == "float32, recorded inputs, graph"
+    assert labels.further(passed(key(num_queries=16, length=64))) == "float32, random inputs, q16"
+    assert labels.further(passed(key("train-step", model="125m"))) == "float32"
 
 
 def test_a_line_over_lengths_is_on_inputs_of_one_table() -> None:
@@ -180,8 +181,8 @@ def test_a_line_over_lengths_is_on_inputs_of_one_table() -> None:
         dataclasses.replace(passed(key(inputs="recorded", length=at)), inputs_follow=said)
         for at, said in follow.items()
     ]
-    labels = [group.label for group in lengths.groups(speedup.comparisons(found))]
-    assert sorted(labels) == [
+    named = [group.label for group in lengths.groups(speedup.comparisons(found))]
+    assert sorted(named) == [
         "4x2x16 float32 recorded inputs (atlas def4567)", "4x2x16 float32 recorded inputs (study abc0123)"
     ]  # fmt: skip
 

@@ -10,7 +10,8 @@ import pytest
 
 from benchmarks.ab import calibration
 from benchmarks.history import conversion
-from benchmarks.report import evidence, ledger, proof
+from benchmarks.report.first_page import evidence
+from benchmarks.report.further_pages import ledger, proof
 from benchmarks.report.links import Repository
 from benchmarks.report.pages import build
 from benchmarks.report.table import BAD, GOOD, Cell

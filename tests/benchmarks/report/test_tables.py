@@ -13,10 +13,14 @@ from benchmarks.ab import open_bounds, result
 from benchmarks.ab.result import CompareVerdict, Side
 from benchmarks.history import accepted, speedup
 from benchmarks.history.store import Store
-from benchmarks.report import calibration, changes, comparisons, evidence, ledger, lengths, machine_tables, references
+from benchmarks.report import references
+from benchmarks.report.first_page import changes, comparisons, evidence
 from benchmarks.report.folder import ReportFolder
+from benchmarks.report.further_pages import calibration, ledger
 from benchmarks.report.links import Repository
-from benchmarks.report.machine_tables import Race, faster_from
+from benchmarks.report.machine_pages import lengths
+from benchmarks.report.machine_pages import tables as machine_tables
+from benchmarks.report.machine_pages.tables import Race, faster_from
 from benchmarks.report.published import PublishedSeries, PublishedSource
 from benchmarks.report.table import NBSP, Cell, ReportTable, percent
 from regression.contract import Bound, Evidence, ReproVerdict, aspects

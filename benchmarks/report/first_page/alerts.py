@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 
 from benchmarks.history.alerts import Alert, AlertState
-from benchmarks.report.evidence import HeadlineNumber
+from benchmarks.report.first_page.evidence import HeadlineNumber
 from benchmarks.report.links import Link, Repository, short
 from benchmarks.report.table import BAD, BRIEF, CODE, GOOD, NAME, PLAIN, Cell, ReportTable, number, percent
 

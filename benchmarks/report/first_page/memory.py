@@ -8,7 +8,7 @@ from benchmarks import peak_memory
 from benchmarks.history.memory import MemoryTrend
 from benchmarks.history.store import CaseVisit
 from benchmarks.peak_memory import MemoryVerdict
-from benchmarks.report.evidence import HeadlineNumber
+from benchmarks.report.first_page.evidence import HeadlineNumber
 from benchmarks.report.links import Repository
 from benchmarks.report.table import BAD, CODE, GOOD, NAME, PLAIN, Cell, ReportTable, digits, number, percent, when
 from harness import fingerprint, machines

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from benchmarks.cases.key import NSA, PART
 from benchmarks.history.records import Record
 from benchmarks.report import references
-from benchmarks.report.chart import AXIS, LAYOUT, Chart, digits, log_axis, safe
-from benchmarks.report.lengths import Group
+from benchmarks.report.machine_pages.chart import AXIS, LAYOUT, Chart, digits, log_axis, safe
+from benchmarks.report.machine_pages.lengths import Group
 from benchmarks.report.published import PublishedSeries
 from benchmarks.report.style import in_k
 

@@ -14,9 +14,10 @@ from typing import Any
 from benchmarks.history.accepted import Acceptance
 from benchmarks.history.bridges import Break
 from benchmarks.history.store import Point
-from benchmarks.report import judgement, references, words
-from benchmarks.report.changes import SeriesTrend
-from benchmarks.report.chart import AXIS, LAYOUT, Chart, digits, log_axis, safe
+from benchmarks.report import labels, references
+from benchmarks.report.first_page import judgement
+from benchmarks.report.first_page.changes import SeriesTrend
+from benchmarks.report.machine_pages.chart import AXIS, LAYOUT, Chart, digits, log_axis, safe
 from benchmarks.report.published import PublishedSeries
 from benchmarks.report.table import percent, plus_minus
 
@@ -42,14 +43,14 @@ def over_runs(
     data += [_line("limit (100 %)", "limit", points, pieces, _limit)]
     if level_ms is not None:
         ends = [points[one.trend.comparable[0][0]], points[-1]]
-        level = words.throughput(points[-1], level_ms)
+        level = labels.throughput(points[-1], level_ms)
         data.append(_level("accepted level", "accepted", ends, level, "y"))
     data += _changes(one)
     key, machine = one.series.newest.key, one.series.newest.fingerprint.machine
     for line in references.at_length(known, key, machine):
         data += [_level(line.label, "published", [points[0], points[-1]], value, "y2") for _, value in line.points]
     conditions = _conditions(one)
-    unit = words.unit(points[-1])
+    unit = labels.unit(points[-1])
     layout = {
         **LAYOUT,
         "height": 560,
@@ -108,7 +109,7 @@ def _band(points: Sequence[Point], pieces: Sequence[range]) -> Chart:
     x: list[Any] = []
     y: list[Any] = []
     for piece in pieces:
-        bounds = [words.interval(points[i]) for i in piece]
+        bounds = [labels.interval(points[i]) for i in piece]
         there = [_x(points[i]) for i in piece]
         x += [None] * bool(x) + there + there[::-1]
         y += [None] * bool(y) + [digits(low) for low, _ in bounds] + [digits(high) for _, high in bounds[::-1]]
@@ -121,7 +122,7 @@ def _band(points: Sequence[Point], pieces: Sequence[range]) -> Chart:
 def _nsa(points: Sequence[Point], pieces: Sequence[range], run_numbers: Mapping[str, int]) -> list[Chart]:
     """The same line in both panels; hollow points where a figure is not to be relied on."""
     x = _broken(pieces, lambda i: _x(points[i]))
-    y = _broken(pieces, lambda i: digits(words.throughput(points[i])))
+    y = _broken(pieces, lambda i: digits(labels.throughput(points[i])))
     marks = _broken(pieces, lambda i: "circle-open" if points[i].reservations else "circle")
     line = {"color": "var(--nsa)", "width": 1.5}
     marker: Chart = {"symbol": "circle", "size": 6 if len(points) <= _FEW else 4}
@@ -143,9 +144,9 @@ def _nsa(points: Sequence[Point], pieces: Sequence[range], run_numbers: Mapping[
 
 def _said(point: Point) -> str:
     """The figure in words; the run's date, commit and conditions are put below."""
-    value = words.throughput(point)
+    value = labels.throughput(point)
     text = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-    text += f" {words.unit(point)}, {point.latency_ms:.4g} ms"
+    text += f" {labels.unit(point)}, {point.latency_ms:.4g} ms"
     if point.interval_ms:
         text += f"<br>95 % interval {point.interval_ms[0]:.4g} to {point.interval_ms[1]:.4g} ms"
     if point.share_of_limit:
@@ -157,7 +158,7 @@ def _said(point: Point) -> str:
 
 
 def _dense(point: Point) -> float | None:
-    return words.throughput(point, min(point.dense_ms.values())) if point.dense_ms else None
+    return labels.throughput(point, min(point.dense_ms.values())) if point.dense_ms else None
 
 
 def _dense_names(points: Sequence[Point]) -> Callable[[int], str]:
@@ -165,7 +166,7 @@ def _dense_names(points: Sequence[Point]) -> Callable[[int], str]:
 
 
 def _limit(point: Point) -> float | None:
-    return words.throughput(point) / point.share_of_limit if point.share_of_limit else None
+    return labels.throughput(point) / point.share_of_limit if point.share_of_limit else None
 
 
 def _line(
@@ -217,7 +218,7 @@ def _changes(one: SeriesTrend) -> list[Chart]:
         traces.append(
             {
                 "type": "scatter", "name": name, "x": [_x(point) for point in at],
-                "y": [digits(words.throughput(point)) for point in at], "mode": "markers+text",
+                "y": [digits(labels.throughput(point)) for point in at], "mode": "markers+text",
                 "text": [
                     f"<b>{text}{mark[:1]}</b> {safe(commit)}"
                     for text, mark, commit in zip(said, seen, commits, strict=True)
@@ -270,7 +271,7 @@ def _condition_marks(one: SeriesTrend, indices: Sequence[int]) -> Chart:
     ]
     return {
         "type": "scatter", "name": "conditions changed", "x": [_x(point) for point in at],
-        "y": [digits(words.throughput(point)) for point in at], "yaxis": "y2", "mode": "markers+text",
+        "y": [digits(labels.throughput(point)) for point in at], "yaxis": "y2", "mode": "markers+text",
         "marker": {"symbol": "line-ns-open", "size": 16, "color": "var(--faint)"}, "hovertext": said,
         "text": [_ratio(by_index[i]) for i in indices], "textfont": {"color": "var(--faint)"}, "cliponaxis": False,
         "textposition": ["bottom " + _side(point, one.series.points).replace("center", "right") for point in at],

@@ -1,15 +1,24 @@
-"""A case in words, and its throughput: what every page and chart says of it in the same way."""
+"""How a case is called on every page and chart, and its throughput."""
 
 from __future__ import annotations
 
 from benchmarks.cases.key import PART, Key
 from benchmarks.history.records import Record
 from benchmarks.history.store import Point
-from benchmarks.report import lengths
-from benchmarks.report.lengths import TITLES
 from benchmarks.report.style import in_k
 
 PARTS = "Parts of the forward pass"
+TITLES = {
+    "prefill-forward": "Prefill, forward",
+    "prefill-forward-backward": "Prefill, forward + backward",
+    "decode": "Decode",
+    "train-step": "Train step",
+    "train-loop": "Train step, a loop of one's own",
+    "first-step": "First step of a new process",
+    "context-parallel": "Context parallelism, forward + backward",
+    "host-prefill-forward": "Host time of a prefill, forward",
+    "host-prefill-forward-backward": "Host time of a prefill, forward + backward",
+}
 
 
 def mode(key: Key) -> str:
@@ -23,9 +32,25 @@ def size(key: Key) -> str:
     return part + in_k(key.num_keys) + ("" if key.batch == 1 else f" × {key.batch} sequences")
 
 
+def label(record: Record) -> str:
+    """What was measured beside its mode, batch and length: "64x4x128 bfloat16 random inputs cold graph"."""
+    return " ".join([record.key.what, *_further(record)])
+
+
+def _further(record: Record) -> list[str]:
+    """The dtype, the inputs with where they are from, and whatever is not usual; a train step has a text, and no inputs
+    to name."""
+    key, source = record.key, record.inputs_source
+    dtype, *others = key.case.removeprefix(f"{key.mode}/{key.what}/b{key.batch}/s{key.num_keys}/").split("/")
+    if key.mode == "train-step":
+        return [dtype, *others]
+    named = f"{key.inputs} inputs ({source})" if source else f"{key.inputs} inputs"
+    return [dtype, named, *(word for word in others if word != key.inputs)]
+
+
 def further(record: Record) -> str:
     """The dtype, the inputs and whatever is not usual: "bfloat16, recorded inputs (atlas e4fe0fa0f0), cold, graph"."""
-    return ", ".join(lengths.further(record))
+    return ", ".join(_further(record))
 
 
 def throughput(point: Point, latency_ms: float | None = None) -> float:

@@ -18,7 +18,7 @@ from benchmarks.history.anchors import AnchorRatio
 from benchmarks.history.conditions import Conditions
 from benchmarks.history.store import LatencySeries, Point
 from benchmarks.history.trend import Change
-from benchmarks.report import style, words
+from benchmarks.report import labels, style
 from benchmarks.report.folder import Picture, ReportFolder
 from benchmarks.report.references import Reference
 from benchmarks.report.table import NBSP, percent
@@ -61,7 +61,7 @@ class Scale:
     @classmethod
     def of(cls, row: TrendRow, bottom: float) -> Scale:
         """Of a row whose points and bands fill it."""
-        lows, highs = zip(*map(words.interval, row.series.points), strict=True)
+        lows, highs = zip(*map(labels.interval, row.series.points), strict=True)
         value = (min(lows) + max(highs)) / 2
         return cls(bottom, value, max(_LEAST_REACH, max(highs) / value - 1))
 
@@ -157,15 +157,15 @@ def _commit(point: Point) -> str:
 
 def _row(axis: Axes, row: TrendRow, scale: Scale, at: dict[str, int]) -> None:
     x = [at[point.utc] for point in row.series.points]
-    lows, highs = zip(*map(words.interval, row.series.points), strict=True)
+    lows, highs = zip(*map(labels.interval, row.series.points), strict=True)
     axis.axhline(scale.middle, **style.GRID)
     axis.axhline(scale.bottom, color=style.GREY, linewidth=0.4)
     axis.fill_between(x, scale.all(lows), scale.all(highs), color=style.BLUE, alpha=0.2, linewidth=0)
     marker: dict[str, Any] = {"marker": "o", "markersize": 3} if len(x) <= _MOST_MARKERS else {}
-    axis.plot(x, scale.all(map(words.throughput, row.series.points)), color=style.BLUE, linewidth=1, **marker)
+    axis.plot(x, scale.all(map(labels.throughput, row.series.points)), color=style.BLUE, linewidth=1, **marker)
     for change in row.changes:
         point = row.series.points[change.index]
-        place = (at[point.utc], scale(words.throughput(point)))
+        place = (at[point.utc], scale(labels.throughput(point)))
         _mark(axis, place, change, at_end=at[point.utc] > 0.8 * len(at))
     _refer(axis, row.references, scale)
 

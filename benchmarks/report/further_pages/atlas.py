@@ -10,8 +10,8 @@ from pathlib import Path
 from benchmarks.atlas import record, task_record
 from benchmarks.atlas.record import Atlas, HeadCurves, LengthCurves, band
 from benchmarks.atlas.task_record import LESS_OFTEN, TaskRecord, TaskResult, TaskScore
-from benchmarks.report import atlas_pictures
 from benchmarks.report.folder import Picture, ReportFolder
+from benchmarks.report.further_pages import atlas_pictures
 from benchmarks.report.style import in_k, in_short
 from benchmarks.report.table import BAD, GOOD, NBSP, PLAIN, Cell, ReportTable, number, version, when
 

@@ -17,7 +17,7 @@ from benchmarks.history import accepted
 from benchmarks.history import laws as law_summaries
 from benchmarks.history.laws import LawSummary, OutcomeCounts
 from benchmarks.history.store import CaseVisit, Store
-from benchmarks.report.ledger import SKIPPED, IncidentReplay, Where
+from benchmarks.report.further_pages.ledger import SKIPPED, IncidentReplay, Where
 from benchmarks.report.links import Repository
 from benchmarks.report.table import BAD, CODE, GOOD, Cell, ReportTable
 from harness import forced, machines

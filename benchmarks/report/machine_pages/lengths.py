@@ -15,20 +15,10 @@ from benchmarks.history.records import Record
 from benchmarks.history.speedup import BaselineComparison, speed_up
 from benchmarks.report import references, style
 from benchmarks.report.folder import Picture, ReportFolder
+from benchmarks.report.labels import TITLES, label
 from benchmarks.report.published import PublishedSeries
 from benchmarks.report.references import Points, Reference
 
-TITLES = {
-    "prefill-forward": "Prefill, forward",
-    "prefill-forward-backward": "Prefill, forward + backward",
-    "decode": "Decode",
-    "train-step": "Train step",
-    "train-loop": "Train step, a loop of one's own",
-    "first-step": "First step of a new process",
-    "context-parallel": "Context parallelism, forward + backward",
-    "host-prefill-forward": "Host time of a prefill, forward",
-    "host-prefill-forward-backward": "Host time of a prefill, forward + backward",
-}
 MEMORY_MODES = ("memory", "prefill-forward-backward", "train-step")
 _REFERENCE_MARKERS = "+x12|_34"
 
@@ -48,7 +38,7 @@ class Group:
 
     mode: str
     label: str
-    """`label`; the figures of one are on the same inputs."""
+    """`labels.label`; the figures of one are on the same inputs."""
     compared: tuple[BaselineComparison, ...]
     """By length; where batches differ at one length, that with the largest."""
 
@@ -69,22 +59,6 @@ class Group:
             if y is not None and y > 0:
                 points.setdefault(record.key.implementation, []).append((record.key.num_keys, y))
         return [LengthCurve(name, line, style.of_implementation(name)) for name, line in points.items()]
-
-
-def label(record: Record) -> str:
-    """What was measured beside its mode, batch and length: "64x4x128 bfloat16 random inputs cold graph"."""
-    return " ".join([record.key.what, *further(record)])
-
-
-def further(record: Record) -> list[str]:
-    """The dtype, the inputs with where they are from, and whatever is not usual; a train step has a text, and no inputs
-    to name."""
-    key, source = record.key, record.inputs_source
-    dtype, *others = key.case.removeprefix(f"{key.mode}/{key.what}/b{key.batch}/s{key.num_keys}/").split("/")
-    if key.mode == "train-step":
-        return [dtype, *others]
-    named = f"{key.inputs} inputs ({source})" if source else f"{key.inputs} inputs"
-    return [dtype, named, *(word for word in others if word != key.inputs)]
 
 
 def groups(compared: Sequence[BaselineComparison]) -> list[Group]:

@@ -13,12 +13,13 @@ from benchmarks.history import repeats as repeat_history
 from benchmarks.history.memory import MemoryTrend
 from benchmarks.history.speedup import BaselineComparison
 from benchmarks.history.store import Store
-from benchmarks.report import case_pages, changes, launches, lengths, machine_tables, memory, repeats, trends, verdicts
-from benchmarks.report.case_pages import CasePage, ReportContext
+from benchmarks.report.first_page import changes, memory, verdicts
+from benchmarks.report.first_page.verdicts import VerdictRow
 from benchmarks.report.folder import ReportFolder
+from benchmarks.report.machine_pages import case_pages, launches, lengths, repeats, tables, trends
+from benchmarks.report.machine_pages.case_pages import CasePage, ReportContext
+from benchmarks.report.machine_pages.trends import Boundary
 from benchmarks.report.table import Cell, ReportTable
-from benchmarks.report.trends import Boundary
-from benchmarks.report.verdicts import VerdictRow
 from harness.fingerprint import Fingerprint
 
 
@@ -89,26 +90,26 @@ def build(
         device=newest.device,
         utc=runs[-1].utc,
         run=newest,
-        summary=machine_tables.summary(here),
+        summary=tables.summary(here),
         news=changes.news(followed, standings),
-        headlines=machine_tables.headlines(groups),
-        figures=machine_tables.figures(here),
-        followed=machine_tables.followed(here),
+        headlines=tables.headlines(groups),
+        figures=tables.figures(here),
+        followed=tables.followed(here),
         verdicts=verdicts.rows(name, followed, here, context.baselines, where, context.repository),
         case_pages=pages,
         changes=changes.table(followed, context.repository),
         standings=changes.standings(standings),
         boundaries=_boundaries(marked),
-        limits=machine_tables.limits(here),
+        limits=tables.limits(here),
         memory=memory.table(peaks, memory.limit_mib(newest.device), context.repository),
         memory_trends=peaks,
         launches=launches.table(launch_history.trends(visits), context.repository),
         repeats=repeats.table(repeat_history.find(history)),
         repeats_goal=repeats.goal(),
-        missing=machine_tables.missing(here),
-        unmeasured=machine_tables.unmeasured(visits, runs[-1].utc),
-        doubtful=machine_tables.doubtful(here),
-        about=machine_tables.machine(newest),
+        missing=tables.missing(here),
+        unmeasured=tables.unmeasured(visits, runs[-1].utc),
+        doubtful=tables.doubtful(here),
+        about=tables.machine(newest),
     )
 
 

@@ -14,7 +14,8 @@ from benchmarks.history.records import Record
 from benchmarks.history.speedup import BaselineComparison, speed_up
 from benchmarks.history.store import CaseVisit
 from benchmarks.report import style
-from benchmarks.report.lengths import TITLES, Group
+from benchmarks.report.labels import TITLES
+from benchmarks.report.machine_pages.lengths import Group
 from benchmarks.report.table import BAD, GOOD, NAME, Cell, ReportTable, digits, number, when
 from harness.fingerprint import Fingerprint
 

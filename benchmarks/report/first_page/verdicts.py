@@ -12,9 +12,10 @@ from benchmarks.cases.outcome import FAULTS, CaseOutcome
 from benchmarks.history.accepted import Acceptance
 from benchmarks.history.records import Record
 from benchmarks.history.speedup import BaselineComparison
-from benchmarks.report import judgement, words
-from benchmarks.report.changes import SeriesTrend
-from benchmarks.report.judgement import CaseState, Judgement
+from benchmarks.report import labels
+from benchmarks.report.first_page import judgement
+from benchmarks.report.first_page.changes import SeriesTrend
+from benchmarks.report.first_page.judgement import CaseState, Judgement
 from benchmarks.report.links import Link, Repository
 from benchmarks.report.style import in_short
 from benchmarks.report.table import percent
@@ -172,10 +173,10 @@ def _row(
     return VerdictRow(
         machine=newest.fingerprint.machine,
         device=newest.fingerprint.device,
-        mode=words.mode(key),
+        mode=labels.mode(key),
         heads=key.what,
-        size=words.size(key),
-        further=words.further(newest),
+        size=labels.size(key),
+        further=labels.further(newest),
         dtype=key.dtype,
         inputs=key.inputs,
         href=href,
@@ -192,7 +193,7 @@ def _value(one: SeriesTrend, level_ms: float | None, repository: Repository) -> 
     newest = points[-1]
     dense = min(((ms, name) for name, ms in newest.dense_ms.items()), default=None)
     return NewestFigure(
-        text=f"{in_short(words.throughput(newest))} {words.unit(newest)}",
+        text=f"{in_short(labels.throughput(newest))} {labels.unit(newest)}",
         utc=newest.utc,
         commit=repository.commit(newest.fingerprint.commit),
         reservations=newest.reservations,
@@ -201,7 +202,7 @@ def _value(one: SeriesTrend, level_ms: float | None, repository: Repository) -> 
         accepted=newest.latency_ms / level_ms - 1 if level_ms else None,
         dense=(dense[0] / newest.latency_ms, dense[1]) if dense else None,
         share_of_limit=newest.share_of_limit,
-        sparkline=_thinned([words.throughput(point) for point in points]),
+        sparkline=_thinned([labels.throughput(point) for point in points]),
     )
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from benchmarks.history import laws as law_summaries
 from benchmarks.history import mutants as recorded
 from benchmarks.history.mutants import MutantOutcome
-from benchmarks.report import ledger
-from benchmarks.report.ledger import IncidentReplay
+from benchmarks.report.first_page.mutants import Commit
+from benchmarks.report.further_pages import ledger
+from benchmarks.report.further_pages.ledger import IncidentReplay
 from benchmarks.report.links import Link, Repository
-from benchmarks.report.mutants import Commit
 from benchmarks.report.table import BAD, GOOD, PLAIN
 from harness import forced
 

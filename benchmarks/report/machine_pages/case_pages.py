@@ -12,15 +12,17 @@ from markupsafe import Markup
 from benchmarks.cases.key import PART, Key
 from benchmarks.history.accepted import Acceptance
 from benchmarks.history.store import LatencySeries
-from benchmarks.report import changes, length_charts, lengths, references, run_chart, trends, words
-from benchmarks.report.changes import SeriesTrend
-from benchmarks.report.chart import Chart
+from benchmarks.report import labels, references
+from benchmarks.report.first_page import changes
+from benchmarks.report.first_page.changes import SeriesTrend
 from benchmarks.report.folder import Picture, ReportFolder
-from benchmarks.report.lengths import Group
 from benchmarks.report.links import Repository
+from benchmarks.report.machine_pages import length_charts, lengths, run_chart, trends
+from benchmarks.report.machine_pages.chart import Chart
+from benchmarks.report.machine_pages.lengths import Group
+from benchmarks.report.machine_pages.trends import Boundary, TrendRow
 from benchmarks.report.published import PublishedSeries
 from benchmarks.report.table import ReportTable
-from benchmarks.report.trends import Boundary, TrendRow
 from harness import fingerprint
 from harness.fingerprint import Fingerprint
 
@@ -129,14 +131,14 @@ def build(
         pages.append(
             CasePage(
                 file=file,
-                mode=words.mode(key) if kind[0] != "memory" else "Peak memory",
+                mode=labels.mode(key) if kind[0] != "memory" else "Peak memory",
                 heads=kind[1],
                 cases=tuple(
                     ChartedCase(
                         name,
                         _name(one, cases),
                         _trend(machine, one, numbers, context) if context.script else Markup(),
-                        places.get(lengths.label(one.series.newest)),
+                        places.get(labels.label(one.series.newest)),
                     )
                     for one, name in zip(cases, ids, strict=True)
                 ),
@@ -163,7 +165,7 @@ def _of_parts(group: Group) -> list[tuple[str, str]]:
 
 def _by_size(one: SeriesTrend) -> tuple[str, int, int, str, str]:
     key = one.series.newest.key
-    return key.mode, key.num_keys, key.batch, words.further(one.series.newest), _path(one.series)
+    return key.mode, key.num_keys, key.batch, labels.further(one.series.newest), _path(one.series)
 
 
 def _path(series: LatencySeries) -> str:
@@ -190,7 +192,7 @@ def _ids(cases: Sequence[SeriesTrend]) -> list[str]:
 def _name(one: SeriesTrend, cases: Sequence[SeriesTrend]) -> str:
     key = one.series.newest.key
     several = len({_path(other.series) for other in cases}) > 1
-    return f"{words.size(key)}, {words.further(one.series.newest)}" + (f", {_path(one.series)}" if several else "")
+    return f"{labels.size(key)}, {labels.further(one.series.newest)}" + (f", {_path(one.series)}" if several else "")
 
 
 def _trend(machine: str, one: SeriesTrend, numbers: Mapping[str, int], context: ReportContext) -> Markup:
@@ -245,7 +247,7 @@ def _of_label(
             length_charts.memory(group) if with_memory else None,
         ]
     else:
-        if group.mode in lengths.TITLES:
+        if group.mode in labels.TITLES:
             drawn += lengths.throughput(folder, machine, group, context.published)
             drawn += lengths.limits(folder, machine, group.mode, [group])
         drawn += lengths.memory(folder, machine, group) if with_memory else []
@@ -282,4 +284,4 @@ def _pictures(
         )
         for one in cases
     ]
-    return trends.draw(folder, machine, f"{words.mode(key)}, {key.what}", rows, marked)
+    return trends.draw(folder, machine, f"{labels.mode(key)}, {key.what}", rows, marked)
