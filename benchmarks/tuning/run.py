@@ -18,11 +18,12 @@ from benchmarks.timing import gpu_watch, latency
 from harness import fingerprint, jsonl, machines
 from harness.fingerprint import Fingerprint
 from nsa.io import atomic_write
-from nsa.triton_backend import candidates, tuning
+from nsa.triton_backend import tuning
 from nsa.triton_backend.architecture import of
-from nsa.triton_backend.candidates import Trial
-from nsa.triton_backend.trials import Timed, Timer, Workload, fits
 from nsa.triton_backend.tuning import LaunchConfig
+from nsa.tuner import candidates
+from nsa.tuner.candidates import Trial
+from nsa.tuner.trials import Timed, Timer, Workload, fits
 
 DTYPE = torch.bfloat16
 PLAN = latency.SamplingPlan(min_samples=20, min_time_s=0.2, wall_limit_s=5.0, end_to_end=False)

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from nsa.io import cannot_write
-from nsa.triton_backend import architecture, candidates, trials, tuned, tuning
-from nsa.triton_backend.candidates import Trial
-from nsa.triton_backend.trials import Timed
-from nsa.triton_backend.tuned import Launches, Where
+from nsa.triton_backend import architecture, tuning
 from nsa.triton_backend.tuning import LaunchConfig, Table
+from nsa.tuner import candidates, trials, tuned
+from nsa.tuner.candidates import Trial
+from nsa.tuner.trials import Timed
+from nsa.tuner.tuned import Launches, Where
 from nsa.workload import Workload
 
 _WARM_UP_CALLS, _CALLS = 3, 20

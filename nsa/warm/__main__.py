@@ -24,7 +24,8 @@ from nsa.config import NSAConfig
 from nsa.workload import KINDS, Workload
 
 try:
-    from nsa.triton_backend import dispatch, precompile
+    from nsa.triton_backend import dispatch
+    from nsa.warm import precompile
     from nsa.warm.workloads import DTYPES, launches, of_profile
 except ModuleNotFoundError as error:
     if error.name != "triton":

@@ -8,7 +8,7 @@ import torch
 
 from nsa.train import data
 from nsa.triton_backend.ahead_of_time import Launch, recorded
-from nsa.triton_backend.precompile import distinct
+from nsa.warm.precompile import distinct
 from nsa.workload import Workload
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -9,9 +9,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import candidates, trials, tuning
-from nsa.triton_backend.candidates import Trial
+from nsa.triton_backend import tuning
 from nsa.triton_backend.tuning import LaunchConfig
+from nsa.tuner import candidates, trials
+from nsa.tuner.candidates import Trial
 
 OWN = LaunchConfig(64, 32, 4, 2)
 

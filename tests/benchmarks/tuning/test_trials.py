@@ -19,8 +19,8 @@ from benchmarks.timing import latency
 from benchmarks.tuning import run
 from harness import jsonl
 from nsa.triton_backend import hopper, tuning
-from nsa.triton_backend.trials import Workload, difference
 from nsa.triton_backend.tuning import LaunchConfig
+from nsa.tuner.trials import Workload, difference
 from tests.benchmarks.synthetic import key
 
 SMALL = LaunchConfig(16, 16, 1, 1)
@@ -101,7 +101,7 @@ def test_rounding_is_no_difference_and_more_is() -> None:
 
 def test_what_does_not_fit_an_architecture_is_dropped() -> None:
     program = (
-        "from nsa.triton_backend.trials import *\n"
+        "from nsa.tuner.trials import *\n"
         "table = tuning.table(90)\n"
         "for architecture in (90, 86):\n"
         "    workload = Workload(architecture, 'narrow', 16, 128, 128, 1, 0)\n"
@@ -117,7 +117,7 @@ def test_what_hopper_does_not_serve_or_take_is_dropped() -> None:
     """Other heads; one stage, with which scores, and dk and dv, would wait for ever; 32 rows, which are no warpgroup;
     keys of 192 channels, unless the table has a launch for them."""
     program = (
-        "from nsa.triton_backend.trials import *\n"
+        "from nsa.tuner.trials import *\n"
         "table, launch = tuning.table(90), LaunchConfig(64, 64, 4, 2)\n"
         "narrow = Workload(90, 'narrow', 16, 128, 128, 1, 0)\n"
         "print(fits('hopper.scores', launch, table, narrow))\n"

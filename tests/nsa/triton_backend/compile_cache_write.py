@@ -17,7 +17,7 @@ import torch
 import nsa
 from nsa import KVCache, NativeSparseAttention, NSAConfig, PagedCache
 from nsa.triton_backend.ahead_of_time import Launch, recorded
-from nsa.triton_backend.precompile import distinct
+from nsa.warm.precompile import distinct
 
 TOKENS = 256
 SUM = re.compile(r'"tt\.reduce"\([^)]*\) <\{[^}]*\}> \(\{[^}]*arith\.addf', re.DOTALL)

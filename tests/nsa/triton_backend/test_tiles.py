@@ -13,9 +13,10 @@ from nsa.parallel.plan import GRID
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import architecture, candidates, tuning
+from nsa.triton_backend import architecture, tuning
 from nsa.triton_backend.architecture import SHARED_MEMORY_KIB
 from nsa.triton_backend.tuning import LaunchConfig, Table
+from nsa.tuner import candidates
 
 CONFIG = nsa.NSAConfig(l=8, d=4, l_sel=32, n_sel=3, w=21)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +17,12 @@ import torch
 pytest.importorskip("triton")
 
 import nsa
-from nsa.triton_backend import tuned, tuning
-from nsa.triton_backend.candidates import Trial
-from nsa.triton_backend.tuned import Where
+from nsa.triton_backend import tuning
 from nsa.triton_backend.tuning import LaunchConfig
+from nsa.tuner import tuned
+from nsa.tuner.candidates import Trial
 from nsa.tuner.search import Search
+from nsa.tuner.tuned import Where
 
 WHERE = Where("NVIDIA H200", 90, "0" * 64)
 SHAPE = nsa.Workload("train", 2, 2048, 12, 2, 64, 64)
@@ -201,16 +203,17 @@ def test_what_cannot_be_kept_holds_for_the_process(cache: Path) -> None:
     assert sizes(tuning.table(90).of("scores", "slim", 6)) == sizes(BEST)
 
 
-def test_the_sources_are_those_of_every_kernel_and_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tuned.sources_sha256.cache_clear()
-    before = tuned.sources_sha256()
-    for table in tuning.TABLES.glob("*.json"):
-        (tmp_path / table.name).write_text(table.read_text() + "\n")
-    tuned.sources_sha256.cache_clear()
-    here = Path(tuned.__file__).parent
-    monkeypatch.setattr(Path, "rglob", lambda *_: iter([here / "tile.py"]))
-    assert tuned.sources_sha256() != before
-    tuned.sources_sha256.cache_clear()
+@pytest.mark.parametrize("changed", ["tile.py", "hopper/tile.py", "tables/sm90.json"])
+def test_the_sources_are_those_of_every_kernel_and_table(
+    changed: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sha256 = tuned.sources_sha256.__wrapped__
+    copied = shutil.copytree(tuning.TABLES.parent, tmp_path / "triton_backend")
+    before = sha256()
+    monkeypatch.setattr(tuning, "TABLES", copied / "tables")
+    assert sha256() == before
+    (copied / changed).write_text((copied / changed).read_text() + "\n")
+    assert sha256() != before
 
 
 @pytest.mark.parametrize(

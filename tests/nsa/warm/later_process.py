@@ -1,7 +1,7 @@
 """What a later process finds in Triton's cache, printed as JSON: {"compiled": [names], "found": [names]}.
 
 Run as a process of its own, without Triton's interpreter, with the arguments of `nsa.warm`. Triton's launcher, keys and
-cache are the real ones, and nothing of `nsa.triton_backend.precompile` takes part: only the driver of a GPU that is not
+cache are the real ones, and nothing of `nsa.warm.precompile` takes part: only the driver of a GPU that is not
 there and the launch itself are left out.
 """
 

@@ -15,7 +15,7 @@ from nsa import NSAConfig, Workload
 from nsa.loss import next_token_loss
 from nsa.model import DecoderLM, ModelConfig
 from nsa.triton_backend.ahead_of_time import Launch, recorded
-from nsa.triton_backend.precompile import distinct
+from nsa.warm.precompile import distinct
 from nsa.warm.workloads import launches
 
 BATCH, TOKENS = 2, 160

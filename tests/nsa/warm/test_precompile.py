@@ -15,8 +15,9 @@ import torch
 import triton
 
 from nsa.train import run
-from nsa.triton_backend import ahead_of_time, compile_log, precompile
+from nsa.triton_backend import ahead_of_time, compile_log
 from nsa.triton_backend.compile_log import Compilation
+from nsa.warm import precompile
 
 
 class FakeLaunch:

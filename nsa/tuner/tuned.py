@@ -55,9 +55,9 @@ class Where:
 @cache
 def sources_sha256() -> str:
     """Hash of the kernels, of how they are launched, and of the tables that the tuner starts from."""
-    here, digest = Path(__file__).parent, hashlib.sha256()
-    for file in sorted((*here.rglob("*.py"), *tuning.TABLES.glob("*.json"))):
-        digest.update(f"{file.relative_to(here).as_posix()}\0".encode() + file.read_bytes())
+    backend, digest = tuning.TABLES.parent, hashlib.sha256()
+    for file in sorted((*backend.rglob("*.py"), *tuning.TABLES.glob("*.json"))):
+        digest.update(f"{file.relative_to(backend).as_posix()}\0".encode() + file.read_bytes())
     return digest.hexdigest()
 
 

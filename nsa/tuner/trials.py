@@ -24,11 +24,12 @@ from nsa import (
     selected_attention,
     window_attention,
 )
-from nsa.triton_backend import ahead_of_time, candidates, dispatch, tuning
+from nsa.triton_backend import ahead_of_time, dispatch, tuning
 from nsa.triton_backend.ahead_of_time import Heads
 from nsa.triton_backend.architecture import shared_kib
-from nsa.triton_backend.candidates import Trial
 from nsa.triton_backend.tuning import LaunchConfig, Table
+from nsa.tuner import candidates
+from nsa.tuner.candidates import Trial
 
 PARTS = {
     "compressed_window_forward": ("compressed", "window"),
