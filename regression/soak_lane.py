@@ -15,10 +15,10 @@ from torch import Tensor
 
 from nsa import NSAConfig
 from nsa.model import BASE_125M, ModelConfig
-from nsa.train import monitors
+from nsa.train.data.loader import Shard, SyntheticBatches
 from nsa.train.distributed import Ranks
-from nsa.train.health import Health, StepMetrics
-from nsa.train.loader import Shard, SyntheticBatches
+from nsa.train.monitoring import monitors
+from nsa.train.monitoring.health import Health, StepMetrics
 from nsa.train.trainer import COMPUTE, Trainer
 from regression import training
 from regression.contract import Bound, Evidence, Step

@@ -17,9 +17,10 @@ from unittest import mock
 from nsa import NSAConfig
 from nsa.io import read_json_lines
 from nsa.model import ModelConfig
-from nsa.train import monitors, profile, watchdog
+from nsa.train import profile
 from nsa.train import run as product_run
-from nsa.train.health import StoppedError
+from nsa.train.monitoring import monitors, watchdog
+from nsa.train.monitoring.health import StoppedError
 from nsa.train.run import Options
 from nsa.train.run_folder import RunWriter as Files
 from nsa.train.settings import Data, Runtime, Settings, Telemetry, Train

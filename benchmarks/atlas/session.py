@@ -22,9 +22,10 @@ from harness import fingerprint
 from harness.machines import Machine
 from nsa.config import NSAConfig
 from nsa.model import DecoderLM
-from nsa.train import loader, tasks
-from nsa.train.data import Batch
-from nsa.train.loader import Shard
+from nsa.train import tasks
+from nsa.train.data import loader
+from nsa.train.data.batches import Batch
+from nsa.train.data.loader import Shard
 from nsa.train.tasks import Plan
 from nsa.train.trainer import COMPUTE
 

@@ -18,11 +18,12 @@ from typing import Any
 import yaml
 
 from nsa.io import cannot_write
-from nsa.train import distributed, loader, memory_estimate, preflight, profile, run
+from nsa.train import distributed, memory_estimate, preflight, profile, run
 from nsa.train.checkpoint import DamagedCheckpointError
+from nsa.train.data import loader
+from nsa.train.data.loader import NoFirstBatchError, Shard
 from nsa.train.distributed import LostRankError
-from nsa.train.health import StoppedError
-from nsa.train.loader import NoFirstBatchError, Shard
+from nsa.train.monitoring.health import StoppedError
 from nsa.train.settings import DATASETS, PARALLEL, Settings
 
 REFUSED, ALARMED, LOST = 2, 3, 4

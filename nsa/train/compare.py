@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from nsa.io import atomic_write, to_json
-from nsa.train import monitors, run_folder
-from nsa.train.health import WARM_UP_STEPS
+from nsa.train import run_folder
+from nsa.train.monitoring import monitors
+from nsa.train.monitoring.health import WARM_UP_STEPS
 from nsa.train.run_folder import RunHistory
 
 SETTINGS_THAT_MAY_DIFFER = (

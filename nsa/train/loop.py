@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from nsa.train import checkpoint, distributed, health, preflight
-from nsa.train.async_metrics import DEPTH, AsyncMetrics
-from nsa.train.data import Batch
-from nsa.train.health import WARM_UP_STEPS
-from nsa.train.loader import Loader
+from nsa.train import checkpoint, distributed, preflight
+from nsa.train.data.batches import Batch
+from nsa.train.data.loader import Loader
 from nsa.train.metrics import MetricsLogger, StepContext
+from nsa.train.monitoring import health
+from nsa.train.monitoring.async_metrics import DEPTH, AsyncMetrics
+from nsa.train.monitoring.health import WARM_UP_STEPS
+from nsa.train.monitoring.watchdog import StopRequest, Watchdog
 from nsa.train.trainer import StepResult, Trainer
-from nsa.train.watchdog import StopRequest, Watchdog
 
 PREDICTED_AFTER = WARM_UP_STEPS + 5
 """Steps after which the length of the run is predicted, and preflight asked again."""

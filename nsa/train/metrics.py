@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from nsa.train import distributed
-from nsa.train.async_metrics import HostMetrics
-from nsa.train.health import STOPS, Health, StepMetrics, StoppedError
-from nsa.train.loader import SYNTHETIC
-from nsa.train.monitors import Alarm
+from nsa.train.data.loader import SYNTHETIC
+from nsa.train.monitoring.async_metrics import HostMetrics
+from nsa.train.monitoring.health import STOPS, Health, StepMetrics, StoppedError
+from nsa.train.monitoring.monitors import Alarm
 from nsa.train.run_folder import RunWriter
 from nsa.train.settings import MIB
 from nsa.train.trainer import Trainer

@@ -20,8 +20,9 @@ from matplotlib.figure import Figure
 
 from nsa.config import BRANCHES
 from nsa.io import atomic_write
-from nsa.train import health, monitors, run_folder
-from nsa.train.health import WARM_UP_STEPS
+from nsa.train import run_folder
+from nsa.train.monitoring import health, monitors
+from nsa.train.monitoring.health import WARM_UP_STEPS
 from nsa.train.run_folder import RunHistory
 
 MOST_IMBALANCE = 0.05

@@ -12,17 +12,19 @@ from typing import Any
 import torch
 
 from nsa.io import append_line, atomic_write, read_json_lines, to_json
-from nsa.train import checkpoint, distributed, loader, memory_estimate, preflight, profile, run_folder, watchdog
-from nsa.train.data import Batch
+from nsa.train import checkpoint, distributed, memory_estimate, preflight, profile, run_folder
+from nsa.train.data import loader
+from nsa.train.data.batches import Batch
+from nsa.train.data.loader import SYNTHETIC, Loader, Shard
 from nsa.train.distributed import Ranks
-from nsa.train.loader import SYNTHETIC, Loader, Shard
 from nsa.train.loop import Loop, Outcome
 from nsa.train.metrics import MetricsLogger
+from nsa.train.monitoring import watchdog
+from nsa.train.monitoring.watchdog import StopRequest, Watchdog
 from nsa.train.profile import Environment
 from nsa.train.run_folder import RunWriter, attempts_file, environment_record, utc
 from nsa.train.settings import Settings
 from nsa.train.trainer import Trainer
-from nsa.train.watchdog import StopRequest, Watchdog
 
 CHECKPOINTS = "checkpoints"
 

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa.model import DecoderLM, ModelConfig
-from nsa.train import distributed, health, objective
-from nsa.train.attention_stats import AttentionObserver
+from nsa.train import distributed, objective
 from nsa.train.context import SharedSequences
 from nsa.train.cuda_graph import GraphedPass
-from nsa.train.data import Batch as Batch  # of a step, for those who drive the trainer
+from nsa.train.data.batches import Batch as Batch  # of a step, for those who drive the trainer
 from nsa.train.distributed import Ranks
+from nsa.train.monitoring import health
+from nsa.train.monitoring.attention_stats import AttentionObserver
 from nsa.train.objective import Objective
 from nsa.train.settings import Settings
 

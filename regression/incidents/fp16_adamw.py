@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nsa.train import checkpoint, objective, settings
-from nsa.train.health import LAWFUL_SKIPS
+from nsa.train.monitoring.health import LAWFUL_SKIPS
 from nsa.train.preflight import RefusedError
 from nsa.train.run import CHECKPOINTS
 from nsa.train.settings import Settings

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from nsa.model import DecoderLM
-from nsa.train import distributed, monitors
+from nsa.train import distributed
+from nsa.train.data.loader import Loader, Shard
 from nsa.train.distributed import Ranks
-from nsa.train.loader import Loader, Shard
+from nsa.train.monitoring import monitors
 from nsa.train.settings import Settings
 from nsa.train.trainer import Trainer
 from regression import training

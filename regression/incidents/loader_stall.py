@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from nsa.train import loader
-from nsa.train.loader import SYNTHETIC, BatchFetcher, FirstBatch, NoFirstBatchError, Source, SyntheticBatches
+from nsa.train.data import loader
+from nsa.train.data.loader import SYNTHETIC, BatchFetcher, FirstBatch, NoFirstBatchError, Source, SyntheticBatches
 from nsa.train.settings import Data, Settings
 from regression import training
 from regression.contract import Bound, Evidence, Incident, ReproVerdict, Step
@@ -47,7 +47,7 @@ def _silent_server() -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def _served_by(open_source: Callable[[Settings], Source]) -> Iterator[None]:
-    """The network in the place of `nsa.train.loader.open_source`."""
+    """The network in the place of `nsa.train.data.loader.open_source`."""
     with mock.patch.object(loader, "open_source", lambda settings, *share, **options: open_source(settings)):
         yield
 

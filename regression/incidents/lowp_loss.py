@@ -18,9 +18,9 @@ from torch.nn.functional import cross_entropy
 from nsa import loss
 from nsa.model import next_token_loss
 from nsa.train import settings
+from nsa.train.data.loader import Shard, SyntheticBatches
 from nsa.train.distributed import Ranks
-from nsa.train.health import Health, StepMetrics
-from nsa.train.loader import Shard, SyntheticBatches
+from nsa.train.monitoring.health import Health, StepMetrics
 from nsa.train.trainer import COMPUTE, Trainer
 from regression import training
 from regression.contract import Bound, Evidence, Incident, ReproVerdict, Step

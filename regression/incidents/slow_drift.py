@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa.layer import Gates
-from nsa.train import monitors
+from nsa.train.monitoring import monitors
 from regression import training
 from regression.contract import Bound, Evidence, Incident, ReproVerdict, Step
 from regression.detectors.host_cost import clock_s

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from nsa.train import monitors
+from nsa.train.monitoring import monitors
 from regression.contract import aspects
 from regression.incidents import no_label_shift, slow_drift
 from tests.regression.test_attention_incidents import SilentStep

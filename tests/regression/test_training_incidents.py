@@ -14,11 +14,12 @@ from torch import Tensor
 
 import nsa
 from nsa import backends, torch_backend
-from nsa.train import data, loader, preflight
+from nsa.train import preflight
 from nsa.train import run as product_run
-from nsa.train.data import Row
+from nsa.train.data import batches, loader
+from nsa.train.data.batches import Row
+from nsa.train.data.loader import BatchFetcher, FirstBatch
 from nsa.train.distributed import Ranks
-from nsa.train.loader import BatchFetcher, FirstBatch
 from nsa.train.settings import Settings
 from regression.contract import Bound, Evidence, ReproVerdict, verdict
 from regression.detectors import host_cost, public_api
@@ -219,7 +220,7 @@ def test_a_silent_switch_to_other_data_is_seen(monkeypatch: pytest.MonkeyPatch) 
     def switched(
         asked: BatchFetcher[Any], deadline_s: float, fallback: BatchFetcher[Any] | None = None
     ) -> FirstBatch[Any]:
-        answered = healthy(BatchFetcher("other", lambda: data.pack([ROW], packing=False, position={})), deadline_s)
+        answered = healthy(BatchFetcher("other", lambda: batches.pack([ROW], packing=False, position={})), deadline_s)
         return FirstBatch(answered.batch, asked.name, 0.0)
 
     monkeypatch.setattr(loader, "first_batch", switched)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nsa.train.async_metrics import DEPTH, AsyncMetrics
+from nsa.train.monitoring.async_metrics import DEPTH, AsyncMetrics
 
 
 @pytest.mark.parametrize("synchronous", [False, True])

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from nsa import torch_backend
 from nsa.config import BRANCHES
-from nsa.train.attention_stats import AttentionStats
+from nsa.train.data.loader import Shard, SyntheticBatches
 from nsa.train.distributed import Ranks
-from nsa.train.health import Health
-from nsa.train.loader import Shard, SyntheticBatches
+from nsa.train.monitoring.attention_stats import AttentionStats
+from nsa.train.monitoring.health import Health
 from nsa.train.trainer import Trainer
 from tests.nsa.train.runs import settings
 

@@ -9,12 +9,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from nsa.train import data, memory_estimate, profile, trainer
-from nsa.train.async_metrics import AsyncMetrics
+from nsa.train import memory_estimate, profile, trainer
 from nsa.train.cuda_graph import CapturedGraph, GraphedPass
-from nsa.train.data import Batch
+from nsa.train.data import batches
+from nsa.train.data.batches import Batch
+from nsa.train.data.loader import Shard, SyntheticBatches
 from nsa.train.distributed import Ranks
-from nsa.train.loader import Shard, SyntheticBatches
+from nsa.train.monitoring.async_metrics import AsyncMetrics
 from nsa.train.objective import Objective
 from nsa.train.profile import ProfileError
 from nsa.train.settings import Settings
@@ -58,7 +59,7 @@ def test_empty_documents_change_nothing(phi: str, tmp_path: Path) -> None:
     batch = packed(40, 5, 51)
     assert batch.cu_seqlens is not None
     few = batch.cu_seqlens[:4]
-    many = data.with_empty_documents(few, 130)
+    many = batches.with_empty_documents(few, 130)
     assert (few.tolist(), many.tolist()) == ([0, 40, 45, 96], [0, 40, 45] + 128 * [96])
     lm = Trainer(chosen, CPU, Ranks()).lm
     found = [Objective(lm)(batch.tokens, batch.targets, bounds) for bounds in (few, many)]

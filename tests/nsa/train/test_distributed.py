@@ -178,7 +178,7 @@ def test_the_interpreter_is_not_taken_down_under_threads(tmp_path: Path, ranks: 
 
 
 def test_ranks_share_a_batch_evenly(tmp_path: Path) -> None:
-    from nsa.train.loader import Shard
+    from nsa.train.data.loader import Shard
 
     assert [list(Shard(rank, 2).rows(4)) for rank in range(2)] == [[0, 1], [2, 3]]
     with pytest.raises(ValueError, match=r"train\.batch_size must be a multiple of the 2 ranks; got 3"):

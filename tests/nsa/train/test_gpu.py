@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from nsa.train import profile
-from nsa.train.async_metrics import AsyncMetrics
+from nsa.train.data.loader import Shard, SyntheticBatches
 from nsa.train.distributed import Ranks
-from nsa.train.loader import Shard, SyntheticBatches
+from nsa.train.monitoring.async_metrics import AsyncMetrics
 from nsa.train.settings import Settings
 from nsa.train.trainer import Trainer
 from regression.detectors.host_cost import no_waiting

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from nsa.layer import NativeSparseAttention
 from nsa.model import DecoderLM
-from nsa.train import data, health, monitors
 from nsa.train.__main__ import ALARMED, main
-from nsa.train.attention_stats import AttentionStats
-from nsa.train.health import LAWFUL_SKIPS, Health, StepMetrics, StoppedError
+from nsa.train.data import batches
+from nsa.train.monitoring import health, monitors
+from nsa.train.monitoring.attention_stats import AttentionStats
+from nsa.train.monitoring.health import LAWFUL_SKIPS, Health, StepMetrics, StoppedError
 from nsa.train.objective import Objective
 from nsa.train.trainer import Trainer
 from tests.nsa.train import runs
@@ -87,13 +88,13 @@ def test_an_alarm_has_its_own_exit_code(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_loss_below_the_entropy_of_random_tokens_is_too_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Targets that are the inputs: no label shift."""
-    healthy = data.pack
+    healthy = batches.pack
 
-    def unshifted(*given: Any, **named: Any) -> data.Batch:
+    def unshifted(*given: Any, **named: Any) -> batches.Batch:
         made = healthy(*given, **named)
         return dataclasses.replace(made, targets=made.tokens.clone())
 
-    monkeypatch.setattr(data, "pack", unshifted)
+    monkeypatch.setattr(batches, "pack", unshifted)
     with pytest.raises(StoppedError, match="too_good"):
         train(settings(tmp_path, train__steps=60, train__lr=1e-2, train__log_every=5))
 
@@ -210,7 +211,7 @@ def test_a_selection_that_goes_wrong_late_stops_the_run(
     sentinel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Statistics are asked at every logged step, and what they say of keys and blocks ends the run."""
-    from nsa.train.attention_stats import AttentionObserver
+    from nsa.train.monitoring.attention_stats import AttentionObserver
 
     healthy, calls = AttentionObserver.read, 0
     spoilt: dict[str, dict[str, Any]] = {

@@ -11,9 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.train import data, loader
-from nsa.train.data import Batch, Row
-from nsa.train.loader import BatchFetcher, Loader, NoFirstBatchError, Prefetch, Shard, SyntheticBatches, first_batch
+from nsa.train.data import batches, loader
+from nsa.train.data.batches import Batch, Row
+from nsa.train.data.loader import (
+    BatchFetcher,
+    Loader,
+    NoFirstBatchError,
+    Prefetch,
+    Shard,
+    SyntheticBatches,
+    first_batch,
+)
 from nsa.train.settings import Settings
 from tests.nsa.train.runs import settings
 
@@ -22,7 +30,7 @@ NUMBER_OF_DOCUMENTS = 60
 
 def _on_text(folder: Path, monkeypatch: pytest.MonkeyPatch, **overrides: Any) -> Settings:
     """Documents of which each says its own number and nothing else; one in five is held out."""
-    monkeypatch.setattr(data, "HELD_OUT", 5)
+    monkeypatch.setattr(batches, "HELD_OUT", 5)
     path = folder / "text.jsonl"
     path.write_text("".join(json.dumps({"text": f"<{i}>"}) + "\n" for i in range(NUMBER_OF_DOCUMENTS)))
     return settings(folder, data__dataset="files", data__path=str(path), **overrides)
@@ -77,11 +85,11 @@ def test_each_rank_has_documents_of_its_own(validating: bool, tmp_path: Path, mo
 
 def test_each_rank_has_random_rows_of_its_own(tmp_path: Path) -> None:
     chosen = settings(tmp_path)
-    for batches in (
+    for ranks in (
         [_trained_on(chosen, Shard(rank, 2), 4) for rank in range(2)],
         [loader.held_out_batches(chosen, Shard(rank, 2), "synthetic") for rank in range(2)],
     ):
-        first, second = map(_rows, batches)
+        first, second = map(_rows, ranks)
         assert first
         assert not first & second
 
@@ -168,11 +176,11 @@ class _Failing:
     def __init__(self) -> None:
         self._left = 3
 
-    def next(self) -> data.Batch:
+    def next(self) -> batches.Batch:
         self._left -= 1
         if not self._left:
             raise OSError("the disk is gone")
-        return data.pack([Row(torch.zeros(4, dtype=torch.int64), (4,))], packing=False, position={})
+        return batches.pack([Row(torch.zeros(4, dtype=torch.int64), (4,))], packing=False, position={})
 
     def restore(self, position: dict[str, Any]) -> None: ...
 
@@ -192,9 +200,9 @@ def test_batches_are_made_before_they_are_asked_for() -> None:
     class Counted:
         name = "counted"
 
-        def next(self) -> data.Batch:
+        def next(self) -> batches.Batch:
             made.release()
-            return data.pack([Row(torch.zeros(4, dtype=torch.int64), (4,))], packing=False, position={})
+            return batches.pack([Row(torch.zeros(4, dtype=torch.int64), (4,))], packing=False, position={})
 
         def restore(self, position: dict[str, Any]) -> None: ...
 

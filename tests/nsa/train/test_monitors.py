@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa.train import monitors
+from nsa.train.monitoring import monitors
 
 LN3 = math.log(3)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nsa.train import checkpoint, run_folder
+from nsa.train.data.loader import Shard, SyntheticBatches
 from nsa.train.distributed import Ranks
-from nsa.train.loader import Shard, SyntheticBatches
 from nsa.train.trainer import Trainer
 from tests.nsa.train import runs
 from tests.nsa.train.runs import settings, train

@@ -19,9 +19,9 @@ from nsa.io import read_json_lines
 from nsa.train import checkpoint, report, run_folder
 from nsa.train.__main__ import main
 from nsa.train.checkpoint import DamagedCheckpointError
+from nsa.train.monitoring.watchdog import EXIT_STALLED
 from nsa.train.preflight import RefusedError
 from nsa.train.run_folder import InUseError, Table
-from nsa.train.watchdog import EXIT_STALLED
 from tests.nsa.train import runs
 from tests.nsa.train.runs import settings, train
 

@@ -13,14 +13,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from nsa.train import monitors, watchdog
-from nsa.train.watchdog import EXIT_STALLED, StopRequest, Watchdog, dump_on_signal
+from nsa.train.monitoring import monitors, watchdog
+from nsa.train.monitoring.watchdog import EXIT_STALLED, StopRequest, Watchdog, dump_on_signal
 from tests.nsa.train.runs import ROOT
 
 STALL = """
 import sys, threading, time
 from pathlib import Path
-from nsa.train.watchdog import Watchdog
+from nsa.train.monitoring.watchdog import Watchdog
 def waits_forever():
     threading.Event().wait()
 def say(why):

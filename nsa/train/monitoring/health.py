@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from nsa.model import DecoderLM
-from nsa.train import monitors
-from nsa.train.attention_stats import AttentionStats
-from nsa.train.monitors import Alarm
+from nsa.train.monitoring import monitors
+from nsa.train.monitoring.attention_stats import AttentionStats
+from nsa.train.monitoring.monitors import Alarm
 
 STOPS = frozenset({"non_finite", "too_good", "missing_gradients", "selection_at_maximum", "keys_read", "future_leak"})
 """Alarms after which every further step is wasted; the others are written down and make the run a no-go."""

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from nsa import loss
 from nsa.loss import IGNORED
+from nsa.train.data.text_files import LINES, TextFiles
 from nsa.train.settings import Data
-from nsa.train.text_files import LINES, TextFiles
 
 HELD_OUT = 50
 """One document in so many is for validation."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nsa.train import monitors
+from nsa.train.monitoring import monitors
 
 EXIT_STALLED = 86
 """Exit code of a run that the watchdog ended, and of nothing else here."""

@@ -1,0 +1,1 @@
+"""What is watched while a run goes on: metrics without waiting, attention, alarms, a deadline."""
