@@ -77,6 +77,34 @@ def tiles(num_queries: int, group: int, dk: int, dv: int, dtype: torch.dtype) ->
     return Tiles(tokens, heads_in_tile, max(KEYS // (excess * wide), MIN_DOT), padded_k, padded_v)
 
 
+@dataclass(frozen=True)
+class Splits:
+    """Into how many programs the keys of one row are split."""
+
+    compressed: int
+    selected: int
+    window: int
+
+    @property
+    def both(self) -> int:
+        """Of the launch that reads selected blocks and window."""
+        return self.selected + self.window
+
+
+def split(groups: int, length: int, capacity: int, shape: Tiles, config: NSAConfig, sms: int) -> Splits:
+    """Of so many sequences × groups of heads, queries per sequence and compressed blocks at most, on a GPU of `sms`."""
+    tiles_of_compressed = min(cdiv(capacity, shape.keys), MAX_SPLITS)
+    tiles_of_choice, tiles_of_window = config.n_sel * cdiv(config.l_sel, shape.keys), cdiv(config.w, shape.keys)
+    # two at least: one split of 16 blocks would take twice as long as the window's
+    selected = max(_num_splits(groups * length, tiles_of_choice, sms), min(tiles_of_choice, 2))
+    selected = 2 ** (selected.bit_length() - 1)  # compiled in: not for every number of sequences anew
+    return Splits(
+        _in_whole_waves(groups * cdiv(length, shape.tokens), tiles_of_compressed, sms),
+        selected,
+        max(selected * tiles_of_window // tiles_of_choice, 1),
+    )
+
+
 def attend(
     q: Tensor,
     compressed: KVView,
@@ -93,85 +121,114 @@ def attend(
     """
     if q.shape[0] > 1 and q.shape[0] * q.shape[1] * q.shape[2] * compressed.capacity > SCRATCH:
         return _by_halves(q, (compressed, selected, window), lengths, gates, config, scale)
-    q, compressed, selected, window = unit_stride(q), *map(_unit_stride, (compressed, selected, window))
-    (batch, length, heads, dk), (num_kv_heads, dv) = q.shape, selected.v.shape[2:]
-    group, to_base_2 = heads // num_kv_heads, scale * LOG2E
-    shape = tiles(length, group, dk, dv, q.dtype)
-    by_head, by_group = (batch, length, heads), (batch, length, num_kv_heads)
-    out, lse = q.new_empty(*by_head, dv), q.new_empty(3, *by_head, dtype=torch.float32)
-    blocks = q.new_empty(*by_group, config.n_sel, dtype=torch.int32)
+    step = _Step(q, (compressed, selected, window), lengths, config, scale)
+    if step.decoded.o.numel():
+        with on_device(q):
+            step.score()
+            step.choose()
+            step.attend()
+            step.merge(gates)
+    return step.decoded
 
-    cut = batch * num_kv_heads * cdiv(length, shape.tokens)
-    sms = num_sms(q.device)
-    splits = _in_whole_waves(cut, min(cdiv(compressed.capacity, shape.keys), MAX_SPLITS), sms)
-    slots = max(cdiv(compressed.capacity, SLOTS), 1) * SLOTS
-    scores = q.new_empty(*by_head, slots, dtype=torch.float32)
-    o_cmp, lse_cmp, read_cmp = _parts(q, by_head, by_group, splits, dv)
 
-    tiles_of_choice = config.n_sel * cdiv(config.l_sel, shape.keys)
-    # two at least: one split of 16 blocks would take twice as long as the window's
-    selected_splits = _num_splits(batch * num_kv_heads * length, tiles_of_choice, sms)
-    selected_splits = max(selected_splits, min(tiles_of_choice, 2))
-    selected_splits = 2 ** (selected_splits.bit_length() - 1)  # compiled in: not for every number of sequences anew
-    tiles_of_window = cdiv(config.w, shape.keys)
-    window_splits = max(selected_splits * tiles_of_window // tiles_of_choice, 1)
-    splits_of_both = selected_splits + window_splits
-    o_sel_win, lse_sel_win, read_sel_win = _parts(q, by_head, by_group, splits_of_both, dv)
-    decoded = DecodeOutput(
-        out, blocks, lse, (read_cmp, read_sel_win[..., :selected_splits], read_sel_win[..., selected_splits:])
-    )
-    if out.numel() == 0:
-        return decoded
+class _Step:
+    """One call: its tensors, how it is cut, and its launches in the order in which they must run."""
 
-    sizes, widths = (dk, dv, shape.dk, shape.dv), (shape.dk + shape.dv, q.dtype)
-    tokens = (None, lengths) if isinstance(lengths, int) else (lengths, 0)
-    # a launch begins while the one before ends (programmatic dependent launch)
-    pdl = decode_kernels.HAS_PDL and architecture.of(q.device) >= HAS_PDL_FROM
-    early = {"launch_pdl": True} if pdl else {}
-    with on_device(q):
-        decode_kernels._compressed[cdiv(length, shape.tokens) * splits, num_kv_heads, batch](
-            q, compressed.k, compressed.v, compressed.table, *tokens, scores, o_cmp, lse_cmp, read_cmp, *strides(q),
-            *compressed.strides, length, heads, num_kv_heads, group, slots, splits, to_base_2,
-            config.l, config.d, compressed.page_size, length == 1, pdl,
-            *sizes, shape.tokens, shape.group, shape.keys, **launch_options(shape.tokens * shape.group, *widths),
+    def __init__(
+        self, q: Tensor, branches: tuple[KVView, KVView, KVView], lengths: Tensor | int, config: NSAConfig, scale: float
+    ) -> None:
+        self.q, (self.compressed, self.selected, self.window) = unit_stride(q), map(_unit_stride, branches)
+        self.config, self.to_base_2 = config, scale * LOG2E
+        self.batch, self.length, self.heads, dk = q.shape
+        self.num_kv_heads, self.dv = self.selected.v.shape[2:]
+        self.group, self.sms = self.heads // self.num_kv_heads, num_sms(q.device)
+        self.tiles = tiles(self.length, self.group, dk, self.dv, q.dtype)
+        capacity = self.compressed.capacity
+        self.splits = split(self.batch * self.num_kv_heads, self.length, capacity, self.tiles, config, self.sms)
+        self.tokens = (None, lengths) if isinstance(lengths, int) else (lengths, 0)
+        self.slots = max(cdiv(capacity, SLOTS), 1) * SLOTS
+        self.sizes = (dk, self.dv, self.tiles.dk, self.tiles.dv)
+        # a launch begins while the one before ends (programmatic dependent launch)
+        self.pdl = decode_kernels.HAS_PDL and architecture.of(q.device) >= HAS_PDL_FROM
+        self.early = {"launch_pdl": True} if self.pdl else {}
+
+        by_head, by_group = q.shape[:3], (self.batch, self.length, self.num_kv_heads)
+        self.scores = q.new_empty(*by_head, self.slots, dtype=torch.float32)
+        self.o_cmp, self.lse_cmp, self.read_cmp = _parts(q, by_head, by_group, self.splits.compressed, self.dv)
+        self.o_both, self.lse_both, self.read_both = _parts(q, by_head, by_group, self.splits.both, self.dv)
+        read_sel, read_win = self.read_both.split_with_sizes((self.splits.selected, self.splits.window), -1)
+        self.decoded = DecodeOutput(
+            q.new_empty(*by_head, self.dv),
+            q.new_empty(*by_group, config.n_sel, dtype=torch.int32),
+            q.new_empty(3, *by_head, dtype=torch.float32),
+            (self.read_cmp, read_sel, read_win),
+        )
+
+    def score(self) -> None:
+        """The compressed branch in parts, and its scores."""
+        q, keys, shape, splits = self.q, self.compressed, self.tiles, self.splits.compressed
+        decode_kernels._compressed[cdiv(self.length, shape.tokens) * splits, self.num_kv_heads, self.batch](
+            q, keys.k, keys.v, keys.table, *self.tokens, self.scores, self.o_cmp, self.lse_cmp, self.read_cmp,
+            *strides(q), *keys.strides, self.length, self.heads, self.num_kv_heads, self.group, self.slots, splits,
+            self.to_base_2, self.config.l, self.config.d, keys.page_size, self.length == 1, self.pdl,
+            *self.sizes, shape.tokens, shape.group, shape.keys, **self._options(shape.tokens * shape.group),
         )  # fmt: skip
-        most_blocks = max(geometry.num_selection_blocks(selected.capacity, config), config.n_sel)
-        columns, heads_in_tile = next_power_of_2(most_blocks), next_power_of_2(group)
+
+    def choose(self) -> None:
+        """The blocks of each query and group by its scores: in one launch, or after another of the probabilities."""
+        config, splits = self.config, self.splits.compressed
+        most_blocks = max(geometry.num_selection_blocks(self.selected.capacity, config), config.n_sel)
+        columns, heads_in_tile = next_power_of_2(most_blocks), next_power_of_2(self.group)
         wide = max(decode_kernels.SCORES // heads_in_tile, SLOTS)
-        few = slots <= wide and columns <= FEW_BLOCKS and batch * num_kv_heads * length <= sms
+        rows = self.batch * self.num_kv_heads * self.length
+        few = self.slots <= wide and columns <= FEW_BLOCKS and rows <= self.sms
         p: Tensor | None = None
-        scored: tuple[Tensor | None, Tensor | None] = (scores, lse_cmp)
+        scored: tuple[Tensor | None, Tensor | None] = (self.scores, self.lse_cmp)
+        counts = (self.length, self.heads, self.num_kv_heads, self.group, self.slots, splits)
+        tile = (heads_in_tile, wide, next_power_of_2(splits))
         if not few:
-            p, scored = q.new_empty(*by_group, slots, dtype=torch.float32), (None, None)
-            decode_kernels._group_probabilities[length * cdiv(slots, wide), num_kv_heads, batch](
-                scores, lse_cmp, *tokens, p, length, heads, num_kv_heads, group, slots, splits, cdiv(slots, wide),
-                config.l, config.d, heads_in_tile, wide, next_power_of_2(splits), pdl, **early,
+            p, scored = self.q.new_empty(rows, self.slots, dtype=torch.float32), (None, None)
+            parts = cdiv(self.slots, wide)
+            decode_kernels._group_probabilities[self.length * parts, self.num_kv_heads, self.batch](
+                self.scores, self.lse_cmp, *self.tokens, p, *counts, parts, config.l, config.d, *tile, self.pdl,
+                **self.early,
             )  # fmt: skip
-        decode_kernels._choose[length, num_kv_heads, batch](
-            p, *scored, *tokens, blocks, length, heads, num_kv_heads, group, slots, splits,
+            tile = (1, 1, 1)  # constants, or each number of splits would compile the choice anew
+        decode_kernels._choose[self.length, self.num_kv_heads, self.batch](
+            p, *scored, *self.tokens, self.decoded.block_indices, *counts,
             config.l, config.d, config.l_sel, geometry.overlap_offsets(config).start,
             tuple(geometry.overlap_weights(config)), config.init_blocks, config.local_blocks, config.n_sel,
-            next_power_of_2(config.n_sel), columns,
-            # else constants, or each number of splits would compile it anew
-            *((heads_in_tile, wide, next_power_of_2(splits)) if few else (1, 1, 1)), pdl,
-            num_warps=WARPS_OF_FEW if few else min(max(columns // COLUMNS_PER_WARP, 1), 16), **early,
+            next_power_of_2(config.n_sel), columns, *tile, self.pdl,
+            num_warps=WARPS_OF_FEW if few else min(max(columns // COLUMNS_PER_WARP, 1), 16), **self.early,
         )  # fmt: skip
-        heads_of_query = max(shape.group, MIN_DOT)
-        decode_kernels._selected_window[length * splits_of_both, num_kv_heads, batch](
-            q, selected.k, selected.v, selected.table, window.k, window.v, window.table, blocks, *tokens,
-            o_sel_win, lse_sel_win, read_sel_win, *strides(q), *selected.strides, *window.strides,
-            length, heads, num_kv_heads, group, to_base_2,
-            config.l_sel, config.n_sel, config.w, selected.page_size, window.page_size, selected_splits, window_splits,
-            *sizes, heads_of_query, shape.keys, pdl, **launch_options(heads_of_query, *widths), **early,
+
+    def attend(self) -> None:
+        """The chosen blocks and the window, in parts."""
+        q, selected, window, config, splits = self.q, self.selected, self.window, self.config, self.splits
+        rows = max(self.tiles.group, MIN_DOT)
+        decode_kernels._selected_window[self.length * splits.both, self.num_kv_heads, self.batch](
+            q, selected.k, selected.v, selected.table, window.k, window.v, window.table, self.decoded.block_indices,
+            *self.tokens, self.o_both, self.lse_both, self.read_both,
+            *strides(q), *selected.strides, *window.strides,
+            self.length, self.heads, self.num_kv_heads, self.group, self.to_base_2,
+            config.l_sel, config.n_sel, config.w, selected.page_size, window.page_size, splits.selected, splits.window,
+            *self.sizes, rows, self.tiles.keys, self.pdl, **self._options(rows), **self.early,
         )  # fmt: skip
-        rows, of_branch = batch * length * heads, [next_power_of_2(n) for n in (splits, selected_splits, window_splits)]
-        channels = min(shape.dv, FEW_CHANNELS) if rows <= FEW_ROWS_PER_SM * sms else shape.dv
-        decode_kernels._merge[rows, cdiv(dv, channels)](
-            o_cmp, lse_cmp, o_sel_win, lse_sel_win, gates, out, lse, *gates.stride(), length, heads, rows, splits,
-            selected_splits, window_splits, *of_branch, dv, channels, pdl,
-            num_warps=min(max(max(of_branch) * channels // VALUES_PER_WARP, 1), 4), **early,
+
+    def merge(self, gates: Tensor) -> None:
+        """The parts of each branch, and the gated sum of the branches."""
+        splits, rows = self.splits, self.batch * self.length * self.heads
+        of_branch = [next_power_of_2(n) for n in (splits.compressed, splits.selected, splits.window)]
+        channels = min(self.tiles.dv, FEW_CHANNELS) if rows <= FEW_ROWS_PER_SM * self.sms else self.tiles.dv
+        decode_kernels._merge[rows, cdiv(self.dv, channels)](
+            self.o_cmp, self.lse_cmp, self.o_both, self.lse_both, gates, self.decoded.o, self.decoded.lse,
+            *gates.stride(), self.length, self.heads, rows, splits.compressed, splits.selected, splits.window,
+            *of_branch, self.dv, channels, self.pdl,
+            num_warps=min(max(max(of_branch) * channels // VALUES_PER_WARP, 1), 4), **self.early,
         )  # fmt: skip
-    return decoded
+
+    def _options(self, rows: int) -> dict[str, int]:
+        return launch_options(rows, self.tiles.dk + self.tiles.dv, self.q.dtype)
 
 
 def _by_halves(
@@ -208,7 +265,7 @@ def _num_splits(rows: int, most: int, sms: int) -> int:
     return max(min(cdiv(ENOUGH_PROGRAMS_PER_SM * sms, max(rows, 1)), most), 1)
 
 
-@functools.cache
+@functools.cache  # a search of some 100 us; keys grow with the text up to MAX_SPLITS alone
 def _in_whole_waves(rows: int, most: int, sms: int) -> int:
     """The same, so that of four waves of programs at most the last leaves the fewest places free."""
     resident = RESIDENT_PER_SM * sms
