@@ -187,7 +187,8 @@ class _Step:
         counts = (self.length, self.heads, self.num_kv_heads, self.group, self.slots, splits)
         tile = (heads_in_tile, wide, next_power_of_2(splits))
         if not few:
-            p, scored = self.q.new_empty(rows, self.slots, dtype=torch.float32), (None, None)
+            by_group = (self.batch, self.length, self.num_kv_heads)
+            p, scored = self.q.new_empty(*by_group, self.slots, dtype=torch.float32), (None, None)
             parts = cdiv(self.slots, wide)
             decode_kernels._group_probabilities[self.length * parts, self.num_kv_heads, self.batch](
                 self.scores, self.lse_cmp, *self.tokens, p, *counts, parts, config.l, config.d, *tile, self.pdl,
