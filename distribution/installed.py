@@ -12,7 +12,7 @@ from importlib import metadata, resources
 from pathlib import Path
 
 DISTRIBUTION = "nsa-trusted"
-OPTIONAL = ("nsa.integrations.", "nsa.triton_backend.", "nsa.train.")
+OPTIONAL = ("nsa.integrations.", "nsa.triton_backend", "nsa.tuner.", "nsa.warm.", "nsa.train.")
 """Modules that may need a package which is not there; a module of the package itself must be there all the same."""
 DATA = (
     ("nsa", "py.typed"),

@@ -16,9 +16,10 @@ from benchmarks.history.accepted import Acceptance
 from benchmarks.history.alerts import AlertCase
 from benchmarks.history.store import Store
 from benchmarks.history.trend import SMALLEST_CHANGE
-from benchmarks.report.first_page import changes, judgement, verdicts
-from benchmarks.report.first_page.changes import SeriesTrend
-from benchmarks.report.first_page.judgement import CaseState, Judgement, Level
+from benchmarks.report import changes, judgement
+from benchmarks.report.changes import SeriesTrend
+from benchmarks.report.first_page import verdicts
+from benchmarks.report.judgement import CaseState, Judgement, Level
 
 _Z95 = 1.96
 _MEDIAN = math.sqrt(math.pi / 2)

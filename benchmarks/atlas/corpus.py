@@ -1,7 +1,7 @@
 """The text of an atlas: the Python sources of this interpreter, its standard library's and its packages', in one file.
 
 Each file is a document of corpus.jsonl, in an order that its content decides, so that training meets no package as a
-whole; equal files stand there once. `nsa.train.data.batches` decides by content what is held out.
+whole; equal files stand there once. `nsa.train.data.packing` decides by content what is held out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nsa.io import atomic_write, open_atomic
-from nsa.train.data.batches import HELD_OUT
+from nsa.train.data.packing import HELD_OUT
 
 CORPUS, ABOUT = "corpus.jsonl", "corpus.json"
 _READERS = 16

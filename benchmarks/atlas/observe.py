@@ -25,7 +25,7 @@ from nsa.geometry import num_selection_blocks
 from nsa.layer import NativeSparseAttention, PerBranch
 from nsa.loss import summed_cross_entropy
 from nsa.model import DecoderLM, ModelCache
-from nsa.train.data.batches import Batch
+from nsa.train.data.packing import Batch
 
 SCORED_ROWS = 256
 """Of a sequence: rows whose scores are computed again for `mass` and `sink_share`, evenly spaced."""

@@ -24,8 +24,8 @@ from nsa.config import NSAConfig
 from nsa.model import DecoderLM
 from nsa.train import tasks
 from nsa.train.data import loader
-from nsa.train.data.batches import Batch
 from nsa.train.data.loader import Shard
+from nsa.train.data.packing import Batch
 from nsa.train.tasks import Plan
 from nsa.train.trainer import COMPUTE
 

@@ -1,4 +1,4 @@
-"""How a case is called on every page and chart, and its throughput."""
+"""Labels of a case, and its throughput, the same on every page and chart."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def size(key: Key) -> str:
 
 def label(record: Record) -> str:
     """What was measured beside its mode, batch and length: "64x4x128 bfloat16 random inputs cold graph"."""
-    return " ".join([record.key.what, *_further(record)])
+    return " ".join([record.key.what, *_details(record)])
 
 
-def _further(record: Record) -> list[str]:
+def _details(record: Record) -> list[str]:
     """The dtype, the inputs with where they are from, and whatever is not usual; a train step has a text, and no inputs
     to name."""
     key, source = record.key, record.inputs_source
@@ -48,9 +48,9 @@ def _further(record: Record) -> list[str]:
     return [dtype, named, *(word for word in others if word != key.inputs)]
 
 
-def further(record: Record) -> str:
+def details(record: Record) -> str:
     """The dtype, the inputs and whatever is not usual: "bfloat16, recorded inputs (atlas e4fe0fa0f0), cold, graph"."""
-    return ", ".join(_further(record))
+    return ", ".join(_details(record))
 
 
 def throughput(point: Point, latency_ms: float | None = None) -> float:

@@ -26,11 +26,11 @@ from benchmarks.history import mutants as recorded
 from benchmarks.history.records import Record
 from benchmarks.history.store import Store
 from benchmarks.report import published
-from benchmarks.report.first_page import alerts, comparisons, evidence, memory, mutants
-from benchmarks.report.first_page.judgement import CaseState
+from benchmarks.report.first_page import alerts, comparisons, evidence
 from benchmarks.report.first_page.verdicts import Answers, last_run
 from benchmarks.report.folder import ReportFolder
-from benchmarks.report.further_pages import atlas, backtest, calibration, estimates, ledger, parallel, proof
+from benchmarks.report.further_pages import atlas, backtest, calibration, estimates, ledger, mutants, parallel, proof
+from benchmarks.report.judgement import CaseState
 from benchmarks.report.links import Repository
 from benchmarks.report.machine_pages import machine
 from benchmarks.report.machine_pages.case_pages import ReportContext
@@ -155,7 +155,7 @@ def build(results: Path, settings: ReportSettings | None = None) -> Report:
             alerts.headline(stored_alerts), evidence.laws(results, repository),
             evidence.incidents(incidents, repository, incidents_page),
             evidence.mutants(tried, repository, incidents_page),
-            memory.headline([(m.page, m.memory_trends) for m in machines]),
+            evidence.memory([(m.page, m.memory_trends) for m in machines]),
         ],
         comparisons=comparisons.newest(compared), earlier=comparisons.earlier(compared),
         accepted=comparisons.accepted(moved),

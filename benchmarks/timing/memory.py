@@ -1,7 +1,8 @@
-"""Peak memory above what stood before the call: PyTorch's allocator on a GPU, a fresh child process on the CPU.
+"""Peak memory above what stood before the call: by PyTorch's allocator on a GPU, by the resident set on the CPU.
 
-On Linux the child resets the kernel's high-water mark of its resident set after the inputs are made, so that the
-peak is exact, however short; with glibc told to give freed memory back, what the call frees counts once.
+The kernel's high-water mark of the resident set is reset after the inputs are made, so that the peak is exact, however
+short. A child process that measures tells glibc to return freed memory at once (`benchmarks.memory_worker`): what the
+call frees and takes again counts once.
 
 The replay of a CUDA graph asks the allocator for nothing: what it needs lies in the pool that was filled when the graph
 was captured, and counts as that pool's size.
@@ -71,16 +72,20 @@ def _pool(segment: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def of_this_process(call: Callable[[], object]) -> PeakMemory:
-    """The same on the CPU. OSError where it is not Linux."""
-    _give_back_freed_memory()
+    """The growth of the resident set by a call on the CPU. OSError where it is not Linux.
+
+    Call once before, on something small: what libraries load, and buffers that they keep, would count.
+    """
+    gc.collect()  # or memory of dead cycles, freed during the call, would be taken off
+    _return_free_pages()
     _CLEAR_REFS.write_text(_RESET_HIGH_WATER)
     before = _high_water_mib()
     call()
     return PeakMemory(_high_water_mib() - before, RSS)
 
 
-def _give_back_freed_memory() -> None:
-    """glibc keeps what was freed resident: a call that takes it again would seem to need nothing."""
+def _return_free_pages() -> None:
+    """glibc keeps freed memory resident, and a call that takes it again would seem to need nothing."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from nsa.loss import IGNORED
 from nsa.model import DecoderLM
 from nsa.parallel import context_parallel
-from nsa.train.data.batches import Batch
+from nsa.train.data.packing import Batch
 from nsa.train.distributed import Ranks
 
 

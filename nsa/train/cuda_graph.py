@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from nsa.graphed_step import stream_aside
-from nsa.train.data import batches
-from nsa.train.data.batches import Batch
+from nsa.train.data import packing
+from nsa.train.data.packing import Batch
 
 WARM_UP_PASSES = 3
 """Passes before a capture, as in PyTorch's documentation: they compile kernels and warm up libraries."""
@@ -98,7 +98,7 @@ def _held(batch: Batch, before: Batch | None) -> Batch:
     room = (before and _documents(before)) or _documents(batch)
     while room < _documents(batch):
         room *= 2
-    bounds = None if batch.cu_seqlens is None else batches.with_empty_documents(batch.cu_seqlens, room)
+    bounds = None if batch.cu_seqlens is None else packing.with_empty_documents(batch.cu_seqlens, room)
     return Batch(batch.tokens.clone(), batch.targets.clone(), batch.num_targets, bounds)
 
 
@@ -106,4 +106,4 @@ def _copy(batch: Batch, held: Batch) -> None:
     held.tokens.copy_(batch.tokens)
     held.targets.copy_(batch.targets)
     if batch.cu_seqlens is not None and held.cu_seqlens is not None:
-        held.cu_seqlens.copy_(batches.with_empty_documents(batch.cu_seqlens, _documents(held)))
+        held.cu_seqlens.copy_(packing.with_empty_documents(batch.cu_seqlens, _documents(held)))

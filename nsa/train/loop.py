@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nsa.train import checkpoint, distributed, preflight
-from nsa.train.data.batches import Batch
 from nsa.train.data.loader import Loader
+from nsa.train.data.packing import Batch
 from nsa.train.metrics import MetricsLogger, StepContext
 from nsa.train.monitoring import health
 from nsa.train.monitoring.async_metrics import DEPTH, AsyncMetrics

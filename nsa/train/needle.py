@@ -25,7 +25,7 @@ from nsa.io import atomic_write, cannot_write, to_json
 from nsa.layer import NativeSparseAttention
 from nsa.loss import IGNORED
 from nsa.model import DecoderLM, ModelConfig
-from nsa.train.data.batches import Batch
+from nsa.train.data.packing import Batch
 from nsa.train.distributed import Ranks
 from nsa.train.settings import Data, Runtime, Settings, Train
 from nsa.train.trainer import Trainer

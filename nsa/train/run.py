@@ -14,8 +14,8 @@ import torch
 from nsa.io import append_line, atomic_write, read_json_lines, to_json
 from nsa.train import checkpoint, distributed, memory_estimate, preflight, profile, run_folder
 from nsa.train.data import loader
-from nsa.train.data.batches import Batch
 from nsa.train.data.loader import SYNTHETIC, Loader, Shard
+from nsa.train.data.packing import Batch
 from nsa.train.distributed import Ranks
 from nsa.train.loop import Loop, Outcome
 from nsa.train.metrics import MetricsLogger

@@ -20,7 +20,7 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.loss import IGNORED
 from nsa.model import DecoderLM, ModelConfig
-from nsa.train.data.batches import Batch
+from nsa.train.data.packing import Batch
 from nsa.train.distributed import Ranks
 from nsa.train.settings import Data, Runtime, Settings, Train
 from nsa.train.trainer import Trainer

@@ -17,7 +17,7 @@ from nsa.model import DecoderLM, ModelConfig
 from nsa.train import distributed, objective
 from nsa.train.context import SharedSequences
 from nsa.train.cuda_graph import GraphedPass
-from nsa.train.data.batches import Batch as Batch  # of a step, for those who drive the trainer
+from nsa.train.data.packing import Batch as Batch  # of a step, for those who drive the trainer
 from nsa.train.distributed import Ranks
 from nsa.train.monitoring import health
 from nsa.train.monitoring.attention_stats import AttentionObserver

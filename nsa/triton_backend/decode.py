@@ -79,7 +79,7 @@ def tiles(num_queries: int, group: int, dk: int, dv: int, dtype: torch.dtype) ->
 
 @dataclass(frozen=True)
 class Splits:
-    """Into how many programs the keys of one row are split."""
+    """How many programs share the keys of one row (split-KV), by branch."""
 
     compressed: int
     selected: int
@@ -87,19 +87,19 @@ class Splits:
 
     @property
     def both(self) -> int:
-        """Of the launch that reads selected blocks and window."""
+        """Of the launch that reads both the selected blocks and the window."""
         return self.selected + self.window
 
 
-def split(groups: int, length: int, capacity: int, shape: Tiles, config: NSAConfig, sms: int) -> Splits:
-    """Of so many sequences × groups of heads, queries per sequence and compressed blocks at most, on a GPU of `sms`."""
+def plan_splits(rows: int, num_queries: int, capacity: int, shape: Tiles, config: NSAConfig, sms: int) -> Splits:
+    """rows: sequences × KV heads; capacity: the most compressed blocks of a sequence; sms: of the GPU."""
     tiles_of_compressed = min(cdiv(capacity, shape.keys), MAX_SPLITS)
     tiles_of_choice, tiles_of_window = config.n_sel * cdiv(config.l_sel, shape.keys), cdiv(config.w, shape.keys)
     # two at least: one split of 16 blocks would take twice as long as the window's
-    selected = max(_num_splits(groups * length, tiles_of_choice, sms), min(tiles_of_choice, 2))
+    selected = max(_num_splits(rows * num_queries, tiles_of_choice, sms), min(tiles_of_choice, 2))
     selected = 2 ** (selected.bit_length() - 1)  # compiled in: not for every number of sequences anew
     return Splits(
-        _in_whole_waves(groups * cdiv(length, shape.tokens), tiles_of_compressed, sms),
+        _in_whole_waves(rows * cdiv(num_queries, shape.tokens), tiles_of_compressed, sms),
         selected,
         max(selected * tiles_of_window // tiles_of_choice, 1),
     )
@@ -124,15 +124,15 @@ def attend(
     step = _Step(q, (compressed, selected, window), lengths, config, scale)
     if step.decoded.o.numel():
         with on_device(q):
-            step.score()
-            step.choose()
-            step.attend()
+            step.attend_compressed()
+            step.select_blocks()
+            step.attend_selected_window()
             step.merge(gates)
     return step.decoded
 
 
 class _Step:
-    """One call: its tensors, how it is cut, and its launches in the order in which they must run."""
+    """One decode call: its tensors, its tiles and splits, and its launches, to be called in the order they stand in."""
 
     def __init__(
         self, q: Tensor, branches: tuple[KVView, KVView, KVView], lengths: Tensor | int, config: NSAConfig, scale: float
@@ -144,8 +144,8 @@ class _Step:
         self.group, self.sms = self.heads // self.num_kv_heads, num_sms(q.device)
         self.tiles = tiles(self.length, self.group, dk, self.dv, q.dtype)
         capacity = self.compressed.capacity
-        self.splits = split(self.batch * self.num_kv_heads, self.length, capacity, self.tiles, config, self.sms)
-        self.tokens = (None, lengths) if isinstance(lengths, int) else (lengths, 0)
+        self.splits = plan_splits(self.batch * self.num_kv_heads, self.length, capacity, self.tiles, config, self.sms)
+        self.lengths = (None, lengths) if isinstance(lengths, int) else (lengths, 0)
         self.slots = max(cdiv(capacity, SLOTS), 1) * SLOTS
         self.sizes = (dk, self.dv, self.tiles.dk, self.tiles.dv)
         # a launch begins while the one before ends (programmatic dependent launch)
@@ -155,8 +155,8 @@ class _Step:
         by_head, by_group = q.shape[:3], (self.batch, self.length, self.num_kv_heads)
         self.scores = q.new_empty(*by_head, self.slots, dtype=torch.float32)
         self.o_cmp, self.lse_cmp, self.read_cmp = _parts(q, by_head, by_group, self.splits.compressed, self.dv)
-        self.o_both, self.lse_both, self.read_both = _parts(q, by_head, by_group, self.splits.both, self.dv)
-        read_sel, read_win = self.read_both.split_with_sizes((self.splits.selected, self.splits.window), -1)
+        self.o_sel_win, self.lse_sel_win, self.read_sel_win = _parts(q, by_head, by_group, self.splits.both, self.dv)
+        read_sel, read_win = self.read_sel_win.split_with_sizes((self.splits.selected, self.splits.window), -1)
         self.decoded = DecodeOutput(
             q.new_empty(*by_head, self.dv),
             q.new_empty(*by_group, config.n_sel, dtype=torch.int32),
@@ -164,18 +164,18 @@ class _Step:
             (self.read_cmp, read_sel, read_win),
         )
 
-    def score(self) -> None:
-        """The compressed branch in parts, and its scores."""
+    def attend_compressed(self) -> None:
+        """Partial outputs of the compressed branch, and its scores."""
         q, keys, shape, splits = self.q, self.compressed, self.tiles, self.splits.compressed
         decode_kernels._compressed[cdiv(self.length, shape.tokens) * splits, self.num_kv_heads, self.batch](
-            q, keys.k, keys.v, keys.table, *self.tokens, self.scores, self.o_cmp, self.lse_cmp, self.read_cmp,
+            q, keys.k, keys.v, keys.table, *self.lengths, self.scores, self.o_cmp, self.lse_cmp, self.read_cmp,
             *strides(q), *keys.strides, self.length, self.heads, self.num_kv_heads, self.group, self.slots, splits,
             self.to_base_2, self.config.l, self.config.d, keys.page_size, self.length == 1, self.pdl,
             *self.sizes, shape.tokens, shape.group, shape.keys, **self._options(shape.tokens * shape.group),
         )  # fmt: skip
 
-    def choose(self) -> None:
-        """The blocks of each query and group by its scores: in one launch, or after another of the probabilities."""
+    def select_blocks(self) -> None:
+        """The blocks of each query and KV head: one launch, or two where the probabilities need their own."""
         config, splits = self.config, self.splits.compressed
         most_blocks = max(geometry.num_selection_blocks(self.selected.capacity, config), config.n_sel)
         columns, heads_in_tile = next_power_of_2(most_blocks), next_power_of_2(self.group)
@@ -191,25 +191,25 @@ class _Step:
             p, scored = self.q.new_empty(*by_group, self.slots, dtype=torch.float32), (None, None)
             parts = cdiv(self.slots, wide)
             decode_kernels._group_probabilities[self.length * parts, self.num_kv_heads, self.batch](
-                self.scores, self.lse_cmp, *self.tokens, p, *counts, parts, config.l, config.d, *tile, self.pdl,
+                self.scores, self.lse_cmp, *self.lengths, p, *counts, parts, config.l, config.d, *tile, self.pdl,
                 **self.early,
             )  # fmt: skip
             tile = (1, 1, 1)  # constants, or each number of splits would compile the choice anew
         decode_kernels._choose[self.length, self.num_kv_heads, self.batch](
-            p, *scored, *self.tokens, self.decoded.block_indices, *counts,
+            p, *scored, *self.lengths, self.decoded.block_indices, *counts,
             config.l, config.d, config.l_sel, geometry.overlap_offsets(config).start,
             tuple(geometry.overlap_weights(config)), config.init_blocks, config.local_blocks, config.n_sel,
             next_power_of_2(config.n_sel), columns, *tile, self.pdl,
             num_warps=WARPS_OF_FEW if few else min(max(columns // COLUMNS_PER_WARP, 1), 16), **self.early,
         )  # fmt: skip
 
-    def attend(self) -> None:
-        """The chosen blocks and the window, in parts."""
+    def attend_selected_window(self) -> None:
+        """Partial outputs of the selected blocks and of the window."""
         q, selected, window, config, splits = self.q, self.selected, self.window, self.config, self.splits
         rows = max(self.tiles.group, MIN_DOT)
         decode_kernels._selected_window[self.length * splits.both, self.num_kv_heads, self.batch](
             q, selected.k, selected.v, selected.table, window.k, window.v, window.table, self.decoded.block_indices,
-            *self.tokens, self.o_both, self.lse_both, self.read_both,
+            *self.lengths, self.o_sel_win, self.lse_sel_win, self.read_sel_win,
             *strides(q), *selected.strides, *window.strides,
             self.length, self.heads, self.num_kv_heads, self.group, self.to_base_2,
             config.l_sel, config.n_sel, config.w, selected.page_size, window.page_size, splits.selected, splits.window,
@@ -217,12 +217,12 @@ class _Step:
         )  # fmt: skip
 
     def merge(self, gates: Tensor) -> None:
-        """The parts of each branch, and the gated sum of the branches."""
+        """Merge the partial outputs of each branch, then add the gated branches."""
         splits, rows = self.splits, self.batch * self.length * self.heads
         of_branch = [next_power_of_2(n) for n in (splits.compressed, splits.selected, splits.window)]
         channels = min(self.tiles.dv, FEW_CHANNELS) if rows <= FEW_ROWS_PER_SM * self.sms else self.tiles.dv
         decode_kernels._merge[rows, cdiv(self.dv, channels)](
-            self.o_cmp, self.lse_cmp, self.o_both, self.lse_both, gates, self.decoded.o, self.decoded.lse,
+            self.o_cmp, self.lse_cmp, self.o_sel_win, self.lse_sel_win, gates, self.decoded.o, self.decoded.lse,
             *gates.stride(), self.length, self.heads, rows, splits.compressed, splits.selected, splits.window,
             *of_branch, self.dv, channels, self.pdl,
             num_warps=min(max(max(of_branch) * channels // VALUES_PER_WARP, 1), 4), **self.early,
@@ -266,7 +266,7 @@ def _num_splits(rows: int, most: int, sms: int) -> int:
     return max(min(cdiv(ENOUGH_PROGRAMS_PER_SM * sms, max(rows, 1)), most), 1)
 
 
-@functools.cache  # a search of some 100 us; keys grow with the text up to MAX_SPLITS alone
+@functools.cache  # some 100 us; for one `rows` at most MAX_SPLITS results are kept, however long the text
 def _in_whole_waves(rows: int, most: int, sms: int) -> int:
     """The same, so that of four waves of programs at most the last leaves the fewest places free."""
     resident = RESIDENT_PER_SM * sms

@@ -25,7 +25,7 @@ from nsa.io import atomic_write
 from nsa.triton_backend import tuning
 from nsa.triton_backend.tuning import LaunchConfig
 
-VERSION = 1
+VERSION = 1  # of a file; another one where the tuner measures otherwise, which `sources_sha256` does not cover
 Launches = Mapping[str, Mapping[str, LaunchConfig]]
 """By a width of `tuning.WIDTHS`, then by a kernel's name in a table ("scores/4": groups padded to 4 heads)."""
 _MOST = 4096

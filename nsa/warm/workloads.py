@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nsa.train.data import batches
+from nsa.train.data import packing
 from nsa.triton_backend.ahead_of_time import Launch, recorded
 from nsa.warm.precompile import distinct
 from nsa.workload import Workload
@@ -26,7 +26,7 @@ def of_profile(name: str) -> Workload:
     model, rows = settings.model, settings.train
     if model.attention != "nsa":
         raise ValueError(f"--profile {name}: model.attention must be nsa; got {model.attention!r}")
-    documents = -(-rows.batch_size // batches.BOUNDS) * batches.BOUNDS if settings.data.packing else None
+    documents = -(-rows.batch_size // packing.BOUNDS) * packing.BOUNDS if settings.data.packing else None
     heads, dtype = (model.n_heads, model.num_kv_heads, model.d_k, model.d_v), DTYPES[settings.runtime.precision]
     return Workload("train", rows.batch_size, rows.seq_len, *heads, model.nsa, dtype, model.shared_kv, documents)
 

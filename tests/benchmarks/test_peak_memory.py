@@ -25,8 +25,8 @@ from benchmarks.history import accepted, memory, run_file
 from benchmarks.history.memory import MemoryTrend
 from benchmarks.history.store import CaseVisit, Store
 from benchmarks.peak_memory import CUDA, GRAPH, RSS, MemoryNeed, MemoryVerdict, OutOfMemory
-from benchmarks.report.first_page import comparisons
-from benchmarks.report.first_page import memory as memory_page
+from benchmarks.report import memory as memory_page
+from benchmarks.report.first_page import comparisons, evidence
 from benchmarks.report.links import Repository
 from benchmarks.report.table import PLAIN
 from benchmarks.runner import Measurement
@@ -86,7 +86,7 @@ def test_a_case_that_needs_more_than_it_did() -> None:
     assert said["verdict"] == "memory grew"
     assert said["of the memory"] == "40.0 %"
     assert said["what else changed"] == "torch 2.11 -> 2.12"
-    headline = memory_page.headline([("machine-h200.html", [found])])
+    headline = evidence.memory([("machine-h200.html", [found])])
     assert (headline.text, headline.note) == ("1 case grew", "at most 100 -> 160 MiB (+60.0%)")
 
 
@@ -150,7 +150,7 @@ def test_another_path_is_another_series() -> None:
     assert found.verdict is FIRST
     (row,) = memory_page.table([found], 400.0, Repository()).rows
     assert (row[1].text, row[1].kind) == ("first peak", PLAIN)
-    headline = memory_page.headline([("machine-h200.html", [found])])
+    headline = evidence.memory([("machine-h200.html", [found])])
     assert (headline.text, headline.kind) == ("first peaks alone", PLAIN)
 
 

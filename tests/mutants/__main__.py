@@ -136,7 +136,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _judge(results: Path) -> int:
     """The last line of stdout is JSON."""
     from benchmarks.history import mutants
-    from benchmarks.report.first_page.mutants import read
+    from benchmarks.report.further_pages.mutants import read
     from tests.mutants import console
 
     found, damaged = read(results)

@@ -16,9 +16,9 @@ import nsa
 from nsa import backends, torch_backend
 from nsa.train import preflight
 from nsa.train import run as product_run
-from nsa.train.data import batches, loader
-from nsa.train.data.batches import Row
+from nsa.train.data import loader, packing
 from nsa.train.data.loader import BatchFetcher, FirstBatch
+from nsa.train.data.packing import Row
 from nsa.train.distributed import Ranks
 from nsa.train.settings import Settings
 from regression.contract import Bound, Evidence, ReproVerdict, verdict
@@ -220,7 +220,7 @@ def test_a_silent_switch_to_other_data_is_seen(monkeypatch: pytest.MonkeyPatch) 
     def switched(
         asked: BatchFetcher[Any], deadline_s: float, fallback: BatchFetcher[Any] | None = None
     ) -> FirstBatch[Any]:
-        answered = healthy(BatchFetcher("other", lambda: batches.pack([ROW], packing=False, position={})), deadline_s)
+        answered = healthy(BatchFetcher("other", lambda: packing.pack([ROW], packing=False, position={})), deadline_s)
         return FirstBatch(answered.batch, asked.name, 0.0)
 
     monkeypatch.setattr(loader, "first_batch", switched)

@@ -10,7 +10,7 @@ from benchmarks import peak_memory
 from benchmarks.ab.result import CompareVerdict, ComparisonResult, Side
 from benchmarks.history.accepted import Acceptance
 from benchmarks.peak_memory import MemoryVerdict
-from benchmarks.report.first_page import memory
+from benchmarks.report import memory
 from benchmarks.report.table import (
     BAD,
     GOOD,

@@ -1,4 +1,4 @@
-"""Beside the speed, what says that NSA is right: laws, incidents and mutants of the newest commit that has them."""
+"""Headline numbers beside the speed: laws, incidents and mutants of the newest commit that has them, peak memory."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import peak_memory
 from benchmarks.history import laws as law_summaries
 from benchmarks.history import mutants as recorded
+from benchmarks.history.memory import MemoryTrend
 from benchmarks.history.mutants import MutantOutcome
-from benchmarks.report.first_page.mutants import Commit
+from benchmarks.peak_memory import MemoryVerdict
 from benchmarks.report.further_pages import ledger
 from benchmarks.report.further_pages.ledger import IncidentReplay
+from benchmarks.report.further_pages.mutants import Commit
 from benchmarks.report.links import Link, Repository
 from benchmarks.report.table import BAD, GOOD, PLAIN
 from harness import forced
@@ -88,3 +91,19 @@ def mutants(commits: Sequence[Commit], repository: Repository, page: str) -> Hea
     commit = repository.commit(commits[0].begin.fingerprint.commit)
     kind = BAD if not all(rate.enough for rate in rates) else PLAIN if left_out else GOOD
     return HeadlineNumber("Mutants", text, kind, commit, page)
+
+
+def memory(by_machine: Sequence[tuple[str, Sequence[MemoryTrend]]]) -> HeadlineNumber:
+    """How many cases need more memory than they once did, or than was accepted."""
+    grew = [(page, one) for page, trends in by_machine for one in trends if one.verdict is MemoryVerdict.GREW]
+    if not any(trends for _, trends in by_machine):
+        return HeadlineNumber("Peak memory", "none recorded", PLAIN)
+    if all(one.verdict is MemoryVerdict.FIRST for _, trends in by_machine for one in trends):
+        return HeadlineNumber("Peak memory", "first peaks alone", PLAIN)
+    if not grew:
+        return HeadlineNumber("Peak memory", "no case grew", GOOD)
+    page, worst = max(grew, key=lambda found: found[1].now_mib / (found[1].before_mib or 1.0))
+    assert worst.before_mib is not None
+    most = peak_memory.message(worst.before_mib, worst.now_mib)
+    text = f"{len(grew)} case{'s' if len(grew) > 1 else ''} grew"
+    return HeadlineNumber("Peak memory", text, BAD, href=page, note=f"at most {most}")

@@ -12,10 +12,9 @@ from benchmarks.cases.outcome import FAULTS, CaseOutcome
 from benchmarks.history.accepted import Acceptance
 from benchmarks.history.records import Record
 from benchmarks.history.speedup import BaselineComparison
-from benchmarks.report import labels
-from benchmarks.report.first_page import judgement
-from benchmarks.report.first_page.changes import SeriesTrend
-from benchmarks.report.first_page.judgement import CaseState, Judgement
+from benchmarks.report import judgement, labels
+from benchmarks.report.changes import SeriesTrend
+from benchmarks.report.judgement import CaseState, Judgement
 from benchmarks.report.links import Link, Repository
 from benchmarks.report.style import in_short
 from benchmarks.report.table import percent
@@ -176,7 +175,7 @@ def _row(
         mode=labels.mode(key),
         heads=key.what,
         size=labels.size(key),
-        further=labels.further(newest),
+        further=labels.details(newest),
         dtype=key.dtype,
         inputs=key.inputs,
         href=href,

@@ -1,1 +1,1 @@
-"""Pages of their own: what is proven where, atlas, estimates, several GPUs, calibration, incidents."""
+"""Further pages of the report: what is proven where, atlas, estimates, several GPUs, calibration, incidents."""

@@ -12,9 +12,8 @@ from markupsafe import Markup
 from benchmarks.cases.key import PART, Key
 from benchmarks.history.accepted import Acceptance
 from benchmarks.history.store import LatencySeries
-from benchmarks.report import labels, references
-from benchmarks.report.first_page import changes
-from benchmarks.report.first_page.changes import SeriesTrend
+from benchmarks.report import changes, labels, references
+from benchmarks.report.changes import SeriesTrend
 from benchmarks.report.folder import Picture, ReportFolder
 from benchmarks.report.links import Repository
 from benchmarks.report.machine_pages import length_charts, lengths, run_chart, trends
@@ -165,7 +164,7 @@ def _of_parts(group: Group) -> list[tuple[str, str]]:
 
 def _by_size(one: SeriesTrend) -> tuple[str, int, int, str, str]:
     key = one.series.newest.key
-    return key.mode, key.num_keys, key.batch, labels.further(one.series.newest), _path(one.series)
+    return key.mode, key.num_keys, key.batch, labels.details(one.series.newest), _path(one.series)
 
 
 def _path(series: LatencySeries) -> str:
@@ -192,7 +191,7 @@ def _ids(cases: Sequence[SeriesTrend]) -> list[str]:
 def _name(one: SeriesTrend, cases: Sequence[SeriesTrend]) -> str:
     key = one.series.newest.key
     several = len({_path(other.series) for other in cases}) > 1
-    return f"{labels.size(key)}, {labels.further(one.series.newest)}" + (f", {_path(one.series)}" if several else "")
+    return f"{labels.size(key)}, {labels.details(one.series.newest)}" + (f", {_path(one.series)}" if several else "")
 
 
 def _trend(machine: str, one: SeriesTrend, numbers: Mapping[str, int], context: ReportContext) -> Markup:

@@ -13,7 +13,8 @@ from benchmarks.history import repeats as repeat_history
 from benchmarks.history.memory import MemoryTrend
 from benchmarks.history.speedup import BaselineComparison
 from benchmarks.history.store import Store
-from benchmarks.report.first_page import changes, memory, verdicts
+from benchmarks.report import changes, memory
+from benchmarks.report.first_page import verdicts
 from benchmarks.report.first_page.verdicts import VerdictRow
 from benchmarks.report.folder import ReportFolder
 from benchmarks.report.machine_pages import case_pages, launches, lengths, repeats, tables, trends

@@ -14,9 +14,8 @@ from typing import Any
 from benchmarks.history.accepted import Acceptance
 from benchmarks.history.bridges import Break
 from benchmarks.history.store import Point
-from benchmarks.report import labels, references
-from benchmarks.report.first_page import judgement
-from benchmarks.report.first_page.changes import SeriesTrend
+from benchmarks.report import judgement, labels, references
+from benchmarks.report.changes import SeriesTrend
 from benchmarks.report.machine_pages.chart import AXIS, LAYOUT, Chart, digits, log_axis, safe
 from benchmarks.report.published import PublishedSeries
 from benchmarks.report.table import percent, plus_minus

@@ -1,1 +1,1 @@
-"""From text to the batches of one rank."""
+"""Training data: text files, packing into batches, the loader of one rank."""

@@ -18,8 +18,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from nsa.train.data import batches
-from nsa.train.data.batches import Batch, Documents, Packer, Row, describe, tokenizer
+from nsa.train.data import packing
+from nsa.train.data.packing import Batch, Documents, Packer, Row, describe, tokenizer
 from nsa.train.settings import Settings
 
 SYNTHETIC = "synthetic"
@@ -68,7 +68,7 @@ class SyntheticBatches:
     def next(self) -> Batch:
         rows = [self._row(self._done * self._batch_size + i) for i in self._rows]
         self._done += 1
-        return batches.pack(rows, packing=self._packing, position={"batches": self._done})
+        return packing.pack(rows, packing=self._packing, position={"batches": self._done})
 
     def restore(self, position: dict[str, Any]) -> None:
         self._done = position["batches"]
@@ -102,7 +102,7 @@ class TextBatches:
     def next(self) -> Batch:
         rows = [self._packer.row() for _ in self._rows]
         position = {"documents": self._documents.position(), "rest": self._packer.rest.clone()}
-        return batches.pack(rows, packing=self._packing, position=position)
+        return packing.pack(rows, packing=self._packing, position=position)
 
     def restore(self, position: dict[str, Any]) -> None:
         self._documents.restore(position["documents"])

@@ -1,1 +1,1 @@
-"""What is watched while a run goes on: metrics without waiting, attention, alarms, a deadline."""
+"""Monitoring of a run: asynchronous metrics, attention statistics, alarms, the watchdog."""

@@ -14,7 +14,7 @@ from nsa import loss
 from nsa.config import NSAConfig
 from nsa.loss import next_token_loss
 from nsa.model import DecoderLM, ModelConfig
-from nsa.train.data.batches import Batch
+from nsa.train.data.packing import Batch
 from nsa.train.monitoring.attention_stats import AttentionObserver
 
 CONFIG = NSAConfig(l=8, d=4, l_sel=8, n_sel=5, w=16)

@@ -117,7 +117,7 @@ def test_the_text_is_every_source_once_in_an_order_of_its_content(tmp_path: Path
 
 
 def test_held_out_bytes_are_those_that_training_leaves_out(tmp_path: Path) -> None:
-    from nsa.train.data.batches import Documents
+    from nsa.train.data.packing import Documents
     from nsa.train.settings import Data
 
     made = corpus.prepare(tmp_path / "one", [model.sources(tmp_path / "a")])

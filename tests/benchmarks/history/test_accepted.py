@@ -17,7 +17,7 @@ from benchmarks.history.accepted import Acceptance
 from benchmarks.history.records import Record
 from benchmarks.history.samples import SampleSummary
 from benchmarks.history.store import Store
-from benchmarks.report.first_page import changes
+from benchmarks.report import changes
 from harness import jsonl
 from tests.benchmarks.synthetic import key, passed
 

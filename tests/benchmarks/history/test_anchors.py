@@ -15,8 +15,8 @@ from benchmarks.history.accepted import Acceptance
 from benchmarks.history.anchor_plan import AnchorRequest
 from benchmarks.history.records import Anchor, Record
 from benchmarks.history.store import Store
-from benchmarks.report.first_page import changes, judgement
-from benchmarks.report.first_page.judgement import CaseState
+from benchmarks.report import changes, judgement
+from benchmarks.report.judgement import CaseState
 from benchmarks.report.machine_pages import run_chart, trends
 from harness import repository
 from harness.fingerprint import Fingerprint

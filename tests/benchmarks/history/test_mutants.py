@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.history import merge, mutants
 from benchmarks.history.mutants import Header, MutantOutcome, MutantResult
-from benchmarks.report.first_page import mutants as pages
+from benchmarks.report.further_pages import mutants as pages
 from benchmarks.report.pages import build
 from benchmarks.report.table import BAD, GOOD
 from tests.benchmarks.report.test_pages import Page

@@ -12,8 +12,8 @@ from benchmarks.history import accepted, anchor_plan
 from benchmarks.history.accepted import Acceptance, State
 from benchmarks.history.records import Record
 from benchmarks.history.store import Store
-from benchmarks.report.first_page import changes, judgement
-from benchmarks.report.first_page.judgement import CaseState
+from benchmarks.report import changes, judgement
+from benchmarks.report.judgement import CaseState
 from harness.fingerprint import Fingerprint
 from tests.benchmarks.stored import write
 from tests.benchmarks.synthetic import FINGERPRINT, key, passed

@@ -14,9 +14,8 @@ from benchmarks.history import speedup
 from benchmarks.history.accepted import Acceptance
 from benchmarks.history.records import Record
 from benchmarks.history.store import Store
-from benchmarks.report import pages, published
-from benchmarks.report.first_page import changes
-from benchmarks.report.first_page.changes import SeriesTrend
+from benchmarks.report import changes, pages, published
+from benchmarks.report.changes import SeriesTrend
 from benchmarks.report.machine_pages import case_pages, chart, length_charts, lengths, run_chart
 from tests.benchmarks import full_results
 from tests.benchmarks.report.test_figures import linear

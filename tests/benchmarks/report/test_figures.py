@@ -170,9 +170,9 @@ def test_every_ratio_names_its_inputs() -> None:
     found = [passed(key(inputs=kind, launch="graph", length=length)) for kind in kinds for length in (64, 128)]
     named = [group.label for group in lengths.groups(speedup.comparisons(found))]
     assert sorted(named) == sorted(f"4x2x16 float32 {kind} inputs graph" for kind in kinds)
-    assert labels.further(found[2]) == "float32, recorded inputs, graph"
-    assert labels.further(passed(key(num_queries=16, length=64))) == "float32, random inputs, q16"
-    assert labels.further(passed(key("train-step", model="125m"))) == "float32"
+    assert labels.details(found[2]) == "float32, recorded inputs, graph"
+    assert labels.details(passed(key(num_queries=16, length=64))) == "float32, random inputs, q16"
+    assert labels.details(passed(key("train-step", model="125m"))) == "float32"
 
 
 def test_a_line_over_lengths_is_on_inputs_of_one_table() -> None:

@@ -13,8 +13,8 @@ from benchmarks.ab import open_bounds, result
 from benchmarks.ab.result import CompareVerdict, Side
 from benchmarks.history import accepted, speedup
 from benchmarks.history.store import Store
-from benchmarks.report import references
-from benchmarks.report.first_page import changes, comparisons, evidence
+from benchmarks.report import changes, references
+from benchmarks.report.first_page import comparisons, evidence
 from benchmarks.report.folder import ReportFolder
 from benchmarks.report.further_pages import calibration, ledger
 from benchmarks.report.links import Repository

@@ -16,11 +16,11 @@ from benchmarks.history.accepted import Acceptance
 from benchmarks.history.mutants import Header, MutantOutcome, MutantResult
 from benchmarks.history.records import Record
 from benchmarks.history.store import Store
-from benchmarks.report import links, pages
-from benchmarks.report.first_page import changes, evidence, judgement, verdicts
-from benchmarks.report.first_page.changes import SeriesTrend
-from benchmarks.report.first_page.judgement import CaseState, Judgement
-from benchmarks.report.first_page.mutants import Commit
+from benchmarks.report import changes, judgement, links, pages
+from benchmarks.report.changes import SeriesTrend
+from benchmarks.report.first_page import evidence, verdicts
+from benchmarks.report.further_pages.mutants import Commit
+from benchmarks.report.judgement import CaseState, Judgement
 from benchmarks.report.links import Link, Repository
 from benchmarks.report.pages import ReportSettings
 from harness import jsonl

@@ -14,8 +14,8 @@ import torch
 
 from nsa.io import read_json_lines
 from nsa.train import profile, run
-from nsa.train.data import batches
-from nsa.train.data.batches import Batch, Row
+from nsa.train.data import packing
+from nsa.train.data.packing import Batch, Row
 from nsa.train.loop import Outcome
 from nsa.train.run import Options
 from nsa.train.settings import Settings
@@ -53,7 +53,7 @@ def needs_datasets() -> None:
 def packed(*lengths: int, seed: int = 0) -> Batch:
     """Random documents of these lengths."""
     tokens = torch.randint(256, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
-    return batches.pack([Row(tokens, lengths)], packing=True, position={})
+    return packing.pack([Row(tokens, lengths)], packing=True, position={})
 
 
 def losses(folder: Path) -> dict[int, float]:

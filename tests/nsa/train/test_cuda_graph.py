@@ -11,9 +11,9 @@ import torch
 
 from nsa.train import memory_estimate, profile, trainer
 from nsa.train.cuda_graph import CapturedGraph, GraphedPass
-from nsa.train.data import batches
-from nsa.train.data.batches import Batch
+from nsa.train.data import packing
 from nsa.train.data.loader import Shard, SyntheticBatches
+from nsa.train.data.packing import Batch
 from nsa.train.distributed import Ranks
 from nsa.train.monitoring.async_metrics import AsyncMetrics
 from nsa.train.objective import Objective
@@ -59,7 +59,7 @@ def test_empty_documents_change_nothing(phi: str, tmp_path: Path) -> None:
     batch = packed(40, 5, 51)
     assert batch.cu_seqlens is not None
     few = batch.cu_seqlens[:4]
-    many = batches.with_empty_documents(few, 130)
+    many = packing.with_empty_documents(few, 130)
     assert (few.tolist(), many.tolist()) == ([0, 40, 45, 96], [0, 40, 45] + 128 * [96])
     lm = Trainer(chosen, CPU, Ranks()).lm
     found = [Objective(lm)(batch.tokens, batch.targets, bounds) for bounds in (few, many)]

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from nsa import NSAConfig, nsa_attention
 from nsa.model import DecoderLM, next_token_loss
 from nsa.train import objective
-from nsa.train.data.batches import Batch
 from nsa.train.data.loader import Shard, SyntheticBatches
+from nsa.train.data.packing import Batch
 from nsa.train.distributed import Ranks
 from nsa.train.objective import Objective
 from nsa.train.settings import Settings, Train

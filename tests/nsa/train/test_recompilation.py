@@ -11,8 +11,8 @@ import torch
 from nsa import NSAConfig, backends
 from nsa.model import ModelConfig
 from nsa.train import trainer
-from nsa.train.data import batches
-from nsa.train.data.batches import Batch
+from nsa.train.data import packing
+from nsa.train.data.packing import Batch
 from nsa.train.distributed import Ranks
 from nsa.train.settings import Runtime, Settings, Train
 from nsa.train.trainer import Trainer
@@ -45,7 +45,7 @@ def batch(num_documents: int) -> Batch:
     """TOKENS tokens of two documents; as many more of them are empty."""
     bounds = torch.tensor([0, 7, TOKENS], dtype=torch.int32)
     tokens = torch.arange(TOKENS)[None] % 256
-    return Batch(tokens, tokens.roll(-1), TOKENS, batches.with_empty_documents(bounds, num_documents))
+    return Batch(tokens, tokens.roll(-1), TOKENS, packing.with_empty_documents(bounds, num_documents))
 
 
 def validated(device: torch.device) -> None:
@@ -53,7 +53,7 @@ def validated(device: torch.device) -> None:
     settings = Settings("recompilation", MODEL, runtime, Train(steps=1, seq_len=TOKENS, batch_size=1))
     own = Trainer(settings, device, Ranks())
     for multiple in (1, 2, 3):
-        own.validate([batch(multiple * batches.BOUNDS)])
+        own.validate([batch(multiple * packing.BOUNDS)])
 
 
 def test_more_documents_make_no_graph_anew(device: torch.device, graphs: list[Any]) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from nsa.loss import IGNORED
-from nsa.train.data.batches import Batch
 from nsa.train.data.loader import Shard, SyntheticBatches
+from nsa.train.data.packing import Batch
 from nsa.train.distributed import Ranks
 from nsa.train.trainer import Trainer
 from tests.nsa.train.runs import settings

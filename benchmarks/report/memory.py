@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks import peak_memory
 from benchmarks.history.memory import MemoryTrend
 from benchmarks.history.store import CaseVisit
 from benchmarks.peak_memory import MemoryVerdict
-from benchmarks.report.first_page.evidence import HeadlineNumber
 from benchmarks.report.links import Repository
 from benchmarks.report.table import BAD, CODE, GOOD, NAME, PLAIN, Cell, ReportTable, digits, number, percent, when
 from harness import fingerprint, machines
@@ -62,19 +60,3 @@ def _differences(earlier: CaseVisit | None, since: CaseVisit) -> list[str]:
         for difference in fingerprint.differences(earlier.fingerprint, since.fingerprint)
         if difference.partition(" ")[0] in names
     ]
-
-
-def headline(by_machine: Sequence[tuple[str, Sequence[MemoryTrend]]]) -> HeadlineNumber:
-    """How many cases need more memory than they once did, or than was accepted."""
-    grew = [(page, one) for page, trends in by_machine for one in trends if one.verdict is MemoryVerdict.GREW]
-    if not any(trends for _, trends in by_machine):
-        return HeadlineNumber("Peak memory", "none recorded", PLAIN)
-    if all(one.verdict is MemoryVerdict.FIRST for _, trends in by_machine for one in trends):
-        return HeadlineNumber("Peak memory", "first peaks alone", PLAIN)
-    if not grew:
-        return HeadlineNumber("Peak memory", "no case grew", GOOD)
-    page, worst = max(grew, key=lambda found: found[1].now_mib / (found[1].before_mib or 1.0))
-    assert worst.before_mib is not None
-    most = peak_memory.message(worst.before_mib, worst.now_mib)
-    text = f"{len(grew)} case{'s' if len(grew) > 1 else ''} grew"
-    return HeadlineNumber("Peak memory", text, BAD, href=page, note=f"at most {most}")

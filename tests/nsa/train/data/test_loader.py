@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.train.data import batches, loader
-from nsa.train.data.batches import Batch, Row
+from nsa.train.data import loader, packing
 from nsa.train.data.loader import (
     BatchFetcher,
     Loader,
@@ -22,6 +21,7 @@ from nsa.train.data.loader import (
     SyntheticBatches,
     first_batch,
 )
+from nsa.train.data.packing import Batch, Row
 from nsa.train.settings import Settings
 from tests.nsa.train.runs import settings
 
@@ -30,7 +30,7 @@ NUMBER_OF_DOCUMENTS = 60
 
 def _on_text(folder: Path, monkeypatch: pytest.MonkeyPatch, **overrides: Any) -> Settings:
     """Documents of which each says its own number and nothing else; one in five is held out."""
-    monkeypatch.setattr(batches, "HELD_OUT", 5)
+    monkeypatch.setattr(packing, "HELD_OUT", 5)
     path = folder / "text.jsonl"
     path.write_text("".join(json.dumps({"text": f"<{i}>"}) + "\n" for i in range(NUMBER_OF_DOCUMENTS)))
     return settings(folder, data__dataset="files", data__path=str(path), **overrides)
@@ -176,11 +176,11 @@ class _Failing:
     def __init__(self) -> None:
         self._left = 3
 
-    def next(self) -> batches.Batch:
+    def next(self) -> packing.Batch:
         self._left -= 1
         if not self._left:
             raise OSError("the disk is gone")
-        return batches.pack([Row(torch.zeros(4, dtype=torch.int64), (4,))], packing=False, position={})
+        return packing.pack([Row(torch.zeros(4, dtype=torch.int64), (4,))], packing=False, position={})
 
     def restore(self, position: dict[str, Any]) -> None: ...
 
@@ -200,9 +200,9 @@ def test_batches_are_made_before_they_are_asked_for() -> None:
     class Counted:
         name = "counted"
 
-        def next(self) -> batches.Batch:
+        def next(self) -> packing.Batch:
             made.release()
-            return batches.pack([Row(torch.zeros(4, dtype=torch.int64), (4,))], packing=False, position={})
+            return packing.pack([Row(torch.zeros(4, dtype=torch.int64), (4,))], packing=False, position={})
 
         def restore(self, position: dict[str, Any]) -> None: ...
 

@@ -10,7 +10,7 @@ from enum import Enum
 
 from benchmarks.history.accepted import Acceptance
 from benchmarks.history.trend import SMALLEST_CHANGE, Change
-from benchmarks.report.first_page.changes import SeriesTrend
+from benchmarks.report.changes import SeriesTrend
 
 FEWEST_RUNS = 3
 """Fewer that can be compared show no change of level, unless there is an accepted one."""

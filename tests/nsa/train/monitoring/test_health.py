@@ -15,7 +15,7 @@ from torch import Tensor
 from nsa.layer import NativeSparseAttention
 from nsa.model import DecoderLM
 from nsa.train.__main__ import ALARMED, main
-from nsa.train.data import batches
+from nsa.train.data import packing
 from nsa.train.monitoring import health, monitors
 from nsa.train.monitoring.attention_stats import AttentionStats
 from nsa.train.monitoring.health import LAWFUL_SKIPS, Health, StepMetrics, StoppedError
@@ -88,13 +88,13 @@ def test_an_alarm_has_its_own_exit_code(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_loss_below_the_entropy_of_random_tokens_is_too_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Targets that are the inputs: no label shift."""
-    healthy = batches.pack
+    healthy = packing.pack
 
-    def unshifted(*given: Any, **named: Any) -> batches.Batch:
+    def unshifted(*given: Any, **named: Any) -> packing.Batch:
         made = healthy(*given, **named)
         return dataclasses.replace(made, targets=made.tokens.clone())
 
-    monkeypatch.setattr(batches, "pack", unshifted)
+    monkeypatch.setattr(packing, "pack", unshifted)
     with pytest.raises(StoppedError, match="too_good"):
         train(settings(tmp_path, train__steps=60, train__lr=1e-2, train__log_every=5))
 

@@ -13,9 +13,9 @@ import torch
 
 from nsa.loss import IGNORED
 from nsa.model import next_token_loss
-from nsa.train.data import batches, loader
-from nsa.train.data.batches import ByteTokenizer, Documents, NoTextError, Packer, Row, text_files, tokenizer
+from nsa.train.data import loader, packing
 from nsa.train.data.loader import Shard
+from nsa.train.data.packing import ByteTokenizer, Documents, NoTextError, Packer, Row, text_files, tokenizer
 from nsa.train.settings import Data
 from tests.nsa.train.runs import needs_datasets, settings
 
@@ -71,7 +71,7 @@ def _epoch(data: Data, **share: Any) -> list[str]:
 def test_ranks_and_validation_share_every_document(
     write: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "HELD_OUT", 5)
+    monkeypatch.setattr(packing, "HELD_OUT", 5)
     text = _data(tmp_path / "text", write)
     parts = [_epoch(text, rank=rank, ranks=2, held_out=held_out) for rank in range(2) for held_out in (False, True)]
     assert sorted(found for part in parts for found in part) == sorted(TEXTS)
@@ -127,7 +127,7 @@ def test_rows_hold_every_token_once() -> None:
 def test_targets_are_the_tokens_that_follow(packed: bool) -> None:
     """Held to a list of them, and to the public loss."""
     rows = [Row(torch.randint(16, (12,)), (5, 7)), Row(torch.randint(16, (12,)), (1, 11))]
-    batch = batches.pack(rows, packing=packed, position={})
+    batch = packing.pack(rows, packing=packed, position={})
     flat, ends = batch.tokens.flatten().tolist(), (4, 11, 12, 23) if packed else (11, 23)
     expected = [IGNORED if t in ends else flat[t + 1] for t in range(24)]
     assert batch.targets.flatten().tolist() == expected
@@ -140,7 +140,7 @@ def test_targets_are_the_tokens_that_follow(packed: bool) -> None:
         assert batch.cu_seqlens is not None
         assert batch.cu_seqlens[:5].tolist() == [0, 5, 12, 13, 24]
         assert set(batch.cu_seqlens[5:].tolist()) == {24}
-        assert batch.cu_seqlens.numel() - 1 == batches.BOUNDS, "more shapes are more compilations"
+        assert batch.cu_seqlens.numel() - 1 == packing.BOUNDS, "more shapes are more compilations"
 
 
 def test_bytes_end_with_the_one_that_text_has_not() -> None:
