@@ -12,14 +12,12 @@ from dataclasses import dataclass
 
 from benchmarks.ab.result import CompareVerdict, ComparisonResult
 from benchmarks.alerts.commits import Commits
+from benchmarks.history import judgement, trend
 from benchmarks.history.accepted import Acceptance
 from benchmarks.history.alerts import AlertCase
+from benchmarks.history.judgement import CaseState, Judgement, Level
 from benchmarks.history.store import Store
-from benchmarks.history.trend import SMALLEST_CHANGE
-from benchmarks.report import changes, judgement
-from benchmarks.report.changes import SeriesTrend
-from benchmarks.report.first_page import verdicts
-from benchmarks.report.judgement import CaseState, Judgement, Level
+from benchmarks.history.trend import SMALLEST_CHANGE, SeriesTrend
 
 _Z95 = 1.96
 _MEDIAN = math.sqrt(math.pi / 2)
@@ -58,7 +56,7 @@ class Movement:
 def of_runs(store: Store, machine: str, accepted: Accepted, commits: Commits) -> list[Movement]:
     """Every movement among the runs of a machine that can be compared with the newest ones."""
     found: list[Movement] = []
-    for one in verdicts.newest_paths(changes.follow(store.history(machine))):
+    for one in trend.follow(trend.newest_paths(store.history(machine))):
         acceptance = accepted.get((machine, one.series.newest.fingerprint.device, one.series.newest.key.name))
         found += _of_series(one, machine, acceptance, commits)
     return found

@@ -108,7 +108,7 @@ def standings(
     A case is missing where the newest run of its mode on its device has not measured it; so it is after a quick run
     that leaves it out, until the next whole one.
     """
-    series = _newest_paths(history)
+    series = trend.newest_paths(history)
     newest = _newest_runs(series)
     found, seen = [], set()
     for one in series:
@@ -135,16 +135,6 @@ def _differences(accepted: Acceptance, now: LatencySeries) -> tuple[str, ...]:
     ran = now.newest.correctness.path if now.newest.correctness else None
     path = [f"path {accepted.path} -> {ran}"] if accepted.path != ran else []
     return (*path, *fingerprint.differences(accepted.fingerprint, now.points[-1].fingerprint))
-
-
-def _newest_paths(history: Iterable[LatencySeries]) -> list[LatencySeries]:
-    """One series per case and device: that of the path (backend) that ran last."""
-    newest: dict[tuple[str, str], LatencySeries] = {}
-    for one in history:
-        name = (one.newest.fingerprint.device, one.newest.key.name)
-        if name not in newest or newest[name].points[-1].utc < one.points[-1].utc:
-            newest[name] = one
-    return list(newest.values())
 
 
 def _newest_runs(series: Iterable[LatencySeries]) -> dict[tuple[str, str], str]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,9 +71,32 @@ class Trend:
         return bool(self.changes) and not self.changes[-1].confirmed
 
 
+@dataclass(frozen=True)
+class SeriesTrend:
+    """A series and what became of it."""
+
+    series: LatencySeries
+    trend: Trend
+
+
 def of(series: LatencySeries, smallest: float = SMALLEST_CHANGE) -> Trend:
     """The trend of a stored series."""
     return of_points(series.points, smallest, series.anchors)
+
+
+def follow(history: Iterable[LatencySeries]) -> list[SeriesTrend]:
+    """Find the changes of every series."""
+    return [SeriesTrend(series, of(series)) for series in history]
+
+
+def newest_paths(history: Iterable[LatencySeries]) -> list[LatencySeries]:
+    """One series per case and device: that of the path (backend) that ran last."""
+    newest: dict[tuple[str, str], LatencySeries] = {}
+    for one in history:
+        name = (one.newest.fingerprint.device, one.newest.key.name)
+        if name not in newest or newest[name].points[-1].utc < one.points[-1].utc:
+            newest[name] = one
+    return list(newest.values())
 
 
 def of_points(

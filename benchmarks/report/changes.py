@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-from benchmarks.history import trend
 from benchmarks.history.accepted import Standing, State
-from benchmarks.history.store import LatencySeries
-from benchmarks.history.trend import Change, Trend
+from benchmarks.history.trend import Change, SeriesTrend
 from benchmarks.report.links import Repository
 from benchmarks.report.table import (
     BAD,
@@ -36,19 +33,6 @@ KINDS = {
     State.FASTER: GOOD,
     State.AT_BASELINE: GOOD,
 }
-
-
-@dataclass(frozen=True)
-class SeriesTrend:
-    """A series and what became of it."""
-
-    series: LatencySeries
-    trend: Trend
-
-
-def follow(history: Iterable[LatencySeries]) -> list[SeriesTrend]:
-    """Find the changes of every series."""
-    return [SeriesTrend(series, trend.of(series)) for series in history]
 
 
 def news(followed: Sequence[SeriesTrend], found: Sequence[Standing]) -> str:

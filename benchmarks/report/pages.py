@@ -23,6 +23,7 @@ from benchmarks.cases import inputs
 from benchmarks.history import accepted, speedup
 from benchmarks.history import alerts as kept
 from benchmarks.history import mutants as recorded
+from benchmarks.history.judgement import CaseState
 from benchmarks.history.records import Record
 from benchmarks.history.store import Store
 from benchmarks.report import published
@@ -30,7 +31,6 @@ from benchmarks.report.first_page import alerts, comparisons, evidence
 from benchmarks.report.first_page.verdicts import Answers, last_run
 from benchmarks.report.folder import ReportFolder
 from benchmarks.report.further_pages import atlas, backtest, calibration, estimates, ledger, mutants, parallel, proof
-from benchmarks.report.judgement import CaseState
 from benchmarks.report.links import Repository
 from benchmarks.report.machine_pages import machine
 from benchmarks.report.machine_pages.case_pages import ReportContext

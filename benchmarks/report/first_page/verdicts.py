@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from benchmarks.cases.outcome import FAULTS, CaseOutcome
+from benchmarks.history import judgement, trend
 from benchmarks.history.accepted import Acceptance
+from benchmarks.history.judgement import CaseState, Judgement
 from benchmarks.history.records import Record
 from benchmarks.history.speedup import BaselineComparison
-from benchmarks.report import judgement, labels
-from benchmarks.report.changes import SeriesTrend
-from benchmarks.report.judgement import CaseState, Judgement
+from benchmarks.history.trend import SeriesTrend
+from benchmarks.report import labels
 from benchmarks.report.links import Link, Repository
 from benchmarks.report.style import in_short
 from benchmarks.report.table import percent
@@ -111,7 +112,8 @@ def rows(
     """Every case of a machine that was timed. `pages`: identity of a series -> where its chart is; `here`: the newest
     comparisons, of which those without a figure count as well."""
     failed = {c.nsa.key.name: c.nsa for c in here if c.nsa.outcome is not CaseOutcome.PASSED}
-    newest = newest_paths(followed)
+    kept = trend.newest_paths(one.series for one in followed)
+    newest = [one for one in followed if any(one.series is series for series in kept)]
     runs = _runs_of_modes(followed)
     found = []
     for one in newest:
@@ -128,16 +130,6 @@ def rows(
         found.append(_row(one.series.newest, said, pages[one.series.newest.identity], one, value, repository))
     found += [_row(record, _not_passed(record), "", None, None, repository) for record in failed.values()]
     return found
-
-
-def newest_paths(followed: Sequence[SeriesTrend]) -> list[SeriesTrend]:
-    """One series per case and device: that of the path (backend) that ran last."""
-    newest: dict[tuple[str, str], SeriesTrend] = {}
-    for one in followed:
-        name = (one.series.newest.fingerprint.device, one.series.newest.key.name)
-        if name not in newest or newest[name].series.points[-1].utc < one.series.points[-1].utc:
-            newest[name] = one
-    return list(newest.values())
 
 
 def _runs_of_modes(followed: Sequence[SeriesTrend]) -> dict[tuple[str, str], set[str]]:

@@ -12,8 +12,8 @@ from markupsafe import Markup
 from benchmarks.cases.key import PART, Key
 from benchmarks.history.accepted import Acceptance
 from benchmarks.history.store import LatencySeries
+from benchmarks.history.trend import SeriesTrend
 from benchmarks.report import changes, labels, references
-from benchmarks.report.changes import SeriesTrend
 from benchmarks.report.folder import Picture, ReportFolder
 from benchmarks.report.links import Repository
 from benchmarks.report.machine_pages import length_charts, lengths, run_chart, trends

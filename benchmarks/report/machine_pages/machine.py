@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.cases import inputs
-from benchmarks.history import accepted
+from benchmarks.history import accepted, trend
 from benchmarks.history import launches as launch_history
 from benchmarks.history import memory as memory_history
 from benchmarks.history import repeats as repeat_history
@@ -76,7 +76,7 @@ def build(
     history = [one for one in store.history(name) if one.newest.key.inputs in inputs.OFFERED]
     runs = store.runs(name)
     marked = trends.boundaries(runs, store.anchor_ratios(name))
-    followed = changes.follow(history)
+    followed = trend.follow(history)
     standings = accepted.standings(name, history, context.baselines) if context.baselines else []
     visits = store.visits(name)
     accepted_mib = {

@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
+from benchmarks.history import judgement
 from benchmarks.history.accepted import Acceptance
 from benchmarks.history.bridges import Break
 from benchmarks.history.store import Point
-from benchmarks.report import judgement, labels, references
-from benchmarks.report.changes import SeriesTrend
+from benchmarks.history.trend import SeriesTrend
+from benchmarks.report import labels, references
 from benchmarks.report.machine_pages.chart import AXIS, LAYOUT, Chart, digits, log_axis, safe
 from benchmarks.report.published import PublishedSeries
 from benchmarks.report.table import percent, plus_minus

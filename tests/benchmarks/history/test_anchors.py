@@ -10,13 +10,12 @@ import pytest
 
 from benchmarks.cases.key import Key
 from benchmarks.cases.outcome import CaseOutcome
-from benchmarks.history import anchor_plan, anchors, merge, run_file, speedup, trend
+from benchmarks.history import anchor_plan, anchors, judgement, merge, run_file, speedup, trend
 from benchmarks.history.accepted import Acceptance
 from benchmarks.history.anchor_plan import AnchorRequest
+from benchmarks.history.judgement import CaseState
 from benchmarks.history.records import Anchor, Record
 from benchmarks.history.store import Store
-from benchmarks.report import changes, judgement
-from benchmarks.report.judgement import CaseState
 from benchmarks.report.machine_pages import run_chart, trends
 from harness import repository
 from harness.fingerprint import Fingerprint
@@ -54,8 +53,8 @@ def nightly(results: Path, latencies_ms: list[float], begin: int = 0, **changes:
         write(results, *(figure(latency_ms, where, one) for one in (FORWARD, LONG, DECODE)))
 
 
-def followed(results: Path, the_key: Key = FORWARD) -> changes.SeriesTrend:
-    (one,) = [one for one in changes.follow(Store(results).history("cpu")) if one.series.newest.key == the_key]
+def followed(results: Path, the_key: Key = FORWARD) -> trend.SeriesTrend:
+    (one,) = [one for one in trend.follow(Store(results).history("cpu")) if one.series.newest.key == the_key]
     return one
 
 

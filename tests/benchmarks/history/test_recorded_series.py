@@ -8,12 +8,11 @@ from pathlib import Path
 
 from benchmarks.alerts import movements
 from benchmarks.cases import inputs, recorded
-from benchmarks.history import accepted, anchor_plan
+from benchmarks.history import accepted, anchor_plan, judgement, trend
 from benchmarks.history.accepted import Acceptance, State
+from benchmarks.history.judgement import CaseState
 from benchmarks.history.records import Record
 from benchmarks.history.store import Store
-from benchmarks.report import changes, judgement
-from benchmarks.report.judgement import CaseState
 from harness.fingerprint import Fingerprint
 from tests.benchmarks.stored import write
 from tests.benchmarks.synthetic import FINGERPRINT, key, passed
@@ -39,7 +38,7 @@ def nightly(results: Path, begin: int, latency_ms: float, follow: str, sources: 
 
 def steps(results: Path) -> list[list[float]]:
     """The changes of each series, oldest series first."""
-    found = sorted(changes.follow(Store(results).history("cpu")), key=lambda one: one.series.points[0].utc)
+    found = sorted(trend.follow(Store(results).history("cpu")), key=lambda one: one.series.points[0].utc)
     return [[step.change for step in one.trend.changes] for one in found]
 
 
@@ -63,7 +62,7 @@ def test_no_verdict_and_no_alert_lies_across_two_tables(tmp_path: Path) -> None:
     store = Store(tmp_path)
     (standing,) = accepted.standings("cpu", store.history("cpu"), baselines)
     assert standing.state is State.NOT_COMPARABLE
-    newest = max(changes.follow(store.history("cpu")), key=lambda one: one.series.points[-1].utc)
+    newest = max(trend.follow(store.history("cpu")), key=lambda one: one.series.points[-1].utc)
     level_ms = judgement.accepted_ms(old, newest)
     assert level_ms is None
     assert judgement.judge(newest, level_ms, old).state is CaseState.SAME

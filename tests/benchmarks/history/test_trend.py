@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks.history import bridges, trend
 from benchmarks.history.bridges import Break
-from benchmarks.history.store import Point
+from benchmarks.history.store import LatencySeries, Point
 from harness.fingerprint import Fingerprint
-from tests.benchmarks.synthetic import FINGERPRINT
+from tests.benchmarks.synthetic import FINGERPRINT, key, passed
 
 
 def of(latencies_ms: list[float], fingerprints: list[Fingerprint] | None = None) -> trend.Trend:
@@ -215,3 +215,18 @@ def test_three_points_are_enough_to_ask() -> None:
     assert [(change.index, change.confirmed) for change in found.changes] == [(2, False)]
     assert found.level_ms == pytest.approx(10.025)
     assert of([10.0, 10.3, 10.5]).changes == (), "these runs differ as much without a step"
+
+
+def _series(device: str, *days: int) -> LatencySeries:
+    """Runs of one case on these days of a month, by some path."""
+    record = passed(key())
+    fingerprint = dataclasses.replace(record.fingerprint, device=device)
+    points = [Point(f"2026-01-{day:02}T00:00:00Z", 10.0, None, None, fingerprint) for day in days]
+    return LatencySeries(dataclasses.replace(record, fingerprint=fingerprint), points)
+
+
+def test_of_several_paths_of_a_case_that_counts_which_ran_last() -> None:
+    """Of each device one, whichever path began first or has more runs."""
+    ended, once, last, elsewhere = _series("A", 1, 5), _series("A", 3), _series("A", 2, 4, 6), _series("B", 1)
+    for history in ([ended, once, last, elsewhere], [last, ended, once, elsewhere]):
+        assert trend.newest_paths(history) == [last, elsewhere]

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.history import speedup
+from benchmarks.history import speedup, trend
 from benchmarks.history.accepted import Acceptance
 from benchmarks.history.records import Record
 from benchmarks.history.store import Store
-from benchmarks.report import changes, pages, published
-from benchmarks.report.changes import SeriesTrend
+from benchmarks.history.trend import SeriesTrend
+from benchmarks.report import pages, published
 from benchmarks.report.machine_pages import case_pages, chart, length_charts, lengths, run_chart
 from tests.benchmarks import full_results
 from tests.benchmarks.report.test_figures import linear
@@ -30,7 +30,7 @@ def decode(tmp_path_factory: pytest.TempPathFactory) -> SeriesTrend:
     results = tmp_path_factory.mktemp("results")
     full_results.write_runs(results, 12)
     history = [one for one in Store(results).history("h200") if one.newest.key.mode == "decode"]
-    return changes.follow(history)[0]
+    return trend.follow(history)[0]
 
 
 def drawn(one: SeriesTrend, acceptance: Acceptance | None = None, known: Any = ()) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def test_published_figures_are_off_until_they_are_asked_for(decode: SeriesTrend)
 
 def test_one_run_alone_has_a_chart(decode: SeriesTrend) -> None:
     series = dataclasses.replace(decode.series, points=decode.series.points[:1])
-    (one,) = changes.follow([series])
+    (one,) = trend.follow([series])
     assert len(trace(drawn(one), "NSA")["x"]) == 1
 
 

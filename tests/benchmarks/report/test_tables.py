@@ -11,7 +11,7 @@ import pytest
 import regression.ledger
 from benchmarks.ab import open_bounds, result
 from benchmarks.ab.result import CompareVerdict, Side
-from benchmarks.history import accepted, speedup
+from benchmarks.history import accepted, speedup, trend
 from benchmarks.history.store import Store
 from benchmarks.report import changes, references
 from benchmarks.report.first_page import comparisons, evidence
@@ -241,7 +241,7 @@ def test_changes_are_told_newest_first_and_where_a_case_stands(tmp_path: Path) -
     opened = Store(tmp_path)
     history = [one for one in opened.history("h200") if one.newest.key.mode == "decode"]
     standings = accepted.standings("h200", history, accepted.current(tmp_path))
-    followed = changes.follow(history)
+    followed = trend.follow(history)
     table = changes.table(followed, Repository())
     commit = str(full_results.run_of(full_results.SLOWER_FROM).commit)
     before = str(full_results.run_of(full_results.SLOWER_FROM - 1).commit)
@@ -257,7 +257,7 @@ def test_changes_are_told_newest_first_and_where_a_case_stands(tmp_path: Path) -
 def test_a_change_that_one_run_saw_asks_for_another(tmp_path: Path) -> None:
     full_results.write_runs(tmp_path, full_results.SLOWER_FROM + 1)
     opened = Store(tmp_path)
-    followed = changes.follow(one for one in opened.history("h200") if one.newest.key.mode == "decode")
+    followed = trend.follow(one for one in opened.history("h200") if one.newest.key.mode == "decode")
     assert column(changes.table(followed, Repository()), "seen again") == ["not yet: python -m benchmarks run"] * 4
     assert changes.news(followed, []).endswith("4 slower, 0 faster, 4 not seen again yet. No baseline is accepted.")
 

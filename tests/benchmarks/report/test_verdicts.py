@@ -12,15 +12,16 @@ import pytest
 from benchmarks.cases import inputs
 from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.commands import report
+from benchmarks.history import judgement, trend
 from benchmarks.history.accepted import Acceptance
+from benchmarks.history.judgement import CaseState, Judgement
 from benchmarks.history.mutants import Header, MutantOutcome, MutantResult
 from benchmarks.history.records import Record
 from benchmarks.history.store import Store
-from benchmarks.report import changes, judgement, links, pages
-from benchmarks.report.changes import SeriesTrend
+from benchmarks.history.trend import SeriesTrend
+from benchmarks.report import links, pages
 from benchmarks.report.first_page import evidence, verdicts
 from benchmarks.report.further_pages.mutants import Commit
-from benchmarks.report.judgement import CaseState, Judgement
 from benchmarks.report.links import Link, Repository
 from benchmarks.report.pages import ReportSettings
 from harness import jsonl
@@ -44,7 +45,7 @@ def followed(results: Path, *records: Record) -> SeriesTrend:
     """The one series of these records."""
     for record in records:
         write(results, record)
-    (one,) = changes.follow(Store(results).history("cpu"))
+    (one,) = trend.follow(Store(results).history("cpu"))
     return one
 
 
@@ -140,7 +141,7 @@ def test_one_first_run_that_is_not_to_be_relied_on_makes_no_case_slower(
     dense = [dataclasses.replace(run, key=key(implementation="sdpa-flash"), latency_ms=30.0) for run in runs]
     for both in zip(runs, dense, strict=True):
         write(tmp_path, *both)
-    (one,) = changes.follow(Store(tmp_path).history("cpu"))
+    (one,) = trend.follow(Store(tmp_path).history("cpu"))
     found = judgement.judge(one, None)
     assert (found.state, found.since) == (state, 1)
 

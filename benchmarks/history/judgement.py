@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from benchmarks.history.accepted import Acceptance
-from benchmarks.history.trend import SMALLEST_CHANGE, Change
-from benchmarks.report.changes import SeriesTrend
+from benchmarks.history.trend import SMALLEST_CHANGE, Change, SeriesTrend
 
 FEWEST_RUNS = 3
 """Fewer that can be compared show no change of level, unless there is an accepted one."""
