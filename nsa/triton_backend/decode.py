@@ -92,7 +92,10 @@ class Splits:
 
 
 def plan_splits(rows: int, num_queries: int, capacity: int, shape: Tiles, config: NSAConfig, sms: int) -> Splits:
-    """rows: sequences × KV heads; capacity: the most compressed blocks of a sequence; sms: of the GPU."""
+    """How many programs share the keys of a row in each branch, so that no multiprocessor is idle.
+
+    rows: sequences × KV heads; capacity: the most compressed blocks of a sequence; sms: multiprocessors of the GPU.
+    """
     tiles_of_compressed = min(cdiv(capacity, shape.keys), MAX_SPLITS)
     tiles_of_choice, tiles_of_window = config.n_sel * cdiv(config.l_sel, shape.keys), cdiv(config.w, shape.keys)
     # two at least: one split of 16 blocks would take twice as long as the window's

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 
+from benchmarks.alerts import movements
 from benchmarks.cases import inputs
 from benchmarks.cases.outcome import CaseOutcome
 from benchmarks.commands import report
-from benchmarks.history import judgement, trend
+from benchmarks.history import accepted, judgement, trend
 from benchmarks.history.accepted import Acceptance
 from benchmarks.history.judgement import CaseState, Judgement
 from benchmarks.history.mutants import Header, MutantOutcome, MutantResult
@@ -27,7 +29,7 @@ from benchmarks.report.pages import ReportSettings
 from harness import jsonl
 from tests.benchmarks import full_results
 from tests.benchmarks.stored import write
-from tests.benchmarks.synthetic import FINGERPRINT, failed, key, passed
+from tests.benchmarks.synthetic import FINGERPRINT, GREEN, failed, key, passed
 
 GITHUB = Repository("https://github.com/owner/name")
 NOW = datetime(2026, 3, 20, tzinfo=timezone.utc)
@@ -205,6 +207,19 @@ def test_the_worst_comes_first_and_a_fault_before_it(tmp_path: Path) -> None:
     assert first.href == "cpu-prefill-forward-4x2x16.html#case=b1/s256/float32&run=2026-02-07T00:00:00.000Z"
 
 
+def test_a_case_has_one_row_by_the_path_that_ran_last(tmp_path: Path) -> None:
+    """The path before ended slower than it was."""
+    for i in range(18):
+        record = night(i, 10.0 if i < 6 else 12.0 if i < 9 else 5.0)
+        ran = "torch" if i < 9 else "triton"
+        write(tmp_path, dataclasses.replace(record, correctness=dataclasses.replace(GREEN, path=ran)))
+    found = pages.build(tmp_path).answers
+    assert [(row.state, row.value.text) for row in found.rows if row.value] == [("same", "12.8k tokens/s")]
+    assert movements.of_runs(Store(tmp_path), "cpu", {}, lambda *_: []) == []
+    (standing,) = accepted.standings("cpu", Store(tmp_path).history("cpu"), {})
+    assert standing.level_ms == 5.0
+
+
 def test_a_case_that_is_left_out_for_long_is_not_judged(tmp_path: Path) -> None:
     write(tmp_path, dataclasses.replace(night(0, 10.0), key=key(length=128)))
     for i in range(verdicts.NOT_LATELY):
@@ -297,6 +312,15 @@ def test_mutants_are_green_only_where_all_were_tried(outcomes: str, text: str, k
     commit = Commit(Header(FINGERPRINT, "0" * 16, {"cache": 2}), lines)
     found = evidence.mutants([commit], GITHUB, "ledger.html")
     assert (found.text, found.kind) == (text, kind)
+
+
+def test_the_first_page_has_every_headline_number(tmp_path: Path) -> None:
+    write(tmp_path, dataclasses.replace(night(0, 10.0), peak_mem_mib=100.0, peak_mem_source="rss_high_water"))
+    shown = re.findall(r"<li><span>(?:<a [^>]*>)?([^<]*)", pages.build(tmp_path).index.read_text())
+    assert shown == [
+        "Cases slower now", "Not judged", "Machines overdue",
+        "Open alerts", "Laws and tests", "Incidents", "Mutants", "Peak memory",
+    ]  # fmt: skip
 
 
 def test_without_a_judged_case_the_first_page_does_not_say_no(tmp_path: Path) -> None:
