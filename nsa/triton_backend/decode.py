@@ -18,7 +18,7 @@ from torch import Tensor
 from nsa import geometry
 from nsa.config import NSAConfig
 from nsa.kv import DecodeOutput, KVView
-from nsa.triton_backend import architecture, decode_kernels
+from nsa.triton_backend import architecture, decode_kernels, dispatch, hopper
 from nsa.triton_backend.launch import LOG2E, strides, unit_stride
 from nsa.triton_backend.launching.relaunch import on_device
 from nsa.triton_backend.tuning import ENOUGH_VALUES, MIN_DOT, NARROW, cdiv, next_power_of_2, num_sms, padded
@@ -122,9 +122,13 @@ def attend(
 
     gates [B, S, Hq, 3]; scale > 0.
     """
+    branches = (compressed, selected, window)
+    if _in_one_launch(q, branches, config):
+        with on_device(q):
+            return hopper.decode.attend(unit_stride(q), branches, lengths, gates, config, scale)
     if q.shape[0] > 1 and q.shape[0] * q.shape[1] * q.shape[2] * compressed.capacity > SCRATCH:
-        return _by_halves(q, (compressed, selected, window), lengths, gates, config, scale)
-    step = _Step(q, (compressed, selected, window), lengths, config, scale)
+        return _by_halves(q, branches, lengths, gates, config, scale)
+    step = _Step(q, branches, lengths, config, scale)
     if step.decoded.o.numel():
         with on_device(q):
             step.attend_compressed()
@@ -132,6 +136,13 @@ def attend(
             step.attend_selected_window()
             step.merge(gates)
     return step.decoded
+
+
+def _in_one_launch(q: Tensor, branches: tuple[KVView, KVView, KVView], config: NSAConfig) -> bool:
+    """Whether a kernel of `hopper/` does the whole step."""
+    if not dispatch.has_hopper_kernels(q.device) or not hopper.decode.serves(q, branches, config, num_sms(q.device)):
+        return False
+    return all(dispatch.readable_by_tma(x) for view in branches for x in (view.k, view.v))
 
 
 class _Step:

@@ -31,13 +31,13 @@ LAST_STEP = tl.constexpr(1 << 29)
 def best(score, block, current, INIT: tl.constexpr, LOCAL: tl.constexpr, N: tl.constexpr):
     """[rows, blocks]: which blocks are taken by rows with these scores, each of which stands in its block `current`."""
     forced = (block[None, :] < INIT) | (block[None, :] > current[:, None] - LOCAL)
-    ranking = tl.where(forced, BITS_OF_INF, score.to(tl.int32, bitcast=True))
+    ranking = tl.where(forced, BITS_OF_INF, tl.cast(score, tl.int32, bitcast=True))
     ranking = tl.where(block[None, :] <= current[:, None], ranking, -1)
 
     # `reached` blocks, n or more unless fewer are visible, have a ranking >= low; fewer than n, or forced blocks alone,
     # have one >= high
     greatest = tl.max(tl.where(forced, -1, ranking), axis=1)
-    low, high, reached = tl.zeros([score.shape[0]], tl.int32), greatest + 1, current + 1
+    low, high, reached = current * 0, greatest + 1, current + 1
     step = FIRST_STEP
     while tl.max(((reached > N) & (high - low > 1)).to(tl.int32), axis=0) > 0:
         below = tl.where(step < LAST_STEP, tl.maximum(greatest - step, 1), 1)  # 1: are there n that are not 0?

@@ -17,6 +17,7 @@ AVAILABLE = triton.__version__.startswith(TRIED)
 if AVAILABLE:
     from nsa.triton_backend.hopper import (  # noqa: F401 - for the callers
         compressed_window,
+        decode,
         keys_and_values,
         scores,
         selected,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import jit
-from triton.experimental.gluon.language.nvidia.hopper import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mma_v2
 
 from nsa.geometry import Layout
 from nsa.triton_backend import tuning
@@ -106,10 +106,12 @@ def _forward(
             k = tile(k_slots, number, K_STAGES).permute((1, 0)).load(right)
             s = mma_v2(q_left, k, gl.zeros([GP, BN], gl.float32, mma))
             next_k = number + K_STAGES
+            fence_async_shared()
             fetch(K, b, next_k_at, h, k_slots, k_full, next_k, K_STAGES, next_k < tiles)
             if REST > 0:
                 wait(rest_full, number, K_STAGES)
                 s = mma_v2(q_rest_left, tile(rest_slots, number, K_STAGES).permute((1, 0)).load(right), s)
+                fence_async_shared()
                 fetch(K_REST, b, next_k_at, h, rest_slots, rest_full, next_k, K_STAGES, next_k < tiles)
             if stretch == 1:
                 at = _first_key(chosen, number, start, N, SIZE, STEPS, BN)
@@ -124,6 +126,7 @@ def _forward(
                 v = gl.where(gl.expand_dims(seen, 1), v, 0.0).to(v.dtype)
             acc = mma_v2(gl.convert_layout(p.to(v.dtype), left), v, acc * gl.expand_dims(alpha, 1))
             next_v = number + V_STAGES
+            fence_async_shared()
             fetch(V, b, next_v_at, h, v_slots, v_full, next_v, V_STAGES, next_v < tiles)
 
     if REST == 0:
@@ -212,6 +215,8 @@ def _backward_q(
                 if stretch == 1:
                     k_rest = gl.where(gl.expand_dims(seen, 1), k_rest, 0.0).to(k.dtype)
                 dq_rest = mma_v2(ds_left, k_rest, dq_rest)
+            fence_async_shared()
+            if REST > 0:
                 fetch(K_REST, b, next_k_at, h, rest_slots, rest_full, next_k, K_STAGES, next_k < tiles)
             fetch(V, b, next_v_at, h, v_slots, v_full, next_v, V_STAGES, next_v < tiles)
             fetch(K, b, next_k_at, h, k_slots, k_full, next_k, K_STAGES, next_k < tiles)

@@ -38,13 +38,26 @@ class Pointer:
         return torch.where(in_mask, at, 0), in_mask
 
 
+@dataclass
+class Unfenced:
+    """Addresses of shared memory that threads have accessed since the last fence."""
+
+    stored: set[int] = field(default_factory=set)
+    """Of allocations."""
+    loaded: set[int] = field(default_factory=set)
+    """Of tiles."""
+
+    def clear(self) -> None:
+        self.stored.clear()
+        self.loaded.clear()
+
+
 @dataclass(eq=False)
 class Shared:
     """Shared memory, or a view of it."""
 
     x: Tensor
-    unfenced: set[int]
-    """Addresses of what threads have stored since the last fence."""
+    unfenced: Unfenced
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,17 +72,27 @@ class Shared:
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.x.permute(*order), self.unfenced)
 
+    def slice(self, start: int, length: int, dim: int) -> Shared:
+        return Shared(self.x.narrow(dim, start, length), self.unfenced)
+
     def load(self, _: object) -> Tensor:
+        self.unfenced.loaded.add(self.x.data_ptr())
         return self.x.clone()
 
     def store(self, x: Tensor) -> None:
         self.x.copy_(x)
-        self.unfenced.add(self.x.untyped_storage().data_ptr())
+        self.unfenced.stored.add(self.x.untyped_storage().data_ptr())
 
     def operand(self) -> Tensor:
-        if self.x.untyped_storage().data_ptr() in self.unfenced:
+        if self.x.untyped_storage().data_ptr() in self.unfenced.stored:
             raise KernelError("a product reads what threads stored, without fence_async_shared between")
         return self.x
+
+    def begin_copy(self) -> None:
+        """TMA writes here from now on, at a time that nobody knows."""
+        if self.x.data_ptr() in self.unfenced.loaded:
+            raise KernelError("TMA overwrites what threads may still read, without fence_async_shared between")
+        self.x.fill_(math.nan)
 
 
 @dataclass(eq=False)
@@ -84,19 +107,25 @@ class Barrier:
     pending_copies: list[Callable[[], int]] = field(default_factory=list)
     """Copies that will tell it how many bytes they brought."""
 
-    def arrive(self, expected: int) -> None:
+    def arrive(self, expected: int = 0) -> None:
         self.arrived, self.bytes_missing = self.arrived + 1, self.bytes_missing + expected
+        self._end_phase()
 
-    def wait(self, parity: int) -> None:
+    def passed(self, parity: int) -> bool:
+        """Whether a wait for the phase of this parity is over; copies arrive no sooner than somebody waits for them."""
         if self.count == 0:
             raise KernelError("a wait that never ends: for a barrier that was not made, or is given back")
         if self.phases & 1 != parity:
-            return
+            return True
         self.bytes_missing -= sum(copy() for copy in self.pending_copies)
         self.pending_copies.clear()
-        if self.arrived != self.count or self.bytes_missing:
-            raise KernelError("a wait that never ends")
-        self.arrived, self.phases = 0, self.phases + 1
+        return self._end_phase()
+
+    def _end_phase(self) -> bool:
+        ended = self.arrived == self.count and not self.bytes_missing and not self.pending_copies
+        if ended:
+            self.arrived, self.phases = 0, self.phases + 1
+        return ended
 
 
 @dataclass
@@ -139,14 +168,9 @@ def init(barrier: Barrier, count: int) -> None:
     barrier.count = count
 
 
-def expect(barrier: Barrier, size: int, wanted: Any) -> None:
+def expect(barrier: Barrier, size: int, wanted: Any = True) -> None:
     if bool(wanted):
         barrier.arrive(size)
-
-
-def wait(barrier: Barrier, parity: Any, wanted: Any) -> None:
-    if bool(wanted):
-        barrier.wait(int(parity))
 
 
 def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,7 +29,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITFunction, KernelInterface
 
 from nsa.triton_backend import hopper
 from tests.nsa.triton_backend.gluon_memory import (
@@ -38,15 +39,17 @@ from tests.nsa.triton_backend.gluon_memory import (
     KernelError,
     Pointer,
     Shared,
+    Unfenced,
     expect,
     init,
     load,
     store,
-    wait,
 )
+from tests.nsa.triton_backend.gluon_partitions import Partitions
 
 KERNELS = {
     hopper.compressed_window: ("_forward", "_backward_q"),
+    hopper.decode: ("_step",),
     hopper.keys_and_values: ("_backward",),
     hopper.scores: ("_group_probabilities",),
     hopper.selected: ("_forward", "_backward_q"),
@@ -92,12 +95,16 @@ class _Program:
     grid: tuple[int, ...]
     warps: int
     late: bool
-    unfenced: set[int] = field(default_factory=set)
+    unfenced: Unfenced = field(default_factory=Unfenced)
     products: list[_Product] = field(default_factory=list)
     """In flight, in order."""
     barriers: list[Barrier] = field(default_factory=list)
     copies: list[list[Callable[[], None]]] = field(default_factory=lambda: [[]])
     """By threads, in groups; the last is open."""
+    allocated: list[Tensor] = field(default_factory=list)
+    partitions: Partitions | None = None
+    own: threading.local = field(default_factory=threading.local)
+    """What differs by partition."""
 
     def end(self) -> None:
         if self.products or any(self.copies) or any(barrier.pending_copies for barrier in self.barriers):
@@ -107,11 +114,12 @@ class _Program:
         """By the name that the kernels import."""
         return {
             "gl": types.SimpleNamespace(**_LANGUAGE, **self._language()),
+            "tl": types.SimpleNamespace(**_LANGUAGE),
             "mbarrier": types.SimpleNamespace(
                 MBarrierLayout=_BarrierLayout,
                 init=init,
                 expect=expect,
-                wait=wait,
+                wait=self._wait,
                 arrive=Barrier.arrive,
                 invalidate=lambda barrier: init(barrier, 0),
             ),
@@ -132,8 +140,9 @@ class _Program:
         return {
             "program_id": lambda axis: torch.tensor(self.ids[axis], dtype=torch.int32),
             "num_programs": lambda axis: torch.tensor(self.grid[axis], dtype=torch.int32),
-            "num_warps": lambda: self.warps,
+            "num_warps": lambda: getattr(self.own, "warps", self.warps),
             "allocate_shared_memory": self._allocate,
+            "warp_specialize": self._specialize,
         }
 
     def _allocate(self, dtype: torch.dtype, shape: Sequence[int], layout: object, x: Tensor | None = None) -> Any:
@@ -142,15 +151,37 @@ class _Program:
             self.barriers += made
             return Barriers(made)
         new = Shared(torch.full(tuple(shape), math.nan, dtype=dtype), self.unfenced)
+        self.allocated.append(new.x)  # or another one might get its address
         if x is not None:
             new.store(x)
         return new
 
-    def _copy(self, source: Descriptor, start: Sequence[Any], barrier: Barrier, target: Shared, wanted: Any) -> None:
+    def _specialize(
+        self, parts: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], warps: Sequence[int], _: Sequence[int]
+    ) -> None:
+        def run(function: Callable[..., None], arguments: tuple[Any, ...], own_warps: int) -> None:
+            self.own.warps = own_warps
+            function(*arguments)
+
+        counts = (self.warps, *warps)
+        self.partitions = Partitions([functools.partial(run, *part, n) for part, n in zip(parts, counts, strict=True)])
+        self.partitions.run()
+
+    def _wait(self, barrier: Barrier, parity: Any, wanted: Any = True) -> None:
+        if not bool(wanted):
+            return
+        if self.partitions is not None:
+            self.partitions.wait(lambda: barrier.passed(int(parity)))
+        elif not barrier.passed(int(parity)):
+            raise KernelError("a wait that never ends")
+
+    def _copy(
+        self, source: Descriptor, start: Sequence[Any], barrier: Barrier, target: Shared, wanted: Any = True
+    ) -> None:
         if not bool(wanted):
             return
         box = source.tile(start)
-        target.x.fill_(math.nan)
+        target.begin_copy()
 
         def arrive() -> int:
             target.x.copy_(box)
@@ -222,10 +253,11 @@ _LANGUAGE: dict[str, Any] = {
         ),
         _Layout,
     ),
-    **{name: getattr(torch, name) for name in ("int32", "int64", "float32", "exp2", "log2", "abs", "where")},
+    **{name: getattr(torch, name) for name in ("int32", "int64", "float32", "exp2", "log2", "abs")},
     "static_assert": _assert,
     "static_range": range,
     "cdiv": lambda a, b: (a + b - 1) // b,
+    "where": lambda condition, a, b: torch.where(torch.as_tensor(condition), a, b),
     "minimum": _binary(torch.fmin),  # as on a GPU, a NaN gives way to a number
     "maximum": _binary(torch.fmax),
     "load": load,
@@ -234,7 +266,9 @@ _LANGUAGE: dict[str, Any] = {
     "full": lambda shape, value, dtype, _=None: torch.full(tuple(shape), value, dtype=dtype),
     "zeros": lambda shape, dtype, _=None: torch.zeros(tuple(shape), dtype=dtype),
     "zeros_like": torch.zeros_like,
-    "convert_layout": lambda x, _: x,
+    "convert_layout": lambda x, _, assert_trivial=False: x,
+    "cast": lambda x, dtype, bitcast: x.view(dtype),
+    "cumsum": lambda x, axis: x.cumsum(axis, dtype=x.dtype),
     "expand_dims": torch.unsqueeze,
     "split": lambda x: (x[..., 0], x[..., 1]),
     "gather": lambda x, index, axis: x.gather(axis, index.long()),
@@ -247,20 +281,20 @@ _LANGUAGE: dict[str, Any] = {
 
 def _bound(function: JITFunction, scope: dict[str, Any]) -> Callable[..., Any]:
     """The function and all that it calls, with these meanings of the names of Gluon's."""
-    made: dict[JITFunction, Callable[..., Any]] = {}
+    made: dict[int, Callable[..., Any]] = {}  # by identity: a function's hash reads all that it calls
 
-    def bind(one: JITFunction) -> Callable[..., Any]:
-        if one not in made:
+    def bind(one: Any) -> Callable[..., Any]:
+        if id(one) not in made:
             raw, names = one.fn, dict(one.fn.__globals__)
-            made[one] = types.FunctionType(raw.__code__, names, raw.__name__, raw.__defaults__)
+            made[id(one)] = types.FunctionType(raw.__code__, names, raw.__name__, raw.__defaults__)
             for name in raw.__code__.co_names:
                 value = names.get(name)
-                if isinstance(value, JITFunction):
+                if isinstance(value, KernelInterface):
                     names[name] = bind(value)
                 elif hasattr(value, "value"):  # a constant of the module
                     names[name] = value.value
             names.update(scope)
-        return made[one]
+        return made[id(one)]
 
     return bind(function)
 

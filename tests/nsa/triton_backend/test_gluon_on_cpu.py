@@ -7,18 +7,61 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.nsa.triton_backend.gluon_memory import Barrier, KernelError, Pointer, Shared, load
+from tests.nsa.triton_backend.gluon_memory import Barrier, KernelError, Pointer, Shared, Unfenced, load
+from tests.nsa.triton_backend.gluon_partitions import Partitions
 
 
 def test_a_wait_that_never_ends() -> None:
     barrier = Barrier(count=1)
-    with pytest.raises(KernelError, match="never ends"):
-        barrier.wait(0)
+    assert not barrier.passed(0)
     barrier.arrive(16)  # bytes that nothing brings
-    with pytest.raises(KernelError, match="never ends"):
-        barrier.wait(0)
+    assert not barrier.passed(0)
     with pytest.raises(KernelError, match="given back"):
-        Barrier(phases=1).wait(0)
+        Barrier(phases=1).passed(0)
+
+
+def test_partitions_run_in_turns_and_do_not_wait_for_one_another_in_a_ring() -> None:
+    seen: list[str] = []
+    there, back = Barrier(count=1), Barrier(count=1)
+
+    def first() -> None:
+        seen.append("first")
+        there.arrive()
+        partitions.wait(lambda: back.passed(0))
+        seen.append("first again")
+
+    def second() -> None:
+        partitions.wait(lambda: there.passed(0))
+        seen.append("second")
+        back.arrive()
+
+    partitions = Partitions([second, first])
+    partitions.run()
+    assert seen == ["first", "second", "first again"]
+    there, back = Barrier(count=1), Barrier(count=2)  # of which one arrives
+    partitions = Partitions([second, first])
+    with pytest.raises(KernelError, match="every partition waits"):
+        partitions.run()
+
+
+def test_an_error_of_a_partition_ends_the_others() -> None:
+    def wrong() -> None:
+        raise ZeroDivisionError
+
+    partitions = Partitions([lambda: partitions.wait(lambda: False), wrong])
+    with pytest.raises(ZeroDivisionError):
+        partitions.run()
+
+
+def test_a_tile_over_what_threads_have_read_behind_no_fence() -> None:
+    unfenced = Unfenced()
+    tiles = Shared(torch.zeros(2, 4, 4), unfenced)
+    tiles.index(1).permute((1, 0)).load(None)
+    tiles.index(0).begin_copy()
+    with pytest.raises(KernelError, match="TMA overwrites"):
+        tiles.index(1).begin_copy()
+    unfenced.clear()
+    tiles.index(1).begin_copy()
 
 
 def test_an_address_outside_its_tensor_unless_it_is_masked() -> None:
@@ -31,7 +74,7 @@ def test_an_address_outside_its_tensor_unless_it_is_masked() -> None:
 
 
 def test_a_product_of_what_is_stored_behind_no_fence() -> None:
-    unfenced: set[int] = set()
+    unfenced = Unfenced()
     shared = Shared(torch.zeros(4, 4), unfenced)
     shared.store(torch.ones(4, 4))
     with pytest.raises(KernelError, match="fence"):
