@@ -164,7 +164,9 @@ class _Program:
             function(*arguments)
 
         counts = (self.warps, *warps)
-        self.partitions = Partitions([functools.partial(run, *part, n) for part, n in zip(parts, counts, strict=True)])
+        functions = [functools.partial(run, *part, n) for part, n in zip(parts, counts, strict=True)]
+        order = [0, *range(2, len(parts)), 1] if self.late else range(len(parts))  # one of them as late as it may
+        self.partitions = Partitions(functions, order)
         self.partitions.run()
 
     def _wait(self, barrier: Barrier, parity: Any, wanted: Any = True) -> None:

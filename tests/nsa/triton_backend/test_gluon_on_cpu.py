@@ -35,11 +35,11 @@ def test_partitions_run_in_turns_and_do_not_wait_for_one_another_in_a_ring() -> 
         seen.append("second")
         back.arrive()
 
-    partitions = Partitions([second, first])
+    partitions = Partitions([first, second], order=[1, 0])
     partitions.run()
     assert seen == ["first", "second", "first again"]
     there, back = Barrier(count=1), Barrier(count=2)  # of which one arrives
-    partitions = Partitions([second, first])
+    partitions = Partitions([first, second], order=[1, 0])
     with pytest.raises(KernelError, match="every partition waits"):
         partitions.run()
 
@@ -48,7 +48,7 @@ def test_an_error_of_a_partition_ends_the_others() -> None:
     def wrong() -> None:
         raise ZeroDivisionError
 
-    partitions = Partitions([lambda: partitions.wait(lambda: False), wrong])
+    partitions = Partitions([lambda: partitions.wait(lambda: False), wrong], order=[0, 1])
     with pytest.raises(ZeroDivisionError):
         partitions.run()
 
