@@ -130,6 +130,8 @@ def test_what_is_not_finite_reaches_the_heads_that_see_it_and_no_others(value: f
     assert torch.equal(found.o, clean.o)
     assert torch.equal(found.lse, clean.lse)
     x["q"][0, 0, 3, 5] = value
+    for one in (*x["k"], x["k_compressed"]):
+        one[..., 5] = -1.0  # its scores are all -inf: as if it saw no key
     found = step(x, side_by_side(x), 500, CONFIG)
     other = torch.arange(16, device=found.o.device) != 3
     assert found.o[0, 0, 3].isnan().all()
