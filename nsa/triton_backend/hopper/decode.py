@@ -156,11 +156,7 @@ def _selector(
 
 @jit
 def _free(empty, number, STAGES: gl.constexpr):
-    """Give a tile's slot back.
-
-    A barrier orders threads, not the loads that they have on their way, and TMA writes by another path: without the
-    fence it overwrote a tile before all of it was read, where many loads from device memory held shared memory up.
-    """
+    """Give a tile's slot back; why behind a fence, `tile.fetch` says."""
     fence_async_shared()
     mbarrier.arrive(empty.index(number % STAGES))
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -191,6 +195,20 @@ def test_a_step_that_is_served_is_one_launch(monkeypatch: pytest.MonkeyPatch) ->
     assert launches(side_by_side(x | apart)) == []
     monkeypatch.setattr(hopper.decode, "MOST_IDLE", -1)
     assert launches(side_by_side(x)) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "page"),
+    [(65536, 64), *(pytest.param(*one, marks=pytest.mark.nightly) for one in [(65536, 0), (8192, 64)])],
+)
+def test_it_compiles_fits_in_shared_memory_and_spills_next_to_nothing(keys: int, page: int) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.nsa.triton_backend.compile_hopper_decode", str(keys), str(page)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (need,) = json.loads(done.stdout.splitlines()[-1])
+    assert need["shared_bytes"] <= 227 * 1024
+    assert need["spilled_bytes"] <= 16
 
 
 @pytest.mark.gpu
