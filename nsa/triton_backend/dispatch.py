@@ -110,13 +110,8 @@ def _hopper(call: Call) -> bool:
 
 
 def _hopper_backward_kv(call: Call) -> bool:
-    """TMA reads queries too. Plans launch nothing with TMA, so that short calls with heads of 64 are left out. So are
-    compressed keys of groups of 16 with heads of 128, where they are fewer than the queries: 64/4 at 16k take 1.40 ms
-    here and 1.28 in tiles of 128 keys."""
-    if not _hopper(call) or not readable_by_tma(call.q) or _goes_by_plan(call):
-        return False
-    (queries, keys), dk = call.lengths, call.q.shape[3]
-    return dk != hopper.CHANNELS or keys >= queries or next_power_of_2(call.group) < 16
+    """TMA reads queries too. Plans launch nothing with TMA, so that short calls with heads of 64 are left out."""
+    return _hopper(call) and readable_by_tma(call.q) and not _goes_by_plan(call)
 
 
 def _goes_by_plan(call: Call) -> bool:

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import jit
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nsa import geometry
@@ -28,7 +28,7 @@ from nsa.config import NSAConfig
 from nsa.kv import DecodeOutput, KVView
 from nsa.triton_backend import topk
 from nsa.triton_backend.decode_kernels import tokens_of, visible_blocks
-from nsa.triton_backend.hopper.tile import descriptor, kernel, thread_barrier, wait
+from nsa.triton_backend.hopper.tile import barriers, bring, descriptor, kernel, slots_of, thread_barrier, wait
 from nsa.triton_backend.launch import LOG2E
 from nsa.triton_backend.tile import LN2
 from nsa.triton_backend.topk import best
@@ -50,23 +50,14 @@ MOST_IDLE = 0.6
 
 
 @jit
-def _bring(source, outer, row, h, slots, full, empty, number, STAGES: gl.constexpr):
-    """Bring the tile at [outer, row, h] as the `number`-th of a ring, once its slot is free."""
-    slot = number % STAGES
-    mbarrier.wait(empty.index(slot), ((number // STAGES) & 1) ^ 1)
-    mbarrier.expect(full.index(slot), source.block_type.nbytes)
-    tma.async_copy_global_to_shared(source, [outer, row, h, 0], full.index(slot), slots.index(slot))
-
-
-@jit
 def _bring_both(K, V, TABLE, table_b, b, h, first, number, k_slots, k_full, k_empty, v_slots, v_full, v_empty,
                 PAGE: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Bring keys and values of the rows from `first` on, side by side or in pages."""
     outer, row = b, first
     if PAGE > 0:
         outer, row = gl.load(TABLE + b * table_b + first // PAGE), first % PAGE
-    _bring(K, outer, row, h, k_slots, k_full, k_empty, number, STAGES)
-    _bring(V, outer, row, h, v_slots, v_full, v_empty, number, STAGES)
+    bring(K, outer, row, h, k_slots, k_full, k_empty, number, STAGES)
+    bring(V, outer, row, h, v_slots, v_full, v_empty, number, STAGES)
 
 
 @jit
@@ -344,20 +335,6 @@ def _store_quarter(out, x, first: gl.constexpr, G, D: gl.constexpr):
     gl.store(out + g * D + first + channel, x, mask=g < G)
 
 
-@jit
-def _barriers(COUNT: gl.constexpr):
-    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(made.index(i), count=1)
-    return made
-
-
-@jit
-def _slots(source, STAGES: gl.constexpr):
-    block: gl.constexpr = source.block_type.shape
-    return gl.allocate_shared_memory(source.dtype, [STAGES] + block, source.layout)  # noqa: RUF005 - no * in kernels
-
-
 @kernel
 def _step(
     Q, K, V, TABLE, SELECTED_K, SELECTED_V, SELECTED_TABLE, WINDOW_K, WINDOW_V, WINDOW_TABLE, LENGTHS, num_tokens,
@@ -380,12 +357,13 @@ def _step(
     group = b.to(gl.int64) * HKV + h
     chosen = INDICES + group * N
 
-    k_slots, v_slots = _slots(K, STAGES), _slots(V, STAGES)
+    k_slots, v_slots = slots_of(K, STAGES), slots_of(V, STAGES)
     # threads of the consumer store 8 rows at a time, those of the selector read one: neither meets a bank twice
     scores = gl.allocate_shared_memory(gl.float32, [KEPT // 2, GP, 2 * BN], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     lse_slot = gl.allocate_shared_memory(gl.float32, [GP], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    k_full, k_empty, v_full, v_empty = _barriers(STAGES), _barriers(STAGES), _barriers(STAGES), _barriers(STAGES)
-    once = _barriers(4)
+    k_full, k_empty = barriers(STAGES, 1), barriers(STAGES, 1)
+    v_full, v_empty = barriers(STAGES, 1), barriers(STAGES, 1)
+    once = barriers(4, 1)
     first_ready, first_taken, lse_ready, chosen_ready = once.index(0), once.index(1), once.index(2), once.index(3)
     gl.warp_specialize([
         (_consumer, (

@@ -96,6 +96,38 @@ def wait(full, number, STAGES: gl.constexpr, wanted=True):
 
 
 @jit
+def slots_of(source, STAGES: gl.constexpr):
+    """Slots of a ring for tiles of a descriptor, where a producer brings them."""
+    block: gl.constexpr = source.block_type.shape
+    return gl.allocate_shared_memory(source.dtype, [STAGES] + block, source.layout)  # noqa: RUF005 - no * in kernels
+
+
+@jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """So many barriers, a phase of each of which ends with so many arrivals."""
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(made.index(i), count=ARRIVALS)
+    return made
+
+
+@jit
+def bring(source, b, token, head, slots, full, empty, number, STAGES: gl.constexpr):
+    """As `fetch`, by a producer, which waits for the slot's `empty` barrier: no load of the tile that stood there may
+    be on its way, nor a product that reads it."""
+    slot = number % STAGES
+    wait_until_empty(empty, number, STAGES)
+    mbarrier.expect(full.index(slot), source.block_type.nbytes)
+    tma.async_copy_global_to_shared(source, [b, token, head, 0], full.index(slot), slots.index(slot))
+
+
+@jit
+def wait_until_empty(empty, number, STAGES: gl.constexpr):
+    """Wait until the slot of the `number`-th tile has been given back; each slot begins empty."""
+    mbarrier.wait(empty.index(number % STAGES), ((number // STAGES) & 1) ^ 1)
+
+
+@jit
 def release(full, STAGES: gl.constexpr):
     """Invalidate barriers that are waited for before a loop only, once the loop has ended.
 

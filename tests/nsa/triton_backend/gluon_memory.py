@@ -63,6 +63,10 @@ class Shared:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.x.shape)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.x.dtype
+
     def index(self, slot: Any) -> Shared:
         return Shared(self.x[int(slot)], self.unfenced)
 

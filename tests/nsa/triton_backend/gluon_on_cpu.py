@@ -231,6 +231,8 @@ class _Program:
 
 def _largest(x: Tensor, axis: int) -> Tensor:
     """NaN only where there is nothing else."""
+    if not x.is_floating_point():
+        return x.amax(axis)
     return torch.where(x.isnan().all(axis), x.amax(axis), torch.where(x.isnan(), -math.inf, x).amax(axis).to(x.dtype))
 
 
