@@ -383,6 +383,8 @@ def _parts_of_keys(
     *sizes, keys = _sizes(shape, dk, dv, chosen)
     tiles = cdiv(num_keys, keys)
     splits = _splits(tiles * num_kv_heads * batch, length, min_programs, masked=chosen is not None)
+    if on_hopper:
+        splits = min(splits, hopper.keys_and_values.most_splits(q, k, v))
     of_k, of_v = (x.new_empty(splits, *x.shape, dtype=torch.float32 if wide or splits > 1 else q.dtype) for x in (k, v))
     if not of_k.numel():
         return of_k, of_v

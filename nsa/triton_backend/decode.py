@@ -1,5 +1,7 @@
 """Decode: 1 to 8 queries per sequence over many keys, in four or five launches that read each key once.
 
+A step that fills a Hopper GPU is one launch instead (`hopper/decode.py`). Of the others:
+
 The kernels are in `decode_kernels.py`: the compressed branch and its scores; one or two for the choice of blocks;
 selected blocks and window; the last one merges. One query leaves most of a GPU idle, so several programs split the keys
 of one row (split-KV), and the last kernel merges their partial outputs to branches and the branches to o.
@@ -139,7 +141,7 @@ def attend(
 
 
 def _in_one_launch(q: Tensor, branches: tuple[KVView, KVView, KVView], config: NSAConfig) -> bool:
-    """Whether a kernel of `hopper/` does the whole step."""
+    """Whether a kernel of `hopper/` does the whole step (`hopper.decode.serves`)."""
     if not dispatch.has_hopper_kernels(q.device) or not hopper.decode.serves(q, branches, config, num_sms(q.device)):
         return False
     return all(dispatch.readable_by_tma(x) for view in branches for x in (view.k, view.v))

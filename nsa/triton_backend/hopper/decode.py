@@ -28,30 +28,33 @@ from nsa.config import NSAConfig
 from nsa.kv import DecodeOutput, KVView
 from nsa.triton_backend import topk
 from nsa.triton_backend.decode_kernels import tokens_of, visible_blocks
+from nsa.triton_backend.hopper import CHANNELS
 from nsa.triton_backend.hopper.tile import barriers, bring, descriptor, kernel, slots_of, thread_barrier, wait
 from nsa.triton_backend.launch import LOG2E
 from nsa.triton_backend.tile import LN2
 from nsa.triton_backend.topk import best
-from nsa.triton_backend.tuning import MIN_DOT, cdiv, next_power_of_2
+from nsa.triton_backend.tuning import MIN_DOT, next_power_of_2
 
 TILE = 64
-"""Keys of a tile: no more than a selection block, and than a page, of which they must be a part."""
-HEAD_SIZE = 128
+"""Keys per tile; divides l_sel and the page size."""
 STAGES = 2  # tiles of keys, and of values, on their way: 64 KiB
-KEPT_TILES = 38
-"""Of scores in shared memory: what the ring, and 8 KiB to merge the warps, leave of 227 KiB."""
-HELD_TILES = 26
-"""Of scores in the selector's registers, each of which takes 8 of a thread."""
-MAX_TILES = KEPT_TILES + HELD_TILES
-REGISTERS = (232, 24)  # of a thread of the selector, and of the producer
-NUM_WARPS = (4, 1)  # of the selector, and of the producer
-MOST_IDLE = 0.6
-"""Of the multiprocessors, how many may have no program in the last wave: with more, one launch is slower than five."""
+SHARED_SCORE_TILES = 38
+"""Tiles of scores in shared memory, an even number: what keys, values and 8 KiB to merge the warps leave of 227 KiB."""
+REGISTER_SCORE_TILES = 26
+"""Tiles of scores in the selector's registers, an even number: 8 registers per thread and tile."""
+MAX_TILES = SHARED_SCORE_TILES + REGISTER_SCORE_TILES
+MAX_CHOSEN = 128
+"""Selected blocks that the producer's few registers hold."""
+CONSUMER_WARPS = 4
+WORKER_WARPS, WORKER_REGISTERS = (4, 1), (232, 24)
+"""Of the selector and the producer; registers of a thread."""
+MAX_IDLE_SHARE = 0.6
+"""The greatest share of multiprocessors that may be idle in the last wave; above it the five launches are faster."""
 
 
 @jit
-def _bring_both(K, V, TABLE, table_b, b, h, first, number, k_slots, k_full, k_empty, v_slots, v_full, v_empty,
-                PAGE: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _bring_kv(K, V, TABLE, table_b, b, h, first, number, k_slots, k_full, k_empty, v_slots, v_full, v_empty,
+              PAGE: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Bring keys and values of the rows from `first` on, side by side or in pages."""
     outer, row = b, first
     if PAGE > 0:
@@ -69,17 +72,17 @@ def _producer(
     NP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     for i in range(0, num_tiles):
-        _bring_both(K, V, TABLE, table_b, b, h, i * BN, i,
-                    k_slots, k_full, k_empty, v_slots, v_full, v_empty, PAGE, STAGES)  # fmt: skip
+        _bring_kv(K, V, TABLE, table_b, b, h, i * BN, i,
+                  k_slots, k_full, k_empty, v_slots, v_full, v_empty, PAGE, STAGES)  # fmt: skip
     for i in range(0, num_window_tiles):
-        _bring_both(WINDOW_K, WINDOW_V, WINDOW_TABLE, window_b, b, h, begin + i * BN, num_tiles + i,
-                    k_slots, k_full, k_empty, v_slots, v_full, v_empty, WINDOW_PAGE, STAGES)  # fmt: skip
+        _bring_kv(WINDOW_K, WINDOW_V, WINDOW_TABLE, window_b, b, h, begin + i * BN, num_tiles + i,
+                  k_slots, k_full, k_empty, v_slots, v_full, v_empty, WINDOW_PAGE, STAGES)  # fmt: skip
     mbarrier.wait(chosen_ready, 0)
     blocks, place, number = _load_chosen(chosen, N, NP)
     for i in range(0, number * (SEL // BN)):
         first = _first_key(blocks, place, i, SEL, BN)
-        _bring_both(SELECTED_K, SELECTED_V, SELECTED_TABLE, selected_b, b, h, first, num_tiles + num_window_tiles + i,
-                    k_slots, k_full, k_empty, v_slots, v_full, v_empty, SELECTED_PAGE, STAGES)  # fmt: skip
+        _bring_kv(SELECTED_K, SELECTED_V, SELECTED_TABLE, selected_b, b, h, first, num_tiles + num_window_tiles + i,
+                  k_slots, k_full, k_empty, v_slots, v_full, v_empty, SELECTED_PAGE, STAGES)  # fmt: skip
 
 
 @jit
@@ -92,7 +95,7 @@ def _load_chosen(chosen, N: gl.constexpr, NP: gl.constexpr):
 
 @jit
 def _first_key(blocks, place, i, SEL: gl.constexpr, BN: gl.constexpr):
-    """Of the i-th tile of the chosen blocks; from registers, since the next load would wait for this one's address."""
+    """The first key of the i-th tile of the chosen blocks, which stay in registers: no load in the loop."""
     block = gl.sum(gl.where(place == i // (SEL // BN), blocks, 0), 0)
     return block * SEL + i % (SEL // BN) * BN
 
@@ -106,7 +109,7 @@ def _store_probabilities(P, s, lse, first, seen, layout: gl.constexpr):
 
 @jit
 def _selector(
-    P, chosen, scores, lse_slot, lse_ready, first_ready, first_taken, chosen_ready, t, seen, num_tiles,
+    P, chosen, scores, lse_slot, lse_ready, held_ready, held_loaded, chosen_ready, t, seen, num_tiles,
     STRIDE: gl.constexpr, SEL: gl.constexpr, FIRST_OFFSET: gl.constexpr, WEIGHTS: gl.constexpr, INIT: gl.constexpr,
     LOCAL: gl.constexpr, N: gl.constexpr, NP: gl.constexpr, BLOCKS: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr,
     KEPT: gl.constexpr, HELD: gl.constexpr,
@@ -115,10 +118,10 @@ def _selector(
     by_block: gl.constexpr = gl.BlockedLayout([GP, 1], [1, 32], [1, gl.num_warps()], [1, 0])
     held = ()
     if HELD > 0:
-        mbarrier.wait(first_ready, 0)
+        mbarrier.wait(held_ready, 0)
         for pair in gl.static_range(HELD // 2):
             held = held + (scores.index(pair).load(by_block),)  # type: ignore[assignment] # noqa: RUF005 - no * in kernels
-        mbarrier.arrive(first_taken)
+        mbarrier.arrive(held_loaded)
     mbarrier.wait(lse_ready, 0)
     lse = gl.expand_dims(lse_slot.load(gl.SliceLayout(1, by_block)), 1)
     for pair in gl.static_range(HELD // 2):
@@ -142,12 +145,13 @@ def _selector(
     place = gl.arange(0, NP, gl.SliceLayout(0, row))
     none = (place >= gl.sum(gl.sum(taken.to(gl.int32), 1), 0)) & (place < N)
     gl.store(chosen + place, gl.full([NP], -1, gl.int32, gl.SliceLayout(0, row)), mask=none)
+    thread_barrier()  # all of them have stored, before one says so
     mbarrier.arrive(chosen_ready)
 
 
 @jit
-def _free(empty, number, STAGES: gl.constexpr):
-    """Give a tile's slot back; why behind a fence, `tile.fetch` says."""
+def _release_slot(empty, number, STAGES: gl.constexpr):
+    """Give a tile's slot back. The fence is explained at `tile.fetch`."""
     fence_async_shared()
     mbarrier.arrive(empty.index(number % STAGES))
 
@@ -160,7 +164,7 @@ def _scores(q, k_slots, k_full, k_empty, number, to_base_2, W: gl.constexpr, GP:
     slot = k_slots.index(number % STAGES)
     k = slot.reshape([W, BN // W, slot.shape[3]]).permute((0, 2, 1)).load(gl.DotOperandLayout(1, mma, 2))
     s = mma_v2(q, k, gl.zeros([W, GP, BN // W], gl.float32, mma))
-    _free(k_empty, number, STAGES)
+    _release_slot(k_empty, number, STAGES)
     return s * to_base_2
 
 
@@ -174,7 +178,7 @@ def _keys(at, W: gl.constexpr, BN: gl.constexpr, layout: gl.constexpr):
 @jit
 def _add(s, v_slots, v_full, v_empty, number, at, lo, hi, m, l, acc,
          W: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, mma: gl.constexpr):  # fmt: skip
-    """Add a tile of scores and values to the running softmax, those keys that lie in lo … hi."""
+    """Add a tile of scores and values to the running softmax, of the keys in [lo, hi)."""
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     whole = (at >= lo) & (at + BN <= hi)
     if not whole:
@@ -192,7 +196,7 @@ def _add(s, v_slots, v_full, v_empty, number, at, lo, hi, m, l, acc,
         key = _keys(at, W, BN, gl.SliceLayout(2, right))
         v = gl.where(gl.expand_dims((key >= lo) & (key < hi), 2), v, 0.0).to(v.dtype)
     acc = mma_v2(gl.convert_layout(p.to(v.dtype), gl.DotOperandLayout(0, mma, 2)), v, acc * gl.expand_dims(alpha, 2))
-    _free(v_empty, number, STAGES)
+    _release_slot(v_empty, number, STAGES)
     return m_new, l, acc
 
 
@@ -248,16 +252,17 @@ def _load_query(Q, q_h, first_head, G, W: gl.constexpr, GP: gl.constexpr, D: gl.
     warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     g = gl.arange(0, GP, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     channel = gl.expand_dims(gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(0, layout))), 0), 0)
-    head = gl.expand_dims(warp * 0, 1) + gl.expand_dims(g, 0)
-    there = gl.expand_dims(head < G, 2) & (channel < D)
-    return gl.load(Q + gl.expand_dims((first_head + head) * q_h, 2) + channel, mask=there, other=0.0)
+    head = gl.expand_dims(warp * 0, 1) + gl.expand_dims(g, 0)  # [W, GP]: of each warp
+    return gl.load(
+        Q + gl.expand_dims((first_head + head) * q_h, 2) + channel, mask=gl.expand_dims(head < G, 2), other=0.0
+    )
 
 
 @jit
 def _consumer(
     Q, GATES, OUT, LSE, READ_CMP, READ_SEL, READ_WIN, chosen, scores, lse_slot, group, q_h, gate_h, gate_n,
-    h, HQ, G, rows, t, seen, num_tiles, lo, begin, num_window_tiles, to_base_2,
-    k_slots, k_full, k_empty, v_slots, v_full, v_empty, lse_ready, first_ready, first_taken, chosen_ready,
+    h, G, rows, t, seen, num_tiles, lo, begin, num_window_tiles, to_base_2,
+    k_slots, k_full, k_empty, v_slots, v_full, v_empty, lse_ready, held_ready, held_loaded, chosen_ready,
     SEL: gl.constexpr, N: gl.constexpr, NP: gl.constexpr, D: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr,
     KEPT: gl.constexpr, HELD: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -266,10 +271,10 @@ def _consumer(
     of_head: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, mma))
     dtype: gl.constexpr = OUT.dtype.element_ty
     g = gl.arange(0, GP, of_head)
-    q = _load_query(Q, q_h, h * G, G, W, GP, D, gl.DotOperandLayout(0, mma, 2))
+    q = _load_query(Q, q_h, h.to(gl.int64) * G, G, W, GP, D, gl.DotOperandLayout(0, mma, 2))
     finite = gl.min(gl.min((gl.abs(q.to(gl.float32)) < float("inf")).to(gl.int32), 2), 0)
     nonfinite_q = gl.convert_layout(finite, of_head) == 0
-    gates = GATES + (h * G + g) * gate_h
+    gates = GATES + (h.to(gl.int64) * G + g) * gate_h
     gate_cmp = gl.load(gates, mask=g < G, other=0.0).to(gl.float32)
     gate_sel = gl.load(gates + gate_n, mask=g < G, other=0.0).to(gl.float32)
     gate_win = gl.load(gates + 2 * gate_n, mask=g < G, other=0.0).to(gl.float32)
@@ -277,17 +282,17 @@ def _consumer(
     for i in range(0, num_tiles):
         s = _scores(q, k_slots, k_full, k_empty, i, to_base_2, W, GP, BN, STAGES, mma)
         if i == KEPT:
-            mbarrier.wait(first_taken, 0)
+            mbarrier.wait(held_loaded, 0)
         pair, own = scores.index(i // 2 % (KEPT // 2)), s.permute((1, 0, 2)).reshape([GP, BN])
         if i % 2 == 0:
             pair.slice(0, BN, dim=1).store(own)
         else:
             pair.slice(BN, BN, dim=1).store(own)
         if i == HELD - 1:
-            mbarrier.arrive(first_ready)
+            mbarrier.arrive(held_ready)
         m, l, acc = _add(s, v_slots, v_full, v_empty, i, i * BN, 0, seen, m, l, acc, W, BN, STAGES, mma)
     if num_tiles < HELD:
-        mbarrier.arrive(first_ready)
+        mbarrier.arrive(held_ready)
     factor, lse = _merge(m, l, nonfinite_q & (seen > 0))
     lse_slot.store(lse)
     mbarrier.arrive(lse_ready)
@@ -339,12 +344,12 @@ def _store_quarter(out, x, first: gl.constexpr, G, D: gl.constexpr):
 def _step(
     Q, K, V, TABLE, SELECTED_K, SELECTED_V, SELECTED_TABLE, WINDOW_K, WINDOW_V, WINDOW_TABLE, LENGTHS, num_tokens,
     GATES, P, OUT, LSE, INDICES, READ_CMP, READ_SEL, READ_WIN,
-    q_b, q_h, gate_b, gate_h, gate_n, table_b, selected_b, window_b, HQ, HKV, G, rows, slots, to_base_2,
+    q_b, q_h, gate_b, gate_h, gate_n, table_b, selected_b, window_b, HKV, G, rows, slots, to_base_2,
     SIZE: gl.constexpr, STRIDE: gl.constexpr, SEL: gl.constexpr, FIRST_OFFSET: gl.constexpr, WEIGHTS: gl.constexpr,
     INIT: gl.constexpr, LOCAL: gl.constexpr, N: gl.constexpr, NP: gl.constexpr, BLOCKS: gl.constexpr, WIN: gl.constexpr,
     PAGE: gl.constexpr, SELECTED_PAGE: gl.constexpr, WINDOW_PAGE: gl.constexpr, D: gl.constexpr, GP: gl.constexpr,
     BN: gl.constexpr, KEPT: gl.constexpr, HELD: gl.constexpr, STAGES: gl.constexpr,
-    NUM_WARPS: gl.constexpr, REGISTERS: gl.constexpr,
+    WORKER_WARPS: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """OUT [B, 1, Hq, D], LSE [3, B, 1, Hq] base e, INDICES int32 [B, 1, Hkv, N], ascending, -1 at the end; P float32
     [B, Hkv, slots] is for the selector alone."""
@@ -358,39 +363,52 @@ def _step(
     chosen = INDICES + group * N
 
     k_slots, v_slots = slots_of(K, STAGES), slots_of(V, STAGES)
-    # threads of the consumer store 8 rows at a time, those of the selector read one: neither meets a bank twice
+    # no bank conflicts: the consumer's warps store 8 rows at a time, the selector's read one
     scores = gl.allocate_shared_memory(gl.float32, [KEPT // 2, GP, 2 * BN], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     lse_slot = gl.allocate_shared_memory(gl.float32, [GP], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_full, k_empty = barriers(STAGES, 1), barriers(STAGES, 1)
     v_full, v_empty = barriers(STAGES, 1), barriers(STAGES, 1)
     once = barriers(4, 1)
-    first_ready, first_taken, lse_ready, chosen_ready = once.index(0), once.index(1), once.index(2), once.index(3)
+    held_ready, held_loaded, lse_ready, chosen_ready = (
+        once.index(0),
+        once.index(1),
+        once.index(2),
+        once.index(3),
+    )
     gl.warp_specialize([
         (_consumer, (
             Q + b.to(gl.int64) * q_b, GATES + b.to(gl.int64) * gate_b, OUT, LSE, READ_CMP, READ_SEL, READ_WIN,
-            chosen, scores, lse_slot, group, q_h, gate_h, gate_n, h, HQ, G, rows, t, seen, num_tiles, lo, begin,
-            num_window_tiles, to_base_2, k_slots, k_full, k_empty, v_slots, v_full, v_empty, lse_ready, first_ready,
-            first_taken, chosen_ready, SEL, N, NP, D, GP, BN, KEPT, HELD, STAGES)),
+            chosen, scores, lse_slot, group, q_h, gate_h, gate_n, h, G, rows, t, seen, num_tiles, lo, begin,
+            num_window_tiles, to_base_2, k_slots, k_full, k_empty, v_slots, v_full, v_empty, lse_ready, held_ready,
+            held_loaded, chosen_ready, SEL, N, NP, D, GP, BN, KEPT, HELD, STAGES)),
         (_selector, (
-            P + group * slots, chosen, scores, lse_slot, lse_ready, first_ready, first_taken, chosen_ready, t, seen,
+            P + group * slots, chosen, scores, lse_slot, lse_ready, held_ready, held_loaded, chosen_ready, t, seen,
             num_tiles, STRIDE, SEL, FIRST_OFFSET, WEIGHTS, INIT, LOCAL, N, NP, BLOCKS, GP, BN, KEPT, HELD)),
         (_producer, (
             K, V, TABLE, table_b, SELECTED_K, SELECTED_V, SELECTED_TABLE, selected_b, WINDOW_K, WINDOW_V, WINDOW_TABLE,
             window_b, chosen, b, h, num_tiles, begin, num_window_tiles, k_slots, k_full, k_empty, v_slots, v_full,
             v_empty, chosen_ready, PAGE, SELECTED_PAGE, WINDOW_PAGE, SEL, N, NP, BN, STAGES)),
-    ], NUM_WARPS, REGISTERS)  # fmt: skip
+    ], WORKER_WARPS, WORKER_REGISTERS)  # fmt: skip
 
 
 def serves(q: Tensor, branches: tuple[KVView, KVView, KVView], config: NSAConfig, sms: int) -> bool:
-    """Whether a step can go in one launch, and is the faster for it on a GPU of `sms` multiprocessors, which take one
-    program each; TMA must be able to read the keys and values of `branches`."""
+    """Whether a step can go in one launch, and is then faster on a GPU of `sms` multiprocessors, which take one program
+    each. TMA must be able to read the keys and values of `branches`, all of q's dtype.
+
+    The longest sequence of a batch sets the time, since no program shares a sequence.
+    """
     (batch, length, heads, dk), (num_kv_heads, dv) = q.shape, branches[1].v.shape[2:]
-    if length != 1 or (dk, dv) != (HEAD_SIZE, HEAD_SIZE) or heads > MIN_DOT * num_kv_heads or config.l_sel % TILE:
+    if length != 1 or (dk, dv) != (CHANNELS, CHANNELS) or heads > MIN_DOT * num_kv_heads or config.l_sel % TILE:
         return False
-    if any(view.page_size % TILE for view in branches) or branches[0].capacity > MAX_TILES * TILE:
+    # a chosen block is not cut off at the last token, so that no page may end within one
+    if branches[0].page_size % TILE or branches[2].page_size % TILE or branches[1].page_size % config.l_sel:
+        return False
+    if config.n_sel > MAX_CHOSEN or any(x.dtype != q.dtype for view in branches for x in (view.k, view.v)):
+        return False
+    if branches[0].capacity > MAX_TILES * TILE:
         return False
     idle = -(batch * num_kv_heads) % sms
-    return idle <= MOST_IDLE * sms
+    return idle <= MAX_IDLE_SHARE * sms
 
 
 def attend(
@@ -406,10 +424,9 @@ def attend(
     batch, _, heads, dk = q.shape
     num_kv_heads, dv = selected.v.shape[2:]
     rows, groups = (batch, 1, heads), (batch, 1, num_kv_heads)
-    # two versions alone are compiled, whatever the capacity
-    held = HELD_TILES if compressed.capacity > KEPT_TILES * TILE else 0
-    slots = cdiv(compressed.capacity, TILE) * TILE
-    p = q.new_empty(*groups, slots, dtype=torch.float32)
+    # of two values, so that few versions are compiled
+    held = REGISTER_SCORE_TILES if compressed.capacity > SHARED_SCORE_TILES * TILE else 0
+    p = q.new_empty(*groups, compressed.capacity, dtype=torch.float32)
     decoded = DecodeOutput(
         q.new_empty(*rows, dv),
         q.new_empty(*groups, config.n_sel, dtype=torch.int32),
@@ -418,20 +435,20 @@ def attend(
     )
     blocks = max(geometry.num_selection_blocks(selected.capacity, config), config.n_sel)
     _step[num_kv_heads, batch](
-        q, *_described(compressed), *_described(selected), *_described(window),
+        q, *_descriptors(compressed), *_descriptors(selected), *_descriptors(window),
         *((None, lengths) if isinstance(lengths, int) else (lengths, 0)), gates, p,
         decoded.o, decoded.lse, decoded.block_indices, *decoded.keys_read,
         q.stride(0), q.stride(2), gates.stride(0), gates.stride(2), gates.stride(3),
-        compressed.strides[0], selected.strides[0], window.strides[0], heads, num_kv_heads, heads // num_kv_heads,
-        batch * heads, slots, scale * LOG2E, config.l, config.d, config.l_sel, *topk.weights(config),
+        compressed.strides[0], selected.strides[0], window.strides[0], num_kv_heads, heads // num_kv_heads,
+        batch * heads, compressed.capacity, scale * LOG2E, config.l, config.d, config.l_sel, *topk.weights(config),
         config.init_blocks, config.local_blocks, config.n_sel, next_power_of_2(config.n_sel),
         next_power_of_2(blocks), config.w, compressed.page_size, selected.page_size, window.page_size,
-        dk, MIN_DOT, TILE, KEPT_TILES, held, STAGES, NUM_WARPS, REGISTERS, num_warps=NUM_WARPS[0],
+        dk, MIN_DOT, TILE, SHARED_SCORE_TILES, held, STAGES, WORKER_WARPS, WORKER_REGISTERS, num_warps=CONSUMER_WARPS,
     )  # fmt: skip
     return decoded
 
 
-def _described(view: KVView) -> tuple[TensorDescriptor, TensorDescriptor, Tensor | None]:
+def _descriptors(view: KVView) -> tuple[TensorDescriptor, TensorDescriptor, Tensor | None]:
     return descriptor(view.k, TILE), descriptor(view.v, TILE), view.table
 
 

@@ -32,10 +32,13 @@ from nsa.triton_backend.hopper.tile import (
     zero_rows_of,
 )
 from nsa.triton_backend.launch import LOG2E
-from nsa.triton_backend.tuning import cdiv
+from nsa.triton_backend.tuning import cdiv, next_power_of_2
 
-NUM_WARPS, REGISTERS = (4, 4), (240, 240)
-"""Of the two consumers. The producer comes first: a consumer in its place would spill."""
+KERNEL = "hopper.compressed_window_backward_kv"
+MIN_TILES = 64
+"""Of queries per program: with fewer, to begin and to end takes a tenth of its time."""
+WORKER_WARPS, WORKER_REGISTERS = (4, 4), (240, 240)
+"""Of the two consumers; registers of a thread. The producer is the first partition: a consumer in its place spills."""
 
 
 @jit
@@ -81,13 +84,15 @@ def _producer(
         slot = number % STAGES
         step, box = _place(number, start, steps, own, splits, BOXES)
         token, head = first + step * BT, h * HEADS * BOXES + box * HEADS
+        # before a slot is waited for, so that these are there when it is empty
+        lse = _load_rows(LSE, b, token, head, row, S, HQ, HEADS)
+        delta = _load_rows(DELTA, b, token, head, row, S, HQ, HEADS)
         wait_until_empty(q_empty, number, STAGES)
         mbarrier.expect(q_full.index(slot), Q.block_type.nbytes + (Q_REST.block_type.nbytes if REST > 0 else 0))
         tma.async_copy_global_to_shared(Q, [b, token, head, 0], q_full.index(slot), q_slots.index(slot))
         if REST > 0:
             tma.async_copy_global_to_shared(Q_REST, [b, token, head, 0], q_full.index(slot), q_rest_slots.index(slot))
         bring(DO, b, token, head, do_slots, do_full, do_empty, number, STAGES)
-        lse = _load_rows(LSE, b, token, head, row, S, HQ, HEADS)
         if any_nonfinite(
             (lse == lse) | (number < masked_from) | (number >= masked_to)
         ):  # an lse of NaN: `launch.backward_rows`
@@ -104,7 +109,7 @@ def _producer(
                 if REST > 0:
                     zero_rows_of(tile(q_rest_slots, number, STAGES).slice(first_row, 8, dim=0), finite, flat)
         rows.index(2 * slot).store(lse)
-        rows.index(2 * slot + 1).store(_load_rows(DELTA, b, token, head, row, S, HQ, HEADS))
+        rows.index(2 * slot + 1).store(delta)
         mbarrier.arrive(rows_full.index(slot))
 
 
@@ -194,7 +199,8 @@ def _consumer(
 def _backward(
     Q, Q_REST, K, K_REST, V, DO, LO, HI, LSE, DELTA, SEEN_FROM, SEEN_TO, DK_OUT, DV_OUT, S, T, HQ, HKV, scale,
     to_base_2, splits, D: gl.constexpr, REST: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr,
-    BOXES: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, NUM_WARPS: gl.constexpr, REGISTERS: gl.constexpr,
+    BOXES: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    WORKER_WARPS: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(STAGES > 1, "the next queries are waited for before these are given back")
     BT: gl.constexpr = ROWS // HEADS
@@ -221,12 +227,8 @@ def _backward(
     # lse and delta of each tile
     rows = gl.allocate_shared_memory(gl.float32, [2 * STAGES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     keys_full, rows_full = barriers(2, 1), barriers(STAGES, 1)
-    q_full, q_empty, do_full, do_empty = (
-        barriers(STAGES, 1),
-        barriers(STAGES, 2),
-        barriers(STAGES, 1),
-        barriers(STAGES, 2),
-    )
+    q_full, q_empty = barriers(STAGES, 1), barriers(STAGES, 2)
+    do_full, do_empty = barriers(STAGES, 1), barriers(STAGES, 2)
     gl.warp_specialize([
         (_producer, (
             Q, Q_REST, K, K_REST, V, DO, LSE, DELTA, b, h, first_key, first, start, steps, own, splits, tiles,
@@ -240,7 +242,13 @@ def _backward(
             1, LO, HI, DK_OUT, DV_OUT, b, h, first_key, first, start, steps, own, splits, tiles, masked_from, masked_to,
             S, T, HKV, scale, to_base_2, k_slots, k_rest_slots, v_slots, keys_full, q_slots, q_rest_slots, do_slots,
             rows, q_full, q_empty, do_full, do_empty, rows_full, D, REST, ROWS, HEADS, BOXES, BN, STAGES)),
-    ], NUM_WARPS, REGISTERS)  # fmt: skip
+    ], WORKER_WARPS, WORKER_REGISTERS)  # fmt: skip
+
+
+def most_splits(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Programs that share the queries of one tile of keys at most, so that each has enough of them."""
+    rows = q.shape[1] * (q.shape[2] // k.shape[2])
+    return next_power_of_2(max(rows // (tuning.shape(KERNEL, q, v).rows * MIN_TILES), 1))
 
 
 def backward(
@@ -253,7 +261,7 @@ def backward(
     """
     lo, hi, seen_from, seen_to = bounds
     (batch, length, heads, dk), (num_keys, num_kv_heads, d) = q.shape, v.shape[1:]
-    shape = tuning.shape("hopper.compressed_window_backward_kv", q, v)
+    shape = tuning.shape(KERNEL, q, v)
     splits, group = of_k.shape[0], heads // num_kv_heads
     in_box = min(group & -group, shape.rows)  # heads that TMA brings at a time: a power of two that divides the group
     tokens = shape.rows // in_box
@@ -261,6 +269,6 @@ def backward(
         *descriptors(q, tokens, in_box), *descriptors(k, shape.keys // 2), descriptor(v, shape.keys // 2),
         descriptor(do, tokens, in_box), lo, hi, lse, delta, seen_from, seen_to, of_k, of_v,
         length, num_keys, heads, num_kv_heads, scale, scale * LOG2E, splits,
-        d, dk - d, shape.rows, in_box, group // in_box, shape.keys // 2, shape.num_stages, NUM_WARPS, REGISTERS,
-        **shape.launch,
+        d, dk - d, shape.rows, in_box, group // in_box, shape.keys // 2, shape.num_stages,
+        WORKER_WARPS, WORKER_REGISTERS, **shape.launch,
     )  # fmt: skip

@@ -74,8 +74,7 @@ def fetch(source, b, token, head, slots, full, number, STAGES: gl.constexpr, wan
 
     It overwrites the tile `number` - STAGES: the products that read that one must have been waited for. Where threads
     have loaded it, `fence_async_shared` must stand between: neither the next instructions nor a barrier wait for loads
-    that are on their way, and TMA writes by a path of its own. In a decode step (`decode.py`) a tile was overwritten
-    before all of it was read, in one of thirty programs of a full H200.
+    that are on their way, and TMA writes by a path of its own: it may overwrite a tile before all of it is read.
     """
     slot = number % STAGES
     mbarrier.expect(full.index(slot), source.block_type.nbytes, wanted)

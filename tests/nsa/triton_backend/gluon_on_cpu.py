@@ -6,11 +6,13 @@ What is checked of asynchronous work:
 - a tile that TMA brings is NaN from the moment it is asked for until its barrier is waited for, and one that threads
   copy until its group is;
 - an asynchronous product is computed when it is waited for ("late") or at once ("early"), and both must be right;
-- between a thread's store to shared memory and a product that reads it there must be `fence_async_shared`;
+- between a thread's store to shared memory and a product that reads it there must be `fence_async_shared`, and between
+  a thread's load of a tile and TMA's next one in its place;
+- partitions of warps run in turns (`gluon_partitions.py`), the second of them as late as it may ("late") or not;
 - a wait that never ends, bytes that were not announced and an address outside its tensor raise `KernelError`.
 
-Not checked: layouts (`test_compile.py` compiles the same kernels), barriers between warps, a thread's read of a tile
-that TMA overwrites next, integers of 32 bits that overflow. Nothing here replaces a run on a GPU.
+Not checked: layouts (`test_compile.py` compiles the same kernels), barriers between the warps of
+a partition, integers of 32 bits that overflow, divisions of negative numbers. Nothing here replaces a run on a GPU.
 """
 
 from __future__ import annotations

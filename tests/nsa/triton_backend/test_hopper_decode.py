@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -27,7 +28,7 @@ SCALE = 0.125
 
 @pytest.fixture(autouse=True)
 def _however_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper.decode, "MOST_IDLE", 1)
+    monkeypatch.setattr(hopper.decode, "MAX_IDLE_SHARE", 1)
 
 
 @pytest.fixture(params=ORDERS)
@@ -81,6 +82,9 @@ def require_within_budget(found: tuple[torch.Tensor, nsa.Aux], x: Inputs, config
         (65, 6, {"n_sel": 1, "init_blocks": 0, "local_blocks": 1}),
         (300, 26, {"w": 1, "l_sel": 128}),
         (1500, 4, {"n_sel": 16}),
+        (700, 16, {"n_sel": 3}),  # all of them forced
+        (300, 5, {"n_sel": 12}),  # more than there are
+        (700, 16, {"l_sel": 192, "n_sel": 3}),
         (2500, 16, {}),
     ],
 )
@@ -91,13 +95,54 @@ def test_it_agrees_with_the_oracle(
     """With all scores in shared memory, and with those of the first tiles in registers."""
     if keys > (kept + held) * 256:
         return
-    monkeypatch.setattr(hopper.decode, "KEPT_TILES", kept)
-    monkeypatch.setattr(hopper.decode, "HELD_TILES", held)
+    monkeypatch.setattr(hopper.decode, "SHARED_SCORE_TILES", kept)
+    monkeypatch.setattr(hopper.decode, "REGISTER_SCORE_TILES", held)
     monkeypatch.setattr(hopper.decode, "MAX_TILES", kept + held)
     config = nsa.NSAConfig(**{"l": 8, "d": 4, "l_sel": 64, "n_sel": 5, "w": 200, **changes})
     x = drawn(2, keys, heads, config)
     for b, found in enumerate(split(step(x, side_by_side(x), keys, config))):
         require_within_budget(found, of_row(x, b), config)
+
+
+@of_this_machine
+@pytest.mark.parametrize("lengths", [[25, 700], [31, 2]])
+def test_few_blocks_in_a_long_cache(monkeypatch: pytest.MonkeyPatch, lengths: list[int]) -> None:
+    """Fewer tiles than the selector's registers wait for, and no compressed block at all."""
+    monkeypatch.setattr(hopper.decode, "SHARED_SCORE_TILES", 6)
+    monkeypatch.setattr(hopper.decode, "REGISTER_SCORE_TILES", 4)
+    x = drawn(2, 2000, 16, CONFIG)
+    x["q"][1, 0, 2, 7] = float("nan")
+    rows, on_device = in_pages(x, lengths, CONFIG, 64)
+    found = split(step(x, rows, on_device, CONFIG))
+    require_within_budget(found[0], of_row(x, 0, lengths[0]), CONFIG)
+    sees_blocks = nsa.geometry.num_compressed_blocks(lengths[1], CONFIG) > 0
+    of_head = {branch: bool(lse[0, 0, 2].isnan()) for branch, lse in found[1][1].lse.items()}
+    assert of_head == {"compressed": sees_blocks, "selected": True, "window": True}
+
+
+@of_this_machine
+def test_queries_gates_and_keys_need_not_be_contiguous() -> None:
+    x = drawn(2, 300, 16, CONFIG)
+    spread: Inputs = {"q": x["q"].transpose(1, 2).contiguous().transpose(1, 2)}
+    spread["gates"] = x["gates"].transpose(0, 3).contiguous().transpose(0, 3)
+    for name in "kv":
+        spread[name] = tuple(one.transpose(1, 2).contiguous().transpose(1, 2) for one in x[name])
+    wanted = step(x, side_by_side(x), 300, CONFIG)
+    found = step(x | spread, side_by_side(x | spread), 300, CONFIG)
+    assert torch.equal(found.o, wanted.o)
+    wide = x["q"].new_zeros(2, 1, 16, 256)
+    wide[..., ::2] = x["q"]
+    assert torch.equal(decode.unit_stride(wide[..., ::2]), x["q"])
+
+
+@of_this_machine
+def test_each_branch_has_pages_of_its_own() -> None:
+    x, lengths = drawn(2, 700, 16, CONFIG), [700, 257]
+    (compressed, _, _), on_device = in_pages(x, lengths, CONFIG, 64)
+    _, selected, _ = in_pages(x, lengths, CONFIG, 192)[0]
+    _, _, window = in_pages(x, lengths, CONFIG, 128)[0]
+    for b, found in enumerate(split(step(x, [compressed, selected, window], on_device, CONFIG))):
+        require_within_budget(found, of_row(x, b, lengths[b]), CONFIG)
 
 
 def of_row(x: Inputs, b: int, length: int | None = None) -> Inputs:
@@ -131,6 +176,7 @@ def test_what_is_not_finite_reaches_the_heads_that_see_it_and_no_others(value: f
     for name in "kv":
         x[name][2][:, : 500 - CONFIG.w] = value
     found = step(x, side_by_side(x), 500, CONFIG)
+    assert torch.equal(found.block_indices, clean.block_indices)
     assert torch.equal(found.o, clean.o)
     assert torch.equal(found.lse, clean.lse)
     x["q"][0, 0, 3, 5] = value
@@ -141,6 +187,7 @@ def test_what_is_not_finite_reaches_the_heads_that_see_it_and_no_others(value: f
     assert found.o[0, 0, 3].isnan().all()
     assert found.lse[:, 0, 0, 3].isnan().all()
     assert found.o[:, :, other].isfinite().all()
+    assert 0 in found.block_indices, "forced, whatever the scores"
 
 
 @of_this_machine
@@ -165,8 +212,17 @@ def test_which_steps_go_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not serves(x["q"].repeat(1, 2, 1, 1)), "two queries"
     assert not serves(x["q"].repeat(1, 1, 2, 1)), "a group of 32"
     assert not serves(x["q"][..., :64]), "heads of 64"
+    narrow = [KVView(view.k, view.v[..., :64]) for view in rows]
+    assert not serves(rows=narrow), "values of 64"
+    assert not serves(x["q"].half()), "another type than the keys'"
+    assert not serves(config=nsa.NSAConfig(l=8, d=4, l_sel=64, n_sel=129, w=200)), "more chosen blocks than fit"
     assert not serves(config=nsa.NSAConfig(l=8, d=4, l_sel=32, n_sel=5, w=200)), "a tile is more than a block"
-    assert not serves(rows=in_pages(x, [300, 300], CONFIG, 32)[0]), "a tile is more than a page"
+    for branch in range(3):
+        mixed = [*rows]
+        mixed[branch] = in_pages(x, [300, 300], CONFIG, 32)[0][branch]
+        assert not serves(rows=mixed), "a tile is more than a page"
+    blocks_of_192 = nsa.NSAConfig(l=8, d=4, l_sel=192, n_sel=5, w=200)
+    assert not serves(rows=in_pages(x, [300, 300], CONFIG, 64)[0], config=blocks_of_192), "a block is more than a page"
     most = hopper.decode.MAX_TILES * hopper.decode.TILE
     long = [KVView(*(t[:, :1].expand(-1, most + 1, -1, -1) for t in (rows[0].k, rows[0].v))), *rows[1:]]
     assert not serves(rows=long), "too many scores for a multiprocessor"
@@ -191,9 +247,13 @@ def test_a_step_that_is_served_is_one_launch(monkeypatch: pytest.MonkeyPatch) ->
     assert launches(side_by_side(x)) == []
     monkeypatch.setattr(dispatch, "has_hopper_kernels", lambda _: True)
     assert launches(side_by_side(x)) == ["one"]
-    apart = {n: tuple(t.transpose(1, 3).contiguous().transpose(1, 3) for t in x[n]) for n in "kv"}
-    assert launches(side_by_side(x | apart)) == []
-    monkeypatch.setattr(hopper.decode, "MOST_IDLE", -1)
+    for branch in range(3):
+        for part in "kv":
+            rows = side_by_side(x)
+            apart = getattr(rows[branch], part).transpose(1, 3).contiguous().transpose(1, 3)
+            rows[branch] = dataclasses.replace(rows[branch], **{part: apart})
+            assert launches(rows) == [], "TMA reads no channels that lie apart"
+    monkeypatch.setattr(hopper.decode, "MAX_IDLE_SHARE", -1)
     assert launches(side_by_side(x)) == []
 
 
