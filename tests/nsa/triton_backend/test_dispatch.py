@@ -148,15 +148,12 @@ class TestWhatIsServed:
         assert not hopper_serves("compressed_window_forward", 16, self.keys, self.keys)
 
     @pytest.mark.parametrize(
-        ("group", "dk", "keys", "served"),
-        [(16, 128, 4096, True), (16, 128, 255, False), (8, 128, 255, True), (16, 192, 255, True), (6, 64, 255, True)],
+        ("group", "dk", "keys"), [(16, 128, 4096), (16, 128, 255), (8, 128, 255), (16, 192, 255), (6, 64, 255)]
     )
-    def test_dk_and_dv_are_served_except_compressed_keys_of_large_groups(
-        self, group: int, dk: int, keys: int, served: bool
-    ) -> None:
+    def test_dk_and_dv_are_served_of_the_window_and_of_compressed_keys(self, group: int, dk: int, keys: int) -> None:
         q = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(4, 8192, 2 * group, dk).contiguous()
         k, v = (torch.zeros(4, 2 * keys, 2, d, dtype=torch.bfloat16) for d in (dk, min(dk, 128)))
-        assert (variant("compressed_window_backward_kv", q, k, v) is Variant.HOPPER) is served
+        assert variant("compressed_window_backward_kv", q, k, v) is Variant.HOPPER
 
     def test_neither_are_dk_and_dv_of_calls_by_plan_and_of_queries_that_tma_cannot_read(self) -> None:
         kernel, heads_of_64 = "compressed_window_backward_kv", torch.zeros(1, 2048, 12, 64, dtype=torch.bfloat16)

@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("triton")
 
 import nsa
-from nsa.triton_backend import architecture, block_unions, hopper, tuning
+from nsa.triton_backend import architecture, block_unions, compressed_window, hopper, tuning
+from nsa.triton_backend.dispatch import Variant
 from nsa.triton_backend.launch import LOG2E
 from tests.laws import oracle
 from tests.laws.budget import FORWARD, score_unit, within_budget
@@ -293,3 +294,13 @@ def replace_rows(found: Results, by: Results, cut: int) -> Results:
     o, lse = found.o.clone(), found.lse.clone()
     o[:, cut:], lse[:, cut:] = by.o[:, cut:], by.lse[:, cut:]
     return Results(o, lse, found.read)
+
+
+def test_programs_that_share_a_tile_of_keys_have_enough_queries_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 tiles of 64 rows, of 256 in all: four programs, where a GPU without this would have 16."""
+    parts: list[int] = []
+    monkeypatch.setattr(compressed_window, "variant", lambda *_: Variant.HOPPER)
+    monkeypatch.setattr(hopper.keys_and_values, "backward", lambda *given: parts.append(given[7].shape[0]))
+    q, k, rows = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((1, 1024, 64, 128), (1, 256, 4, 128), (1024,)))
+    compressed_window._parts_of_keys(q, k, k, q, *4 * [rows], rows, rows, 1024, 1.0, False, None)
+    assert parts == [4]
