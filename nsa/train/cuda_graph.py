@@ -2,12 +2,16 @@
 
 A graph reads and writes the addresses with which it was captured. So a batch is copied into static tensors, its
 documents are padded with empty ones to a fixed number, and gradients are set to zero, never to None.
+
+With several ranks each has a graph of its own, without collectives: what they add up follows it. So ranks need not
+capture at the same time.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +23,8 @@ from nsa.train.data.packing import Batch
 
 WARM_UP_PASSES = 3
 """Passes before a capture, as in PyTorch's documentation: they compile kernels and warm up libraries."""
+_ALIGNMENT = 128
+"""Elements: 256 bytes of bf16."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +40,17 @@ class CapturedGraph:
 class GraphedPass:
     """The loss of a batch, whose gradients are added to those that the parameters have.
 
-    Captured at the first batch, and again for another shape or for more documents than there is room for.
+    Captured at the first batch, and again for another shape or for more documents than there is room for. The
+    parameters are of one type and device.
     """
+
+    gradients: Tensor
+    """[n]: those of all parameters, one behind the other."""
 
     def __init__(self, loss: Callable[[Batch], Tensor], parameters: Iterable[nn.Parameter]) -> None:
         self._loss = loss
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        self._weight = torch.zeros((), device=parameter.device)
+        self.gradients = _joined_gradients(list(parameters))
+        self._weight = torch.zeros((), device=self.gradients.device)
         self._captured: CapturedGraph | None = None
 
     def __call__(self, batch: Batch, weight: Tensor) -> Tensor:
@@ -81,6 +90,21 @@ class GraphedPass:
         loss = self._loss(batch)
         (loss * self._weight).backward()
         return loss.detach()
+
+
+def _joined_gradients(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Zeros, of which each parameter's gradient is a part, so that ranks add them up by one collective."""
+    ends = list(itertools.accumulate(_aligned(parameter.numel()) for parameter in parameters))
+    joined = parameters[0].new_zeros(ends[-1], requires_grad=False)
+    for parameter, end in zip(parameters, ends, strict=True):
+        begin = end - _aligned(parameter.numel())
+        parameter.grad = joined[begin : begin + parameter.numel()].view_as(parameter)
+    return joined
+
+
+def _aligned(elements: int) -> int:
+    """So many that the next gradient begins where loads may be wide."""
+    return -(-elements // _ALIGNMENT) * _ALIGNMENT
 
 
 def _documents(batch: Batch) -> int:

@@ -160,10 +160,15 @@ def group_blocks(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
 @contextmanager
 def gradient_sync(model: nn.Module, now: bool) -> Iterator[None]:
     """Whether this backward pass ends in a reduction: the last one of an accumulation does."""
-    if not isinstance(model, (Objective, DistributedDataParallel)):
-        cast(Any, model).set_requires_gradient_sync(now)  # FSDP2's
+    if _is_sharded(model):
+        cast(Any, model).set_requires_gradient_sync(now)
     with model.no_sync() if isinstance(model, DistributedDataParallel) and not now else nullcontext():
         yield
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """FSDP2 makes an instance of a class derived from it of the objective."""
+    return isinstance(model, Objective) and type(model) is not Objective
 
 
 def all_reduce(x: Tensor, own: Ranks) -> Tensor:
@@ -172,6 +177,13 @@ def all_reduce(x: Tensor, own: Ranks) -> Tensor:
         x = x.clone()
         dist.all_reduce(x)
     return x
+
+
+def average(x: Tensor, own: Ranks) -> None:
+    """The mean over all ranks, in place of `x`."""
+    if own.several:
+        dist.all_reduce(x)
+        x /= own.ranks
 
 
 def all_gather(x: Tensor, own: Ranks) -> Tensor:
@@ -208,14 +220,27 @@ def restore_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, model_state: dict[str, Any], optimizer_state: dict[str, Any]
 ) -> None:
     """The inverse of `full_state`, on every rank."""
-    if not dist.is_initialized():
+    if type(model) is Objective:  # each rank has all of it
         model.load_state_dict(model_state)
         optimizer.load_state_dict(optimizer_state)
         return
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=whole)
+    named = _by_name(optimizer_state, model, optimizer)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=named, options=whole)
+
+
+def _by_name(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimiser's state with the names of parameters, in whose place a process alone writes their numbers."""
+    names = {parameter: name.removeprefix("module.") for name, parameter in model.named_parameters()}
+    of_number = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+
+    def name(key: int | str) -> str:
+        return of_number[key] if isinstance(key, int) else key
+
+    groups = [{**group, "params": [name(key) for key in group["params"]]} for group in state["param_groups"]]
+    return {"state": {name(key): of_one for key, of_one in state["state"].items()}, "param_groups": groups}
 
 
 def gather_states(state: dict[str, Any], own: Ranks, device: torch.device) -> list[Tensor]:

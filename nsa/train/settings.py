@@ -36,8 +36,8 @@ class Runtime:
     compile: bool = False
     """torch.compile, block by block."""
     cuda_graph: bool = False
-    """Forward, loss and backward of a batch as one CUDA graph, where the host is slower than the GPU; on one GPU, in
-    fp32 or bf16."""
+    """Forward, loss and backward of a batch as one CUDA graph, where the host is slower than the GPU; in fp32 or
+    bf16, on one GPU or under DDP."""
     parallel: str = "ddp"
     """Under torchrun: "ddp" or "fsdp2"."""
     context_parallel: int = 1

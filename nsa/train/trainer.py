@@ -55,8 +55,7 @@ class Trainer:
         runtime = settings.runtime
         if own.several and runtime.parallel == "fsdp2" and runtime.precision == "fp16":
             raise ValueError("runtime.precision must be bf16 or fp32 with fsdp2, whose shards no scaler sees; got fp16")
-        if runtime.cuda_graph and (own.several or device.type != "cuda"):
-            where = f"with {own.ranks} ranks, whose collectives it does not hold" if own.several else "without a GPU"
+        if runtime.cuda_graph and (where := _where_no_graph_can_be(settings, device, own)):
             raise ValueError(f"runtime.cuda_graph must be false {where}; got true")
         self.settings, self.device, self.own = settings, device, own
         self.done = 0
@@ -75,7 +74,9 @@ class Trainer:
                 block.compile()
         self.lm = lm
         self._shared = SharedSequences(lm, own, device) if own.context > 1 else None
-        self.model = distributed.wrap(Objective(lm), own, runtime.parallel, device)
+        # DDP's collectives run within the backward pass; those of a graph follow it
+        whole = Objective(lm)
+        self.model = whole if runtime.cuda_graph else distributed.wrap(whole, own, runtime.parallel, device)
         self.optimizer = objective.adamw(self.model, settings.train)
         self.scaler = torch.amp.GradScaler(device.type, enabled=runtime.precision == "fp16")
         self._graphed = GraphedPass(self._loss, lm.parameters()) if runtime.cuda_graph else None
@@ -95,7 +96,7 @@ class Trainer:
         targets, stop_requests = distributed.all_reduce(
             torch.tensor(local).to(self.device, non_blocking=True), self.own
         )
-        # DDP and FSDP2 divide by the ranks; what is wanted is the mean over all targets of all of them
+        # gradients are averaged over the ranks; what is wanted is the mean over all targets of all of them
         weight = self.own.ranks / targets.clamp(min=1)
         total = torch.zeros((), device=self.device)
         begin, first_end, observed = self._now(), None, None
@@ -113,6 +114,8 @@ class Trainer:
                 first_end = end
             if watched:
                 observed = self.observer.stop()
+        if self._graphed is not None:
+            distributed.average(self._graphed.gradients, self.own)
         grad_norm = self._update()
         self.done += 1
         return StepResult(
@@ -236,6 +239,17 @@ def model_config(settings: Settings) -> ModelConfig:
     if settings.model.backend == "triton":
         raise ValueError("runtime.use_flash must be true with model.backend triton; got false")
     return dataclasses.replace(settings.model, backend="torch")
+
+
+def _where_no_graph_can_be(settings: Settings, device: torch.device, own: Ranks) -> str | None:
+    """A graph holds no collective, and FSDP2 and shared sequences have some within a pass."""
+    if device.type != "cuda":
+        return "without a GPU"
+    if own.several and settings.runtime.parallel == "fsdp2":
+        return f"with runtime.parallel fsdp2 and {own.ranks} ranks, whose collectives it does not hold"
+    if own.context > 1:
+        return f"with runtime.context_parallel {own.context}, whose collectives it does not hold"
+    return None
 
 
 def _any_number_of_documents(batch: Batch) -> None:

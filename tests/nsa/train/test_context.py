@@ -27,13 +27,14 @@ def _run(folder: Path, *arguments: str, ranks: int) -> str:
 
 
 def test_two_ranks_share_sequences_and_have_the_losses_of_one(tmp_path: Path) -> None:
-    """Under FSDP2; the checkpoint of two ranks goes on in one, which ends where a run of one alone does."""
+    """Under FSDP2, from a checkpoint of one; theirs goes on in one, which ends where a run of one alone does."""
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     alone.mkdir()
     shared.mkdir()
     steady = {"train__lr_schedule": "constant", "train__val_every": 5}
     train(settings(alone, **steady, train__steps=12))
-    _run(shared, *STEADY, *SHARED, "--steps", "10", "--parallel", "fsdp2", ranks=2)
+    train(settings(shared, **steady, train__steps=3))
+    _run(shared, *STEADY, *SHARED, "--resume", "--steps", "10", "--parallel", "fsdp2", ranks=2)
     train(settings(shared, **steady, train__steps=12), resume=True)
     one, two = runs.losses(alone / "run"), runs.losses(shared / "run")
     assert sorted(two) == list(range(1, 13))

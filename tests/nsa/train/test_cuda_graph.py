@@ -88,6 +88,42 @@ def test_a_replayed_step_is_the_step(precision: str, rows: bool, tmp_path: Path)
     assert (len(stand_in.captures), _addresses(replayed)) == (1, addresses)
 
 
+def test_ranks_average_what_their_graphs_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks the other one has three times as many targets, and gradients three times as large."""
+    chosen = settings(tmp_path, train__accumulate_grad_batches=2)
+    plain, (replayed, stand_in) = Trainer(chosen, CPU, Ranks()), _replaying(chosen)
+    replayed.own = Ranks(0, 2, 0)
+    summed: list[int] = []
+
+    def of_both(x: torch.Tensor) -> None:
+        summed.append(x.numel())
+        x *= 4
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", of_both)
+    source = SyntheticBatches(chosen, Shard())
+    for observe in (False, True, False):
+        batches = [source.next() for _ in range(2)]
+        one, other = (each.step(batches, observe=observe) for each in (plain, replayed))
+        assert (torch.equal(one.loss, other.loss), float(other.targets)) == (True, 4 * float(one.targets))
+        assert torch.equal(one.grad_norm, other.grad_norm)
+        assert all(torch.equal(a, b) for a, b in zip(_gradients(plain), _gradients(replayed), strict=True))
+    # in each step: targets and requests to stop, all gradients, the loss
+    assert summed == 3 * [2, stand_in.gradients.numel(), 1]
+
+
+def test_gradients_lie_one_behind_the_other(tmp_path: Path) -> None:
+    """None on another, and each where loads may be wide."""
+    replayed, stand_in = _replaying(settings(tmp_path))
+    stand_in.gradients.fill_(1.0)
+    sizes = [p.numel() for p in replayed.lm.parameters()]
+    assert [int(x.sum()) for x in _gradients(replayed)] == sizes
+    begins = [at - stand_in.gradients.data_ptr() for at in _addresses(replayed)]
+    assert all(begin % 512 == 0 for begin in begins)
+    ends = [begin + 4 * size for begin, size in zip(begins, sizes, strict=True)]
+    assert begins[0] == 0
+    assert all(0 <= begin - end < 512 for begin, end in zip(begins[1:], ends[:-1], strict=True))
+
+
 def test_room_doubles_until_the_documents_fit(tmp_path: Path) -> None:
     replayed, stand_in = _replaying(settings(tmp_path))
     plain = Trainer(replayed.settings, CPU, Ranks())  # the same weights, from the same seed
@@ -156,11 +192,13 @@ def test_what_no_graph_can_hold_is_refused(overrides: dict[str, Any], says: str)
     ("device", "own", "says"),
     [
         ("cpu", Ranks(), r"runtime\.cuda_graph must be false without a GPU; got true"),
-        ("cuda", Ranks(1, 2, 1), r"runtime\.cuda_graph must be false with 2 ranks, .*; got true"),
+        ("cuda", Ranks(1, 2, 1), r"runtime\.cuda_graph must be false with runtime\.parallel fsdp2 and 2 ranks, .*"),
+        ("cuda", Ranks(1, 2, 1, 2), r"runtime\.cuda_graph must be false with runtime\.context_parallel 2, .*"),
     ],
 )
 def test_where_no_graph_can_be_is_refused(device: str, own: Ranks, says: str, tmp_path: Path) -> None:
-    chosen = settings(tmp_path, runtime__device="auto", runtime__cuda_graph=True)
+    parallel = "ddp" if own.context > 1 else "fsdp2"
+    chosen = settings(tmp_path, runtime__device="auto", runtime__cuda_graph=True, runtime__parallel=parallel)
     with pytest.raises(ValueError, match=says):
         Trainer(chosen, torch.device(device), own)
 

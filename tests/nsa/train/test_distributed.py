@@ -92,6 +92,22 @@ def test_fsdp2_shards_each_group_and_then_the_rest(monkeypatch: pytest.MonkeyPat
     assert shards == [blocks[:2], blocks[2:4], blocks[4:], objective]
 
 
+def test_shards_are_reduced_once_for_an_accumulation() -> None:
+    """FSDP2 derives its class from the module's own; what is not sharded has nothing to be told."""
+    told: list[bool] = []
+
+    class Sharded(Objective):
+        def set_requires_gradient_sync(self, now: bool) -> None:
+            told.append(now)
+
+    lm = DecoderLM(SHOWCASE)
+    for model in (Sharded(lm), Objective(lm)):
+        for now in (False, True):
+            with distributed.gradient_sync(model, now):
+                pass
+    assert told == [False, True]
+
+
 def _child_of(pid: int, rank: int) -> int:
     """The process of a rank under torchrun."""
     for path in Path(f"/proc/{pid}/task/{pid}").glob("children"):
