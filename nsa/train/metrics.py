@@ -170,9 +170,12 @@ class MetricsLogger:
         return self.health.logged(observed, host.context.step)
 
     def _imbalance(self) -> dict[str, Any]:
-        """What each rank does before it meets the others: its wait for data and its forward pass, median ms."""
+        """What each rank does before it meets the others: its wait for data and its forward pass, median ms.
+
+        Of the steps whose forward pass was timed, which are the same on all ranks; a graph has none.
+        """
         own = self._trainer.own
-        if not own.several:
+        if not own.several or not self._work_ms:
             return {}
         mine = torch.tensor(statistics.median(self._work_ms), device=self._trainer.device)
         every = distributed.all_gather(mine, own).tolist()

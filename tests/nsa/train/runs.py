@@ -71,20 +71,20 @@ def record(path: Path) -> dict[str, Any]:
     return found
 
 
-def command(folder: Path, *arguments: str, ranks: int = 1) -> list[str]:
+def command(folder: Path, *arguments: str, ranks: int = 1, module: str = "nsa.train") -> list[str]:
     """The command line of the tiny run, under torchrun for several ranks."""
     path = folder / "tiny.yaml"
     path.write_text(PROFILE)
     several = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    own = ["-m", "nsa.train", "run", "--profile", str(path), "--out-dir", str(folder / "run"), *arguments]
+    own = ["-m", module, "run", "--profile", str(path), "--out-dir", str(folder / "run"), *arguments]
     return [sys.executable, *several, *own]
 
 
-def start(folder: Path, *arguments: str, ranks: int = 1) -> subprocess.Popen[str]:
+def start(folder: Path, *arguments: str, ranks: int = 1, module: str = "nsa.train") -> subprocess.Popen[str]:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        command(folder, *arguments, ranks=ranks),
+        command(folder, *arguments, ranks=ranks, module=module),
         cwd=ROOT,
         env=variables,
         stdout=subprocess.PIPE,

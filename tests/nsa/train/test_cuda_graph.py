@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from nsa.train import memory_estimate, profile, trainer
-from nsa.train.cuda_graph import CapturedGraph, GraphedPass
 from nsa.train.data import packing
 from nsa.train.data.loader import Shard, SyntheticBatches
-from nsa.train.data.packing import Batch
 from nsa.train.distributed import Ranks
 from nsa.train.monitoring.async_metrics import AsyncMetrics
 from nsa.train.objective import Objective
@@ -21,26 +18,15 @@ from nsa.train.profile import ProfileError
 from nsa.train.settings import Settings
 from nsa.train.trainer import Trainer
 from tests.nsa.train import runs
+from tests.nsa.train.replayed import Again
 from tests.nsa.train.runs import packed, settings, train
 
 CPU = torch.device("cpu")
 
 
-class _Again(GraphedPass):
-    """Reads and writes where a graph would."""
-
-    captures: list[Batch]
-
-    def _capture(self, batch: Batch) -> CapturedGraph:
-        self.captures = [*getattr(self, "captures", []), batch]
-        loss = torch.zeros(())
-        graph = SimpleNamespace(replay=lambda: loss.copy_(self._pass(batch)))
-        return CapturedGraph(cast(torch.cuda.CUDAGraph, graph), batch, loss)
-
-
-def _replaying(chosen: Settings) -> tuple[Trainer, _Again]:
+def _replaying(chosen: Settings) -> tuple[Trainer, Again]:
     replayed = Trainer(chosen, CPU, Ranks())
-    stand_in = replayed._graphed = _Again(replayed._loss, replayed.lm.parameters())
+    stand_in = replayed._graphed = Again(replayed._loss, replayed.lm.parameters())
     return replayed, stand_in
 
 
@@ -111,6 +97,24 @@ def test_ranks_average_what_their_graphs_found(tmp_path: Path, monkeypatch: pyte
     assert summed == 3 * [2, stand_in.gradients.numel(), 1]
 
 
+def test_two_ranks_replay_and_resume(tmp_path: Path) -> None:
+    """Without an observed step, whose forward pass is timed, until the resume; the losses are those of one rank."""
+    alone, both = tmp_path / "alone", tmp_path / "both"
+    alone.mkdir()
+    both.mkdir()
+    train(settings(alone, train__lr_schedule="constant"))
+    same = ("--set", "train.lr_schedule=constant", "--set", "runtime.device=auto", "--set", "runtime.cuda_graph=true")
+    for more in (("--steps", "5", "--set", "telemetry.statistics=false"), ("--resume",)):
+        child = runs.start(both, *same, *more, ranks=2, module="tests.nsa.train.replayed")
+        output, _ = child.communicate(timeout=300)
+        assert child.returncode == 0, output
+    one, two = runs.losses(alone / "run"), runs.losses(both / "run")
+    assert [two[step] for step in range(1, 9)] == pytest.approx([one[step] for step in range(1, 9)], rel=2e-5)
+    beats = {beat["step"]: beat for beat in runs.records(both / "run") if "loss" in beat}
+    assert {step for step, beat in beats.items() if beat["forward_ms"] is not None} == {6, 8}
+    assert {step for step, beat in beats.items() if "rank_imbalance" in beat} == {6, 8}
+
+
 def test_gradients_lie_one_behind_the_other(tmp_path: Path) -> None:
     """None on another, and each where loads may be wide."""
     replayed, stand_in = _replaying(settings(tmp_path))
@@ -153,7 +157,7 @@ def test_a_run_replays_and_resumes(batches: int, tmp_path: Path, monkeypatch: py
 
     def replaying(self: Trainer, *given: Any) -> None:
         healthy(self, *given)
-        self._graphed = _Again(self._loss, self.lm.parameters())
+        self._graphed = Again(self._loss, self.lm.parameters())
 
     monkeypatch.setattr(trainer.Trainer, "__init__", replaying)
     train(settings(replayed, **steady, train__steps=5))
