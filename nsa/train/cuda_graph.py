@@ -3,14 +3,13 @@
 A graph reads and writes the addresses with which it was captured. So a batch is copied into static tensors, its
 documents are padded with empty ones to a fixed number, and gradients are set to zero, never to None.
 
-With several ranks each has a graph of its own, without collectives: what they add up follows it. So ranks need not
-capture at the same time.
+With several ranks each has a graph of its own, without communication; one all-reduce of all gradients follows the
+replay. So ranks need not capture at the same time.
 """
 
 from __future__ import annotations
 
 import gc
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +23,7 @@ from nsa.train.data.packing import Batch
 WARM_UP_PASSES = 3
 """Passes before a capture, as in PyTorch's documentation: they compile kernels and warm up libraries."""
 _ALIGNMENT = 128
-"""Elements: 256 bytes of bf16."""
+"""Elements, 256 bytes of bf16: each gradient begins aligned for vectorised loads."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +44,11 @@ class GraphedPass:
     """
 
     gradients: Tensor
-    """[n]: those of all parameters, one behind the other."""
+    """[n]: those of all parameters, contiguous."""
 
     def __init__(self, loss: Callable[[Batch], Tensor], parameters: Iterable[nn.Parameter]) -> None:
         self._loss = loss
-        self.gradients = _joined_gradients(list(parameters))
+        self.gradients = _flat_gradients([parameter for parameter in parameters if parameter.requires_grad])
         self._weight = torch.zeros((), device=self.gradients.device)
         self._captured: CapturedGraph | None = None
 
@@ -92,19 +91,13 @@ class GraphedPass:
         return loss.detach()
 
 
-def _joined_gradients(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Zeros, of which each parameter's gradient is a part, so that ranks add them up by one collective."""
-    ends = list(itertools.accumulate(_aligned(parameter.numel()) for parameter in parameters))
-    joined = parameters[0].new_zeros(ends[-1], requires_grad=False)
-    for parameter, end in zip(parameters, ends, strict=True):
-        begin = end - _aligned(parameter.numel())
-        parameter.grad = joined[begin : begin + parameter.numel()].view_as(parameter)
-    return joined
-
-
-def _aligned(elements: int) -> int:
-    """So many that the next gradient begins where loads may be wide."""
-    return -(-elements // _ALIGNMENT) * _ALIGNMENT
+def _flat_gradients(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Zeros [n] of which each parameter's gradient is a part, so that one all-reduce serves all."""
+    sizes = [-(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT for parameter in parameters]
+    flat = parameters[0].new_zeros(sum(sizes))
+    for parameter, part in zip(parameters, flat.split(sizes), strict=True):
+        parameter.grad = part[: parameter.numel()].view_as(parameter)
+    return flat
 
 
 def _documents(batch: Batch) -> int:

@@ -159,16 +159,12 @@ def group_blocks(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
 
 @contextmanager
 def gradient_sync(model: nn.Module, now: bool) -> Iterator[None]:
-    """Whether this backward pass ends in a reduction: the last one of an accumulation does."""
-    if _is_sharded(model):
-        cast(Any, model).set_requires_gradient_sync(now)
+    """Whether DDP averages in this backward pass: in the last one of an accumulation.
+
+    FSDP2 reduces in each pass: otherwise every rank would hold the gradients of the whole model.
+    """
     with model.no_sync() if isinstance(model, DistributedDataParallel) and not now else nullcontext():
         yield
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    """FSDP2 makes an instance of a class derived from it of the objective."""
-    return isinstance(model, Objective) and type(model) is not Objective
 
 
 def all_reduce(x: Tensor, own: Ranks) -> Tensor:
@@ -179,11 +175,16 @@ def all_reduce(x: Tensor, own: Ranks) -> Tensor:
     return x
 
 
-def average(x: Tensor, own: Ranks) -> None:
-    """The mean over all ranks, in place of `x`."""
+def sum_in_place(x: Tensor, own: Ranks) -> None:
     if own.several:
         dist.all_reduce(x)
-        x /= own.ranks
+
+
+def broadcast_state(module: nn.Module, own: Ranks) -> None:
+    """Parameters and buffers of the first rank for all, as DDP does."""
+    if own.several:
+        for x in module.state_dict().values():
+            dist.broadcast(x, 0)
 
 
 def all_gather(x: Tensor, own: Ranks) -> Tensor:
@@ -227,17 +228,17 @@ def restore_state(
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    named = _by_name(optimizer_state, model, optimizer)
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=named, options=whole)
+    by_name = _by_name(optimizer_state, model, optimizer)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=by_name, options=whole)
 
 
 def _by_name(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimiser's state with the names of parameters, in whose place a process alone writes their numbers."""
+    """Optimiser state keyed by parameter names; a process alone saves it by the parameters' indices."""
     names = {parameter: name.removeprefix("module.") for name, parameter in model.named_parameters()}
-    of_number = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    name_of_index = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
 
     def name(key: int | str) -> str:
-        return of_number[key] if isinstance(key, int) else key
+        return name_of_index[key] if isinstance(key, int) else key
 
     groups = [{**group, "params": [name(key) for key in group["params"]]} for group in state["param_groups"]]
     return {"state": {name(key): of_one for key, of_one in state["state"].items()}, "param_groups": groups}
@@ -265,7 +266,9 @@ def own_state(parts: list[Tensor], own: Ranks) -> dict[str, Any]:
     """
     if len(parts) != own.data_ranks:
         raise ValueError(
-            f"the checkpoint was made by {len(parts)} ranks, and has no data position for {own.data_ranks}"
+            f"the checkpoint has the data positions of {len(parts)} ranks, and this run reads data in "
+            f"{own.data_ranks}: {own.ranks} ranks (torchrun --nproc_per_node) over runtime.context_parallel "
+            f"{own.context}"
         )
     state: dict[str, Any] = torch.load(io.BytesIO(parts[own.data_rank].numpy().tobytes()), weights_only=True)
     return state

@@ -10,7 +10,7 @@ from nsa.train.data.loader import Loader
 from nsa.train.data.packing import Batch
 from nsa.train.metrics import MetricsLogger, StepContext
 from nsa.train.monitoring import health
-from nsa.train.monitoring.async_metrics import DEPTH, AsyncMetrics
+from nsa.train.monitoring.async_metrics import DEPTH, AsyncMetrics, StepTimes
 from nsa.train.monitoring.health import WARM_UP_STEPS
 from nsa.train.monitoring.watchdog import StopRequest, Watchdog
 from nsa.train.trainer import StepResult, Trainer
@@ -127,7 +127,8 @@ class Loop:
             "stop_requests": result.stop_requests,
             **(result.observed or {}),
         }
-        self._pending.submit(context, values, (result.forward_begin, result.forward_end))
+        times = StepTimes(result.forward_begin, result.forward_end, result.work_end)
+        self._pending.submit(context, values, times)
 
     def _read(self, *, wait: bool = False) -> None:
         """Take in the metrics that have arrived: beat, learn of requests to stop, write them down and raise alarms."""

@@ -71,8 +71,8 @@ class MetricsLogger:
         name = "allocated_mib" if "allocated_mib" in held else "rss_mib"
         metrics = StepMetrics(context.step, loss, grad_norm, int(targets), tokens_per_s, held[name], name)
         alarms = self.health.step(metrics)
-        if host.forward_ms is not None:
-            self._work_ms.append(host.forward_ms + 1000 * context.data_wait_s)
+        if host.work_ms is not None:
+            self._work_ms.append(host.work_ms + 1000 * context.data_wait_s)
         record: dict[str, Any] = {
             "step": context.step,
             "loss": loss,
@@ -170,12 +170,10 @@ class MetricsLogger:
         return self.health.logged(observed, host.context.step)
 
     def _imbalance(self) -> dict[str, Any]:
-        """What each rank does before it meets the others: its wait for data and its forward pass, median ms.
-
-        Of the steps whose forward pass was timed, which are the same on all ranks; a graph has none.
-        """
+        """What each rank does before it waits for the others (`StepTimes.work_end`), its wait for data included:
+        median ms."""
         own = self._trainer.own
-        if not own.several or not self._work_ms:
+        if not own.several:
             return {}
         mine = torch.tensor(statistics.median(self._work_ms), device=self._trainer.device)
         every = distributed.all_gather(mine, own).tolist()

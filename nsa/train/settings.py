@@ -49,11 +49,19 @@ class Runtime:
         _one_of("runtime.parallel", self.parallel, PARALLEL)
         _at_least("runtime.context_parallel", self.context_parallel, 1)
         _one_of("runtime.gradient_checkpointing", self.gradient_checkpointing, RECOMPUTE)
-        if self.cuda_graph and self.device == "cpu":
+        if not self.cuda_graph:
+            return
+        if self.device == "cpu":
             raise ValueError("runtime.cuda_graph must be false with runtime.device cpu; got true")
-        if self.cuda_graph and self.precision == "fp16":
+        if self.precision == "fp16":
             raise ValueError(
                 "runtime.cuda_graph must be false with runtime.precision fp16, whose scaler it does not hold; got true"
+            )
+        several = {"parallel": self.parallel == "fsdp2", "context_parallel": self.context_parallel > 1}
+        for name in (name for name, communicates in several.items() if communicates):
+            raise ValueError(
+                f"runtime.cuda_graph must be false with runtime.{name} {getattr(self, name)}, since the graph of a "
+                "pass cannot hold its communication; got true"
             )
 
 

@@ -44,6 +44,8 @@ class StepResult:
     """Host seconds, or an event."""
     forward_end: float | torch.cuda.Event | None
     """None where the forward pass was replayed with its backward pass, and nobody saw it end."""
+    work_end: float | torch.cuda.Event | None
+    """Until then this rank works alone: of DDP and FSDP2 `forward_end`, with a graph the end of all passes."""
     observed: dict[str, Tensor] | None
     """For `Trainer.observer.read`; None unless it was asked for."""
 
@@ -55,8 +57,8 @@ class Trainer:
         runtime = settings.runtime
         if own.several and runtime.parallel == "fsdp2" and runtime.precision == "fp16":
             raise ValueError("runtime.precision must be bf16 or fp32 with fsdp2, whose shards no scaler sees; got fp16")
-        if runtime.cuda_graph and (where := _where_no_graph_can_be(settings, device, own)):
-            raise ValueError(f"runtime.cuda_graph must be false {where}; got true")
+        if runtime.cuda_graph:
+            _require_gpu(device)
         self.settings, self.device, self.own = settings, device, own
         self.done = 0
         self.tokens_seen = 0
@@ -74,9 +76,11 @@ class Trainer:
                 block.compile()
         self.lm = lm
         self._shared = SharedSequences(lm, own, device) if own.context > 1 else None
-        # DDP's collectives run within the backward pass; those of a graph follow it
-        whole = Objective(lm)
-        self.model = whole if runtime.cuda_graph else distributed.wrap(whole, own, runtime.parallel, device)
+        self.model: nn.Module = Objective(lm)
+        if runtime.cuda_graph:  # DDP's collectives run within the backward pass; with a graph they follow it
+            distributed.broadcast_state(lm, own)
+        else:
+            self.model = distributed.wrap(Objective(lm), own, runtime.parallel, device)
         self.optimizer = objective.adamw(self.model, settings.train)
         self.scaler = torch.amp.GradScaler(device.type, enabled=runtime.precision == "fp16")
         self._graphed = GraphedPass(self._loss, lm.parameters()) if runtime.cuda_graph else None
@@ -96,10 +100,10 @@ class Trainer:
         targets, stop_requests = distributed.all_reduce(
             torch.tensor(local).to(self.device, non_blocking=True), self.own
         )
-        # gradients are averaged over the ranks; what is wanted is the mean over all targets of all of them
-        weight = self.own.ranks / targets.clamp(min=1)
+        # DDP and FSDP2 divide by the ranks; what is wanted is the mean over all targets of all of them
+        weight = (1 if self._graphed is not None else self.own.ranks) / targets.clamp(min=1)
         total = torch.zeros((), device=self.device)
-        begin, first_end, observed = self._now(), None, None
+        begin, first_end, work_end, observed = self._now(), None, None, None
         for number, batch in enumerate(batches, start=1):
             watched = observe and number == 1
             if self._graphed is not None and not watched:
@@ -115,7 +119,8 @@ class Trainer:
             if watched:
                 observed = self.observer.stop()
         if self._graphed is not None:
-            distributed.average(self._graphed.gradients, self.own)
+            work_end = self._now()
+            distributed.sum_in_place(self._graphed.gradients, self.own)
         grad_norm = self._update()
         self.done += 1
         return StepResult(
@@ -126,6 +131,7 @@ class Trainer:
             lr,
             begin,
             first_end,
+            first_end if work_end is None else work_end,
             observed,
         )
 
@@ -241,15 +247,9 @@ def model_config(settings: Settings) -> ModelConfig:
     return dataclasses.replace(settings.model, backend="torch")
 
 
-def _where_no_graph_can_be(settings: Settings, device: torch.device, own: Ranks) -> str | None:
-    """A graph holds no collective, and FSDP2 and shared sequences have some within a pass."""
+def _require_gpu(device: torch.device) -> None:
     if device.type != "cuda":
-        return "without a GPU"
-    if own.several and settings.runtime.parallel == "fsdp2":
-        return f"with runtime.parallel fsdp2 and {own.ranks} ranks, whose collectives it does not hold"
-    if own.context > 1:
-        return f"with runtime.context_parallel {own.context}, whose collectives it does not hold"
-    return None
+        raise ValueError("runtime.cuda_graph must be false without a GPU; got true")
 
 
 def _any_number_of_documents(batch: Batch) -> None:

@@ -20,8 +20,19 @@ DEPTH = 2
 """Steps that may be pending."""
 
 Context = TypeVar("Context")
-ForwardTime = tuple[float | torch.cuda.Event, float | torch.cuda.Event | None]
-"""Begin and end of a forward pass: host seconds, or events."""
+Moment = float | torch.cuda.Event
+"""Host seconds, or an event."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Of one step, all on one clock."""
+
+    begin: Moment
+    forward_end: Moment | None
+    """Of the first forward pass; None where nobody saw it end."""
+    work_end: Moment | None
+    """When this rank waited for the others."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,8 @@ class HostMetrics(Generic[Context]):
     """By the names under which they were submitted, on the CPU."""
     forward_ms: float | None
     """Of this rank's first forward pass of the step; None where it was replayed with its backward pass."""
+    work_ms: float | None
+    """What this rank did before it waited for the others."""
     step_s: float | None
     """Since the step before was done; None for the first one."""
 
@@ -44,9 +57,9 @@ class _Pending(Generic[Context]):
     shapes: dict[str, torch.Size]
     copy: Tensor
     """All values behind one another; complete once `done` is."""
-    forward: ForwardTime
-    done: float | torch.cuda.Event
-    """When the step was done: host seconds, or an event."""
+    times: StepTimes
+    done: Moment
+    """When the step was done."""
 
 
 class AsyncMetrics(Generic[Context]):
@@ -57,22 +70,22 @@ class AsyncMetrics(Generic[Context]):
         collectives: then each waits for DEPTH, instead of for whatever its own GPU has done."""
         self._synchronous = synchronous
         self._pending: deque[_Pending[Context]] = deque()
-        self._last_done: float | torch.cuda.Event | None = None
+        self._last_done: Moment | None = None
 
-    def submit(self, context: Context, values: Mapping[str, Tensor], forward: ForwardTime) -> None:
+    def submit(self, context: Context, values: Mapping[str, Tensor], times: StepTimes) -> None:
         """Start one copy of all values, floats on one device; they may change after this."""
         flat = [x.detach().reshape(-1) for x in values.values()]
         together = torch.cat(flat) if flat else torch.empty(0)  # a copy; float64 if one of them is
-        done: float | torch.cuda.Event
+        done: Moment
         if together.device.type == "cuda":
             together = torch.empty_like(together, device="cpu", pin_memory=True).copy_(together, non_blocking=True)
-        if isinstance(forward[0], float):
+        if isinstance(times.begin, float):
             done = time.perf_counter()
         else:
             done = torch.cuda.Event(enable_timing=True)
             done.record()
         shapes = {name: x.shape for name, x in values.items()}
-        self._pending.append(_Pending(context, shapes, together, forward, done))
+        self._pending.append(_Pending(context, shapes, together, times, done))
 
     def ready(self, *, wait: bool = False) -> list[HostMetrics[Context]]:
         """What has arrived, in order. Waits for the oldest when DEPTH are pending, and with `wait` for all."""
@@ -93,18 +106,20 @@ class AsyncMetrics(Generic[Context]):
     def _read(self, pending: _Pending[Context]) -> HostMetrics[Context]:
         step_s = None if self._last_done is None else _seconds(self._last_done, pending.done)
         self._last_done = pending.done
-        begin, end = pending.forward
-        forward_ms = None if end is None else 1000 * _seconds(begin, end)
+        times = pending.times
+        forward_ms, work_ms = (
+            None if end is None else 1000 * _seconds(times.begin, end) for end in (times.forward_end, times.work_end)
+        )
         pieces = pending.copy.split([shape.numel() for shape in pending.shapes.values()])
         values = {name: x.view(shape) for (name, shape), x in zip(pending.shapes.items(), pieces, strict=True)}
-        return HostMetrics(pending.context, values, forward_ms, step_s)
+        return HostMetrics(pending.context, values, forward_ms, work_ms, step_s)
 
 
-def _is_done(done: float | torch.cuda.Event) -> bool:
+def _is_done(done: Moment) -> bool:
     return not isinstance(done, torch.cuda.Event) or done.query()
 
 
-def _seconds(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+def _seconds(begin: Moment, end: Moment) -> float:
     if isinstance(begin, float) and isinstance(end, float):
         return end - begin
     assert isinstance(begin, torch.cuda.Event)

@@ -8,25 +8,25 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.train import memory_estimate, profile, trainer
+from nsa.train import distributed, memory_estimate, profile, trainer
 from nsa.train.data import packing
 from nsa.train.data.loader import Shard, SyntheticBatches
 from nsa.train.distributed import Ranks
-from nsa.train.monitoring.async_metrics import AsyncMetrics
+from nsa.train.monitoring.async_metrics import AsyncMetrics, StepTimes
 from nsa.train.objective import Objective
 from nsa.train.profile import ProfileError
 from nsa.train.settings import Settings
 from nsa.train.trainer import Trainer
 from tests.nsa.train import runs
-from tests.nsa.train.replayed import Again
+from tests.nsa.train.replayed import EagerReplay
 from tests.nsa.train.runs import packed, settings, train
 
 CPU = torch.device("cpu")
 
 
-def _replaying(chosen: Settings) -> tuple[Trainer, Again]:
+def _replaying(chosen: Settings) -> tuple[Trainer, EagerReplay]:
     replayed = Trainer(chosen, CPU, Ranks())
-    stand_in = replayed._graphed = Again(replayed._loss, replayed.lm.parameters())
+    stand_in = replayed._graphed = EagerReplay(replayed._loss, replayed.lm.parameters())
     return replayed, stand_in
 
 
@@ -74,7 +74,7 @@ def test_a_replayed_step_is_the_step(precision: str, rows: bool, tmp_path: Path)
     assert (len(stand_in.captures), _addresses(replayed)) == (1, addresses)
 
 
-def test_ranks_average_what_their_graphs_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_sum_the_gradients_of_their_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two ranks the other one has three times as many targets, and gradients three times as large."""
     chosen = settings(tmp_path, train__accumulate_grad_batches=2)
     plain, (replayed, stand_in) = Trainer(chosen, CPU, Ranks()), _replaying(chosen)
@@ -112,11 +112,27 @@ def test_two_ranks_replay_and_resume(tmp_path: Path) -> None:
     assert [two[step] for step in range(1, 9)] == pytest.approx([one[step] for step in range(1, 9)], rel=2e-5)
     beats = {beat["step"]: beat for beat in runs.records(both / "run") if "loss" in beat}
     assert {step for step, beat in beats.items() if beat["forward_ms"] is not None} == {6, 8}
-    assert {step for step, beat in beats.items() if "rank_imbalance" in beat} == {6, 8}
+    assert {step for step, beat in beats.items() if "rank_imbalance" in beat} == {1, 2, 4, 5, 6, 8}
 
 
-def test_gradients_lie_one_behind_the_other(tmp_path: Path) -> None:
-    """None on another, and each where loads may be wide."""
+def test_every_rank_has_the_weights_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DDP has it, whatever seeds ranks were started with."""
+    sent: list[torch.Tensor] = []
+
+    def zeros_of_rank_0(x: torch.Tensor, source: int) -> None:
+        assert source == 0
+        sent.append(x.zero_())
+
+    monkeypatch.setattr(torch.distributed, "broadcast", zeros_of_rank_0)
+    model = Objective(Trainer(settings(tmp_path), CPU, Ranks()).lm)
+    distributed.broadcast_state(model, Ranks())
+    assert not sent
+    distributed.broadcast_state(model, Ranks(1, 2, 1))
+    assert not any(x.any() for x in (*model.parameters(), *model.state_dict().values()))
+
+
+def test_gradients_are_contiguous(tmp_path: Path) -> None:
+    """Without overlap, and each aligned."""
     replayed, stand_in = _replaying(settings(tmp_path))
     stand_in.gradients.fill_(1.0)
     sizes = [p.numel() for p in replayed.lm.parameters()]
@@ -157,7 +173,7 @@ def test_a_run_replays_and_resumes(batches: int, tmp_path: Path, monkeypatch: py
 
     def replaying(self: Trainer, *given: Any) -> None:
         healthy(self, *given)
-        self._graphed = Again(self._loss, self.lm.parameters())
+        self._graphed = EagerReplay(self._loss, self.lm.parameters())
 
     monkeypatch.setattr(trainer.Trainer, "__init__", replaying)
     train(settings(replayed, **steady, train__steps=5))
@@ -170,9 +186,10 @@ def test_a_run_replays_and_resumes(batches: int, tmp_path: Path, monkeypatch: py
 
 def test_a_forward_pass_that_nobody_saw_has_no_time() -> None:
     pending: AsyncMetrics[int] = AsyncMetrics()
-    pending.submit(1, {}, (0.0, None))
-    pending.submit(2, {}, (0.0, 0.5))
-    assert [host.forward_ms for host in pending.ready(wait=True)] == [None, 500.0]
+    pending.submit(1, {}, StepTimes(0.0, None, 0.25))
+    pending.submit(2, {}, StepTimes(0.0, 0.5, 0.5))
+    found = [(host.forward_ms, host.work_ms) for host in pending.ready(wait=True)]
+    assert found == [(None, 250.0), (500.0, 500.0)]
 
 
 @pytest.mark.parametrize(
@@ -183,6 +200,14 @@ def test_a_forward_pass_that_nobody_saw_has_no_time() -> None:
             {"runtime.precision": "fp16"},
             r"runtime\.cuda_graph must be false with runtime\.precision fp16, .*; got true",
         ),
+        (
+            {"runtime.parallel": "fsdp2"},
+            r"runtime\.cuda_graph must be false with runtime\.parallel fsdp2, .*; got true",
+        ),
+        (
+            {"runtime.context_parallel": 2},
+            r"runtime\.cuda_graph must be false with runtime\.context_parallel 2, .*; got true",
+        ),
     ],
 )
 def test_what_no_graph_can_hold_is_refused(overrides: dict[str, Any], says: str) -> None:
@@ -192,19 +217,10 @@ def test_what_no_graph_can_hold_is_refused(overrides: dict[str, Any], says: str)
     profile.load("h200_125m", overrides={**overrides, "runtime.cuda_graph": False})
 
 
-@pytest.mark.parametrize(
-    ("device", "own", "says"),
-    [
-        ("cpu", Ranks(), r"runtime\.cuda_graph must be false without a GPU; got true"),
-        ("cuda", Ranks(1, 2, 1), r"runtime\.cuda_graph must be false with runtime\.parallel fsdp2 and 2 ranks, .*"),
-        ("cuda", Ranks(1, 2, 1, 2), r"runtime\.cuda_graph must be false with runtime\.context_parallel 2, .*"),
-    ],
-)
-def test_where_no_graph_can_be_is_refused(device: str, own: Ranks, says: str, tmp_path: Path) -> None:
-    parallel = "ddp" if own.context > 1 else "fsdp2"
-    chosen = settings(tmp_path, runtime__device="auto", runtime__cuda_graph=True, runtime__parallel=parallel)
-    with pytest.raises(ValueError, match=says):
-        Trainer(chosen, torch.device(device), own)
+def test_without_a_gpu_it_is_refused(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, runtime__device="auto", runtime__cuda_graph=True)
+    with pytest.raises(ValueError, match=r"runtime\.cuda_graph must be false without a GPU; got true"):
+        Trainer(chosen, CPU, Ranks())
 
 
 def test_the_graphs_own_memory_is_estimated(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from nsa.train import profile
 from nsa.train.data.loader import Shard, SyntheticBatches
 from nsa.train.distributed import Ranks
-from nsa.train.monitoring.async_metrics import AsyncMetrics
+from nsa.train.monitoring.async_metrics import AsyncMetrics, StepTimes
 from nsa.train.settings import Settings
 from nsa.train.trainer import Trainer
 from regression.detectors.host_cost import no_waiting
@@ -40,7 +40,9 @@ def test_a_step_waits_for_nothing(graphed: bool, how: bool | str, packing: bool,
     with no_waiting():
         for number, batch in enumerate(batches[2:]):
             stepped = trainer.step([batch])
-            pending.submit(number, {"loss": stepped.loss}, (stepped.forward_begin, stepped.forward_end))
+            pending.submit(
+                number, {"loss": stepped.loss}, StepTimes(stepped.forward_begin, stepped.forward_end, stepped.work_end)
+            )
     first, second = pending.ready(wait=True)
     assert (first.context, second.context) == (0, 1)
     assert second.step_s is not None
