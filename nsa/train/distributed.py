@@ -176,6 +176,7 @@ def all_reduce(x: Tensor, own: Ranks) -> Tensor:
 
 
 def sum_in_place(x: Tensor, own: Ranks) -> None:
+    """The sum over all ranks, in place of `x`."""
     if own.several:
         dist.all_reduce(x)
 

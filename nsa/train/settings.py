@@ -57,12 +57,12 @@ class Runtime:
             raise ValueError(
                 "runtime.cuda_graph must be false with runtime.precision fp16, whose scaler it does not hold; got true"
             )
-        several = {"parallel": self.parallel == "fsdp2", "context_parallel": self.context_parallel > 1}
-        for name in (name for name, communicates in several.items() if communicates):
-            raise ValueError(
-                f"runtime.cuda_graph must be false with runtime.{name} {getattr(self, name)}, since the graph of a "
-                "pass cannot hold its communication; got true"
-            )
+        why = "since the graph of a pass cannot hold its communication; got true"
+        if self.parallel == "fsdp2":
+            raise ValueError(f"runtime.cuda_graph must be false with runtime.parallel fsdp2, {why}")
+        if self.context_parallel > 1:
+            shared = self.context_parallel
+            raise ValueError(f"runtime.cuda_graph must be false with runtime.context_parallel {shared}, {why}")
 
 
 @dataclass(frozen=True)

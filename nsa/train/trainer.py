@@ -76,8 +76,8 @@ class Trainer:
                 block.compile()
         self.lm = lm
         self._shared = SharedSequences(lm, own, device) if own.context > 1 else None
-        self.model: nn.Module = Objective(lm)
         if runtime.cuda_graph:  # DDP's collectives run within the backward pass; with a graph they follow it
+            self.model: nn.Module = Objective(lm)
             distributed.broadcast_state(lm, own)
         else:
             self.model = distributed.wrap(Objective(lm), own, runtime.parallel, device)

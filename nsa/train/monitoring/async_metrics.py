@@ -32,7 +32,7 @@ class StepTimes:
     forward_end: Moment | None
     """Of the first forward pass; None where nobody saw it end."""
     work_end: Moment | None
-    """When this rank waited for the others."""
+    """When this rank began to wait for the others; None where nobody saw it."""
 
 
 @dataclass(frozen=True)

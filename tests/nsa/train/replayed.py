@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import cast
+from unittest import mock
 
 import torch
 
@@ -26,6 +27,5 @@ class EagerReplay(GraphedPass):
 
 
 if __name__ == "__main__":
-    trainer.GraphedPass = EagerReplay  # type: ignore[misc]
-    trainer._require_gpu = lambda _: None
-    distributed.exit_with_threads(main())
+    with mock.patch.object(trainer, "GraphedPass", EagerReplay), mock.patch.object(trainer, "_require_gpu"):
+        distributed.exit_with_threads(main())
