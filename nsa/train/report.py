@@ -198,7 +198,7 @@ def _ranks(run: RunHistory) -> Check:
         return Check("ranks", True if alone else None, "one rank" if alone else "not measured")
     share = last["rank_imbalance"]
     work = ", ".join(f"{ms:.1f}" for ms in last["rank_work_ms"])
-    return Check("ranks", share < MOST_IMBALANCE, f"imbalance {share:.1%}; ms by rank before it waits for the others: {work}")
+    return Check("ranks", share < MOST_IMBALANCE, f"imbalance {share:.1%}; ms of work by rank: {work}")
 
 
 def _alarms(run: RunHistory) -> Check:
