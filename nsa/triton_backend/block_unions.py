@@ -1,4 +1,4 @@
-"""Which blocks the queries of a tile chose together: what `hopper/shared_blocks.py` reads once for all of them."""
+"""Which blocks the queries of a tile chose together: what `hopper/shared_blocks*.py` read once for all of them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from nsa.triton_backend.tuning import cdiv, next_power_of_2
 
 KEYS_PER_PROGRAM = 1024  # whose flags are read
 NONE = tl.constexpr(2**30)  # behind any block
-TOKENS = 4
-"""Neighbouring queries that share their blocks."""
+FORWARD_TOKENS, DQ_TOKENS = 4, 8
+"""Neighbouring queries that share their blocks: with groups of 9 to 16 heads the rows of one warpgroup and of two."""
 
 
 @dataclass(frozen=True)
 class Unions:
-    """The blocks of each TOKENS queries and group."""
+    """The blocks of each `tokens` queries and group."""
 
     blocks: Tensor
-    """int32 [B, Hkv, tiles, TOKENS * n], ascending by block, not written beyond the tile's count:
-    block << (TOKENS + 1) | has_nonfinite << TOKENS | bits of the queries that chose it, the lowest for the first. Fewer
-    than 2**26 blocks. Where no query chose any, block 0 stands there for none of them, so that no tile is empty."""
+    """int32 [B, Hkv, tiles, tokens * n], ascending by block, not written beyond the tile's count:
+    block << (tokens + 1) | has_nonfinite << tokens | bits of the queries that chose it, the lowest for the first. Fewer
+    than 2**(30 - tokens) blocks. Where no query chose any, block 0 stands there for none of them, so that no tile is
+    empty."""
     counts: Tensor
     """int32 [B, Hkv, tiles, 2]: how many blocks, and how many of them all these queries see in full."""
 
@@ -72,12 +73,13 @@ def _unions(
     tl.store(COUNTS + tile * 2 + 1, tl.sum(whole.to(tl.int32), axis=0))
 
 
-def unions(block_indices: Tensor, finite: Tensor, layout: Layout) -> Unions:
-    """Of block_indices int32 [B, S, Hkv, n], contiguous, of one document; finite bool [B, T, Hkv]."""
+def unions(block_indices: Tensor, finite: Tensor, layout: Layout, tokens: int) -> Unions:
+    """Of each `tokens` neighbouring queries, a power of two; block_indices int32 [B, S, Hkv, n], contiguous, of one
+    document; finite bool [B, T, Hkv]."""
     (batch, length, num_kv_heads, n), size = block_indices.shape, layout.config.l_sel
-    tiles, max_blocks, keys = cdiv(length, TOKENS), layout.max_blocks, next_power_of_2(size)
+    tiles, max_blocks, keys = cdiv(length, tokens), layout.max_blocks, next_power_of_2(size)
     new = block_indices.new_empty
-    found = Unions(new(batch, num_kv_heads, tiles, TOKENS * n), new(batch, num_kv_heads, tiles, 2))
+    found = Unions(new(batch, num_kv_heads, tiles, tokens * n), new(batch, num_kv_heads, tiles, 2))
     finite_blocks = torch.empty(batch, max_blocks, num_kv_heads, dtype=torch.bool, device=finite.device)
     per_program = max(KEYS_PER_PROGRAM // keys, 1)
     with on_device(block_indices):
@@ -86,6 +88,6 @@ def unions(block_indices: Tensor, finite: Tensor, layout: Layout) -> Unions:
         )
         _unions[tiles, num_kv_heads, batch](
             block_indices, finite_blocks, found.blocks, found.counts, length, layout.num_keys, max_blocks,
-            num_kv_heads, n, next_power_of_2(n), size, TOKENS, num_warps=1,
+            num_kv_heads, n, next_power_of_2(n), size, tokens, num_warps=1,
         )  # fmt: skip
     return found

@@ -43,7 +43,7 @@ class Variant(enum.Enum):
     MASKED = "selected_masked.py"
     HOPPER = "hopper/"
     KV_MAJOR = "selected_kv_major.py"
-    SHARED = "hopper/shared_blocks.py"
+    SHARED = "hopper/shared_blocks.py, hopper/shared_blocks_dq.py"
 
 
 @dataclass(frozen=True)
@@ -137,12 +137,13 @@ def _hopper_selected_kv(call: Call) -> bool:
 
 
 def _shared(call: Call) -> bool:
-    """A block must be a tile, and the heads of TOKENS queries a tile's rows."""
+    """A block must be a tile, and the heads of the queries that share it a tile's rows."""
     kernel = call.computation.replace("selected", "shared_blocks")
     if not hopper_serves(kernel, call.group, call.k, call.v) or call.blocks.packed:
         return False
     shape = tuning.shape(f"hopper.{kernel}", call.q, call.v)
-    fits = tuning.padded(call.group) * block_unions.TOKENS == shape.rows and call.blocks.size == shape.keys
+    tokens = block_unions.FORWARD_TOKENS if kernel.endswith("forward") else block_unions.DQ_TOKENS
+    fits = tuning.padded(call.group) * tokens == shape.rows and call.blocks.size == shape.keys
     return fits and call.lengths[0] >= SHARED_MIN_QUERIES and call.blocks.chosen <= SHARED_MAX_CHOSEN
 
 
@@ -183,10 +184,13 @@ def sooner_by_block(call: Call, *, backward: bool) -> bool:
     return traffic.sooner_by_block(*_traffic(call), backward=backward)
 
 
-def max_shared_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: SelectionBlocks) -> int:
-    """How many blocks a tile of queries may have for dq to be faster if they are shared than by query."""
-    call, memory = _traffic(Call("selected_backward_q", q, k, v, blocks))
-    return traffic.max_shared_blocks(call, memory, blocks.chosen, block_unions.TOKENS)
+def max_shared_blocks(computation: str, q: Tensor, k: Tensor, v: Tensor, blocks: SelectionBlocks) -> int | None:
+    """How many blocks a tile of queries may have to share them; None where it is faster for all tiles to do so."""
+    call, memory = _traffic(Call(computation, q, k, v, blocks))
+    backward = computation != "selected_forward"
+    tokens = block_unions.DQ_TOKENS if backward else block_unions.FORWARD_TOKENS
+    most = traffic.max_shared_blocks(call, memory, blocks.chosen, backward=backward)
+    return None if traffic.expected_union(call, blocks.chosen, tokens) <= most else most
 
 
 def _traffic(call: Call) -> tuple[traffic.SelectedCall, traffic.MemorySystem]:

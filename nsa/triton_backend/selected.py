@@ -150,7 +150,8 @@ def forward(
     """
     q, k, v, block_indices = unit_stride(q), unit_stride(k), unit_stride(v), block_indices.contiguous()
     (batch, length, heads, _), (num_kv_heads, dv) = q.shape, v.shape[2:]
-    kernel = variant("selected_forward", q, k, v, _blocks(layout, block_indices.shape[-1]))
+    blocks = _blocks(layout, block_indices.shape[-1])
+    kernel = variant("selected_forward", q, k, v, blocks)
     if kernel is Variant.MASKED:
         return selected_masked.forward(q, k, v, block_indices, layout, scale, masks, whole)
     o, lse = q.new_empty(batch, length, heads, dv), q.new_empty(batch, length, heads, dtype=torch.float32)
@@ -162,9 +163,13 @@ def forward(
         return o, lse, read, NO_MASKS
     if kernel is Variant.SHARED:
         finite = finite_keys(k, v) if masks.finite is None else masks.finite
-        unions = block_unions.unions(block_indices, finite, layout)
+        unions = block_unions.unions(block_indices, finite, layout, block_unions.FORWARD_TOKENS)
+        max_shared = max_shared_blocks("selected_forward", q, k, v, blocks)
         with on_device(q):
-            hopper.shared_blocks.forward(q, k, v, finite, unions, layout, scale, o, lse, read, whole)
+            hopper.shared_blocks.forward(q, k, v, finite, unions, layout, scale, o, lse, read, whole, max_shared)
+            if max_shared is not None:
+                of_others = unions.counts, max_shared
+                hopper.selected.forward(q, k, v, block_indices, layout, scale, o, lse, read, whole, of_others)
     elif kernel is Variant.HOPPER:
         with on_device(q):
             hopper.selected.forward(q, k, v, block_indices, layout, scale, o, lse, read, whole)
@@ -210,9 +215,11 @@ def gradients(
         of_rows = layout, scale, lse, delta, dq, more_dq
         if kernel is Variant.SHARED:
             finite = finite_keys(k, v) if masks.finite is None else masks.finite
-            unions, max_shared = block_unions.unions(block_indices, finite, layout), max_shared_blocks(q, k, v, blocks)
-            hopper.shared_blocks.backward_q(q, k, v, finite, unions, do, *of_rows, max_shared)
-            hopper.selected.backward_q(q, k, v, do, block_indices, *of_rows, (unions.counts, max_shared))
+            unions = block_unions.unions(block_indices, finite, layout, block_unions.DQ_TOKENS)
+            max_shared = max_shared_blocks("selected_backward_q", q, k, v, blocks)
+            hopper.shared_blocks_dq.backward_q(q, k, v, finite, unions, do, *of_rows, max_shared)
+            if max_shared is not None:
+                hopper.selected.backward_q(q, k, v, do, block_indices, *of_rows, (unions.counts, max_shared))
         elif kernel is Variant.HOPPER:
             hopper.selected.backward_q(q, k, v, do, block_indices, *of_rows)
         else:

@@ -20,7 +20,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 LENGTHS = (
     "S", "T", "SLOTS", "WIDTH", "ahead", "cells", "cells_of_chunk", "chunk", "count", "documents", "first",
     "first_cell", "first_query", "first_slot", "k_count", "max_blocks", "max_shared", "num_rows", "num_tokens",
-    "of_cells", "pairs", "rows", "slots", "splits", "tiles", "v_count",
+    "of_cells", "pairs", "rows", "slots", "splits", "tiles", "total", "v_count",
 )  # fmt: skip
 """Arguments of kernels that change from call to call with the lengths."""
 

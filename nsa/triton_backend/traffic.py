@@ -31,13 +31,17 @@ It is faster since (`part-selected` 4.58 ms in place of 5.50), but 12 heads of 1
 """
 
 
-SHARED_TFLOP_PER_S_PER_SM = 4.5
-"""What a multiprocessor multiplies of dq where queries share their blocks.
+SHARED_FORWARD_TFLOP_PER_S_PER_SM = 3.75
+SHARED_DQ_TFLOP_PER_S_PER_SM = 8.0
+"""What a multiprocessor multiplies where queries share their blocks, if every query of a tile took each of them. Of dq
+a consumer leaves out those that none of its own queries chose.
 
-Of `hopper/shared_blocks.py` on an H200: 50 blocks for each of 65,536 tiles of 64 rows in 17.2 ms (64/4 heads of 128 at
-64k, random inputs): 4.6 TFLOP/s; 42 for each of 16,384 in 4.53 ms (192/128 at 16k): 4.9. Set below both, because
-`by_query_ns` overestimates recorded inputs, which hit L2 more often.
+Of 64/4 heads of 128 at 64k on an H200 (`hopper/shared_blocks*.py`). Forward, 50 blocks for each of 65,536 tiles of 64
+rows in 15.5 ms (random inputs): 3.4; 33 in 10.6 (recorded): 3.3; best with at most 44 to 48 blocks to a tile. dq, 90
+blocks for each of 32,768 tiles of 128 rows in 18.5 ms: 7.6; 47 in 11.5: 6.4; best with at most 62 to 80.
 """
+UNION_SAMPLES = 16
+"""Positions at which `expected_union` looks."""
 WORTH = 0.9
 """By block must take at most this share of the time by query: it needs an index and scratch memory."""
 
@@ -70,8 +74,8 @@ selected forward by query takes (docs/kernels.md: 10.6 TB/s, 79 % of the peak); 
 5120 bytes per clock at 1.41 GHz; of the B200 the H200's. No document gives the GeForce cards' rate: 16 bytes per clock
 and multiprocessor are assumed.
 """
-
-
+H100_L2_BYTES, H100_L2_GB_PER_S_PER_SM = 50 * 2**20, 63.0
+"""The selected forward by query takes 16.5 ms there for the 137 GB of 64k, with the same multiprocessors as an H200."""
 INTERPRETED_AS = 90
 
 
@@ -87,10 +91,13 @@ def memory_system(device: torch.device, capability: int) -> MemorySystem:
     seen = torch.cuda.get_device_properties(device)
     if 10 * seen.major + seen.minor != capability:
         return reference
+    l2_bytes = seen.L2_cache_size or reference.l2_bytes
+    is_h100 = capability == 90 and l2_bytes <= H100_L2_BYTES
     return replace(
         reference,
         num_sms=seen.multi_processor_count,
-        l2_bytes=seen.L2_cache_size or reference.l2_bytes,
+        l2_bytes=l2_bytes,
+        l2_gb_per_s_per_sm=H100_L2_GB_PER_S_PER_SM if is_h100 else reference.l2_gb_per_s_per_sm,
         dram_tb_per_s=_dram_tb_per_s(seen) or reference.dram_tb_per_s,
     )
 
@@ -154,12 +161,26 @@ def sooner_by_block(call: SelectedCall, memory: MemorySystem, *, backward: bool)
     return by_block_ns(call, memory, backward=backward) < WORTH * by_query_ns(call, memory)
 
 
-def max_shared_blocks(call: SelectedCall, memory: MemorySystem, chosen: int, tokens: int) -> int:
-    """How many blocks a tile of `tokens` queries with `chosen` each may have, so that dq of all of them with each block
-    takes no longer (in ns) than reading each query's own blocks."""
-    flop = 2 * tokens * tuning.padded(call.group) * call.block_size * (2 * call.dk + call.dv)
-    block_ns = flop / (memory.num_sms * SHARED_TFLOP_PER_S_PER_SM * 1e3)
-    return int(tokens * chosen * by_query_ns(call, memory) / block_ns)
+def max_shared_blocks(call: SelectedCall, memory: MemorySystem, chosen: int, *, backward: bool) -> int:
+    """How many blocks a tile of queries that chose `chosen` each may have, so that the products of them all with each
+    block, forward or of dq, take no longer than reading each query's own blocks."""
+    channels = call.dv + (2 * call.dk if backward else call.dk)
+    flop = 2 * tuning.padded(call.group) * call.block_size * channels  # of a query and a block
+    tflop_per_s = SHARED_DQ_TFLOP_PER_S_PER_SM if backward else SHARED_FORWARD_TFLOP_PER_S_PER_SM
+    return int(chosen * by_query_ns(call, memory) * memory.num_sms * tflop_per_s * 1e3 / flop)
+
+
+@functools.lru_cache(maxsize=256)
+def expected_union(call: SelectedCall, chosen: int, tokens: int) -> float:
+    """Of how many blocks `tokens` neighbouring queries choose `chosen` each, on average over the queries."""
+    forced = call.forced_share * chosen
+    step = call.num_queries / UNION_SAMPLES
+    sizes = []
+    for sample in range(UNION_SAMPLES):
+        seen = (call.num_keys - call.num_queries + (sample + 0.5) * step) / call.block_size
+        others = max(seen - forced, chosen - forced, 1.0)
+        sizes.append(min(seen, forced + others * (1 - (1 - (chosen - forced) / others) ** tokens)))
+    return sum(sizes) / UNION_SAMPLES
 
 
 def _dram_gb_per_s(memory: MemorySystem) -> float:

@@ -57,6 +57,7 @@ JIT_NAMES = {
     "hopper.compressed_window_backward_kv": "hopper.keys_and_values._backward",
     "hopper.scores": "hopper.scores._group_probabilities",
     "hopper.selected_backward_kv": "hopper.selected_keys_and_values._backward",
+    "hopper.shared_blocks_backward_q": "hopper.shared_blocks_dq._backward",
     "scores": "scores._group_probabilities",
     "selected_kv_major": "selected_kv_major._forward",
     "selected_backward_kv": "selected_kv_major._backward",

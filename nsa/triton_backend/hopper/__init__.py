@@ -23,4 +23,5 @@ if AVAILABLE:
         selected,
         selected_keys_and_values,
         shared_blocks,
+        shared_blocks_dq,
     )

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from nsa.geometry import Layout
 from nsa.triton_backend import tuning
-from nsa.triton_backend.block_unions import TOKENS
+from nsa.triton_backend.block_unions import DQ_TOKENS, FORWARD_TOKENS
 from nsa.triton_backend.hopper.shared_blocks import shares_blocks
 from nsa.triton_backend.hopper.tile import (
     descriptor,
@@ -61,11 +61,18 @@ def _start(source, b, h, chosen, start, slots, full, STAGES: gl.constexpr, tiles
         fetch(source, b, at, h, slots, full, number, STAGES, number < tiles)
 
 
+@jit
+def _shares_blocks(COUNTS, i, h, b, S, HKV, max_shared, TOKENS: gl.constexpr):
+    """Whether the tile of a query does."""
+    counts = COUNTS + (b.to(gl.int64) * HKV + h) * gl.cdiv(S, TOKENS) * 2
+    return shares_blocks(counts, i // TOKENS, max_shared, TOKENS)
+
+
 @kernel
 def _forward(
-    Q, K, K_REST, V, BLOCKS, STARTS, O, LSE, READ, O_CMP, O_WIN, GATES, SUM, q_b, q_s, q_h,
-    S, ahead, HQ, HKV, G, to_base_2, N: gl.constexpr, NP: gl.constexpr, SIZE: gl.constexpr,
-    D: gl.constexpr, REST: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr,
+    Q, K, K_REST, V, BLOCKS, STARTS, COUNTS, O, LSE, READ, O_CMP, O_WIN, GATES, SUM, q_b, q_s, q_h,
+    S, ahead, HQ, HKV, G, max_shared, to_base_2, TOKENS: gl.constexpr, N: gl.constexpr, NP: gl.constexpr,
+    SIZE: gl.constexpr, D: gl.constexpr, REST: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
     STEPS: gl.constexpr = SIZE // BN
@@ -75,6 +82,10 @@ def _forward(
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0])  # as memory is read and written
 
     i, h, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    if COUNTS is not None:
+        elsewhere = _shares_blocks(COUNTS, i, h, b, S, HKV, max_shared, TOKENS)
+        if elsewhere:
+            return
     token, start = i.to(gl.int64) + ahead, gl.load(STARTS + i)
     chosen = BLOCKS + ((b.to(gl.int64) * S + i) * HKV + h) * N
     whole, tiles = _tiles(chosen, token, start, N, NP, SIZE, STEPS)
@@ -158,8 +169,8 @@ def _backward_q(
 
     i, h, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     if COUNTS is not None:
-        counts = COUNTS + (b.to(gl.int64) * HKV + h) * gl.cdiv(S, TOKENS) * 2
-        if shares_blocks(counts, i // TOKENS, max_shared):
+        elsewhere = _shares_blocks(COUNTS, i, h, b, S, HKV, max_shared, TOKENS)
+        if elsewhere:
             return
     token, start = i.to(gl.int64) + ahead, gl.load(STARTS + i)
     chosen = BLOCKS + ((b.to(gl.int64) * S + i) * HKV + h) * N
@@ -229,15 +240,19 @@ def _backward_q(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, layout: Layout, scale: float,
     o: Tensor, lse: Tensor, read: Tensor, whole: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    shared: tuple[Tensor, int] | None = None,
 ) -> None:  # fmt: skip
-    """Write o, lse and read, and the gated sum of a `whole` call; `selected.forward` says what they are."""
+    """Write o, lse and read, and the gated sum of a `whole` call; `selected.forward` says what they are. With
+    `shared`, counts int32 [B, Hkv, tiles, 2] of `Unions` of FORWARD_TOKENS queries and the most blocks that a tile
+    shares, of the other tiles."""
     (batch, length, heads, _), num_kv_heads = q.shape, k.shape[2]
     constants, keys, options = _launch("forward", q, v, block_indices, layout)
+    counts, max_shared = shared or (None, 0)
     _forward[length, num_kv_heads, batch](
-        q, *descriptors(k, keys), descriptor(v, keys), block_indices, layout.starts, o, lse, read,
+        q, *descriptors(k, keys), descriptor(v, keys), block_indices, layout.starts, counts, o, lse, read,
         *(whole or 4 * (None,)), *strides(q),
-        length, layout.num_keys - length, heads, num_kv_heads, heads // num_kv_heads, scale * LOG2E,
-        *constants, **options,
+        length, layout.num_keys - length, heads, num_kv_heads, heads // num_kv_heads, max_shared, scale * LOG2E,
+        FORWARD_TOKENS, *constants, **options,
     )  # fmt: skip
 
 
@@ -247,7 +262,7 @@ def backward_q(
     shared: tuple[Tensor, int] | None = None,
 ) -> None:  # fmt: skip
     """Write dq, with `more_dq` of the other branches; lse (base 2) and delta are those of `launch.backward_rows`. With
-    `shared`, counts int32 [B, Hkv, tiles, 2] of `Unions` and the most blocks that a tile shares, of the other tiles."""
+    `shared`, as `forward` does, of DQ_TOKENS queries."""
     (batch, length, heads, _), num_kv_heads = q.shape, k.shape[2]
     constants, keys, options = _launch("backward_q", q, v, block_indices, layout)
     counts, max_shared = shared or (None, 0)
@@ -255,7 +270,7 @@ def backward_q(
         q, *descriptors(k, keys), descriptor(v, keys), do, block_indices, layout.starts, counts, lse, delta, dq,
         *(more_dq or (None, None)), *strides(q),
         length, layout.num_keys - length, heads, num_kv_heads, heads // num_kv_heads, max_shared, scale, scale * LOG2E,
-        TOKENS, *constants, **options,
+        DQ_TOKENS, *constants, **options,
     )  # fmt: skip
 
 

@@ -2,9 +2,7 @@
 
 `hopper/selected.py` reads the blocks of one query, 512 KiB through L2 for 16 blocks of 64 keys of 128 channels. Here 4
 queries of 16 heads are 64 rows, which a warpgroup multiplies with each block that any of them chose, under a mask of
-those that did. The loop is that of `compressed_window._forward`. dq takes three products instead of two. Where
-neighbours chose different blocks, dq is faster by query, so each tile decides by the number of blocks of the previous
-tile.
+those that did. The loop is that of `compressed_window._forward`; dq: `hopper/shared_blocks_dq.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from nsa.geometry import Layout
 from nsa.triton_backend import tuning
-from nsa.triton_backend.block_unions import TOKENS, Unions
+from nsa.triton_backend.block_unions import FORWARD_TOKENS, Unions
 from nsa.triton_backend.hopper.tile import (
     descriptor,
     descriptors,
@@ -31,28 +29,30 @@ from nsa.triton_backend.hopper.tile import (
     rows_of,
     shared,
     softmax,
-    store_dq,
     store_rows,
     tile,
     wait,
     zero_rows,
 )
 from nsa.triton_backend.launch import LOG2E, strides
-from nsa.triton_backend.tuning import Shape
 
-PERIOD = gl.constexpr(128 // TOKENS)  # pieces of a sequence begin at multiples of 128 tokens
+PERIOD = gl.constexpr(128)  # pieces of a sequence begin at multiples of so many tokens
 
 
 @jit
-def shares_blocks(counts, i, max_shared):
-    """Whether the `i`-th tile of a head shares its blocks in the backward pass: where the previous tile has at most
-    `max_shared` blocks; each `PERIOD`-th tile always does.
+def shares_blocks(counts, i, max_shared, TOKENS: gl.constexpr):
+    """Whether the `i`-th tile of a head, of TOKENS queries, shares its blocks: where the previous tile has at most
+    `max_shared` blocks (None: always); the first tile of each period always does.
 
-    Its own blocks do not decide, so that the last bits of a query's gradient do not depend on what later queries chose.
+    Its own blocks do not decide, so that the last bits of a query's results do not depend on what later queries chose.
     Nor do those of another period, so that a piece of a sequence that begins with a period has the bits of the whole. A
     piece that begins elsewhere is padded in front; its first tile may share where that of the whole does not.
     """
-    return (i % PERIOD == 0) | (gl.load(counts + gl.maximum(i - 1, 0) * 2) <= max_shared)
+    if max_shared is None:
+        shares = True
+    else:
+        shares = (i % (PERIOD // TOKENS) == 0) | (gl.load(counts + gl.maximum(i - 1, 0) * 2) <= max_shared)
+    return shares
 
 
 @jit
@@ -82,8 +82,8 @@ def _start(source, b, h, entries, slots, full, STAGES: gl.constexpr, num_blocks,
 @kernel
 def _forward(
     Q, K, K_REST, V, FINITE, UNIONS, COUNTS, O, LSE, READ, O_CMP, O_WIN, GATES, SUM, q_b, q_s, q_h,
-    S, T, ahead, HQ, HKV, G, to_base_2, ENTRIES: gl.constexpr, D: gl.constexpr, REST: gl.constexpr, BT: gl.constexpr,
-    GP: gl.constexpr, BN: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    S, T, ahead, HQ, HKV, G, max_shared, to_base_2, ENTRIES: gl.constexpr, D: gl.constexpr, REST: gl.constexpr,
+    BT: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
     ROWS: gl.constexpr = BT * GP
@@ -96,6 +96,8 @@ def _forward(
     i, h, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     of_head = (b.to(gl.int64) * HKV + h) * gl.num_programs(0)
     counts, entries = COUNTS + of_head * 2, UNIONS + (of_head + i) * ENTRIES
+    if not shares_blocks(counts, i, max_shared, BT):
+        return
     num_blocks, num_full = gl.load(counts + i * 2), gl.load(counts + i * 2 + 1)
     k_slots, k_full = ring(K, K_STAGES)
     v_slots, v_full = ring(V, V_STAGES)
@@ -192,140 +194,18 @@ def _forward(
         store_rows(SUM, row * D, real, gated(GATES, row, real, o_cmp, o, o_win), D, flat)
 
 
-@kernel
-def _backward_q(
-    Q, K, K_REST, V, FINITE, DO, UNIONS, COUNTS, LSE, DELTA, DQ, DQ_CMP, DQ_WIN, q_b, q_s, q_h,
-    S, T, ahead, HQ, HKV, G, max_shared, scale, to_base_2, ENTRIES: gl.constexpr, D: gl.constexpr, REST: gl.constexpr,
-    BT: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-):  # fmt: skip
-    WARPS: gl.constexpr = gl.num_warps()
-    ROWS: gl.constexpr = BT * GP
-    gl.static_assert(ROWS == 16 * WARPS, "a warpgroup takes 64 rows")
-    of_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])  # [rows, keys]
-    of_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])  # [rows, channels]
-    flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-
-    i, h, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
-    of_head = (b.to(gl.int64) * HKV + h) * gl.num_programs(0)
-    counts, entries = COUNTS + of_head * 2, UNIONS + (of_head + i) * ENTRIES
-    if not shares_blocks(counts, i, max_shared):
-        return
-    num_blocks, num_full = gl.load(counts + i * 2), gl.load(counts + i * 2 + 1)
-    k_slots, k_full = ring(K, K_STAGES)
-    v_slots, v_full = ring(V, V_STAGES)
-    _start(K, b, h, entries, k_slots, k_full, K_STAGES, num_blocks, BT, BN)
-    _start(V, b, h, entries, v_slots, v_full, V_STAGES, num_blocks, BT, BN)
-    if REST > 0:
-        rest_slots, rest_full = ring(K_REST, K_STAGES)
-        _start(K_REST, b, h, entries, rest_slots, rest_full, K_STAGES, num_blocks, BT, BN)
-
-    token, g, real = rows_of(i * BT, S, G, BT, GP, gl.SliceLayout(1, flat))
-    at_row = (b.to(gl.int64) * S + token) * HQ + h * G + g
-    at_q = b.to(gl.int64) * q_b + token * q_s + (h * G + g) * q_h
-    q_tile = shared(load_rows(Q, at_q, real, D, flat))
-    do_tile = shared(load_rows(DO, at_row * D, real, D, flat))
-    if REST > 0:
-        q_rest_tile = shared(load_rows(Q, at_q + D, real, REST, flat))
-    fence_async_shared()
-
-    row_token, row_g, row_real = rows_of(i * BT, S, G, BT, GP, gl.SliceLayout(1, of_s))
-    row = (b.to(gl.int64) * S + row_token) * HQ + h * G + row_g
-    lse = gl.expand_dims(gl.load(LSE + row, mask=row_real, other=0.0), 1)
-    delta = gl.expand_dims(gl.load(DELTA + row, mask=row_real, other=0.0), 1)
-    finite_base = FINITE + (b.to(gl.int64) * T * HKV + h)
-    in_tile = gl.arange(0, ROWS, gl.SliceLayout(1, of_s)) // GP
-    behind = (i * BT + ahead + 1) + in_tile  # the first key that a row does not see
-
-    dq, nothing = gl.zeros([ROWS, D], gl.float32, of_q), gl.zeros([ROWS, BN], gl.float32, of_s)
-    if REST > 0:
-        of_q_rest: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, REST, 16])
-        dq_rest = gl.zeros([ROWS, REST], gl.float32, of_q_rest)
-    for stretch in gl.static_range(2):
-        for number in range(0 if stretch == 0 else num_full, num_full if stretch == 0 else num_blocks):
-            entry = gl.load(entries + number)
-            at = _first_key_of(entry, BT, BN)
-            next_k_at = _first_key(entries, number + K_STAGES, num_blocks, BT, BN)
-            next_v_at = _first_key(entries, number + V_STAGES, num_blocks, BT, BN)
-            if _has_nonfinite(entry, BT):  # 0 · NaN would reach queries that do not see them
-                finite = finite_keys(finite_base, HKV, at, T, BN, gl.SliceLayout(1, flat))
-                zero_rows(k_slots, k_full, number, K_STAGES, finite, flat)
-                zero_rows(v_slots, v_full, number, V_STAGES, finite, flat)
-                if REST > 0:
-                    zero_rows(rest_slots, rest_full, number, K_STAGES, finite, flat)
-            wait(k_full, number, K_STAGES)
-            k = tile(k_slots, number, K_STAGES)
-            scores = warpgroup_mma(q_tile, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
-            if REST > 0:
-                wait(rest_full, number, K_STAGES)
-                k_rest = tile(rest_slots, number, K_STAGES)
-                scores = warpgroup_mma(q_rest_tile, k_rest.permute((1, 0)), scores, is_async=True)
-            wait(v_full, number, V_STAGES)
-            v = tile(v_slots, number, V_STAGES)
-            changes = warpgroup_mma(do_tile, v.permute((1, 0)), nothing, use_acc=False, is_async=True)
-            s = warpgroup_mma_wait(1, deps=[scores])
-            p = gl.exp2(s * to_base_2 - lse)
-            dp = warpgroup_mma_wait(0, deps=[changes])
-            next_v, next_k = number + V_STAGES, number + K_STAGES
-            fetch(V, b, next_v_at, h, v_slots, v_full, next_v, V_STAGES, next_v < num_blocks)
-            seen = gl.expand_dims(((entry >> in_tile) & 1) != 0, 1)
-            if stretch == 1:
-                key = at + gl.arange(0, BN, gl.SliceLayout(0, of_s))
-                seen = seen & (gl.expand_dims(key, 0) < gl.expand_dims(behind, 1))
-            ds = gl.where(seen, p * (dp - delta), 0.0)
-            ds_16 = gl.convert_layout(ds.to(Q.dtype.element_ty), gl.DotOperandLayout(0, of_q, 2))
-            sums = warpgroup_mma(ds_16, k, dq, is_async=True)
-            if REST > 0:
-                ds_rest = gl.convert_layout(ds_16, gl.DotOperandLayout(0, of_q_rest, 2))
-                rest_sums = warpgroup_mma(ds_rest, k_rest, dq_rest, is_async=True)
-                dq, dq_rest = warpgroup_mma_wait(0, deps=[sums, rest_sums])
-                fetch(K_REST, b, next_k_at, h, rest_slots, rest_full, next_k, K_STAGES, next_k < num_blocks)
-            else:
-                dq = warpgroup_mma_wait(0, deps=[sums])
-            fetch(K, b, next_k_at, h, k_slots, k_full, next_k, K_STAGES, next_k < num_blocks)
-    store_dq(DQ, DQ_CMP, DQ_WIN, at_row * (D + REST), real, dq * scale, D, flat)
-    if REST > 0:
-        store_dq(DQ, DQ_CMP, DQ_WIN, at_row * (D + REST) + D, real, dq_rest * scale, REST, flat)
-
-
 def forward(
     q: Tensor, k: Tensor, v: Tensor, finite: Tensor, unions: Unions, layout: Layout, scale: float,
     o: Tensor, lse: Tensor, read: Tensor, whole: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    max_shared: int | None,
 ) -> None:  # fmt: skip
-    """Write o, lse and read, and the gated sum of a `whole` call; `selected.forward` says what they are."""
-    shape, sizes = _launch("forward", q, v, unions)
-    _forward[_grid(unions)](
+    """Write o, lse and read, and the gated sum of a `whole` call, of the tiles that `shares_blocks` names;
+    `selected.forward` says what they are. `unions` are of FORWARD_TOKENS queries."""
+    (batch, length, heads, dk), (num_keys, num_kv_heads, d) = q.shape, v.shape[1:]
+    shape, (_, _, tiles, entries) = tuning.shape("hopper.shared_blocks_forward", q, v), unions.blocks.shape
+    _forward[tiles, num_kv_heads, batch](
         q, *descriptors(k, shape.keys), descriptor(v, shape.keys), finite, unions.blocks, unions.counts, o, lse, read,
-        *(whole or 4 * (None,)), *strides(q), *_lengths(q, k, layout), scale * LOG2E, *sizes, **shape.launch,
+        *(whole or 4 * (None,)), *strides(q), length, num_keys, layout.num_keys - length, heads, num_kv_heads,
+        heads // num_kv_heads, max_shared, scale * LOG2E, entries, d, dk - d, FORWARD_TOKENS,
+        shape.rows // FORWARD_TOKENS, shape.keys, shape.num_stages, shape.value_stages, **shape.launch,
     )  # fmt: skip
-
-
-def backward_q(
-    q: Tensor, k: Tensor, v: Tensor, finite: Tensor, unions: Unions, do: Tensor, layout: Layout,
-    scale: float, lse: Tensor, delta: Tensor, dq: Tensor, more_dq: tuple[Tensor, Tensor] | None, max_shared: int,
-) -> None:  # fmt: skip
-    """Write dq, with `more_dq` of the other branches, of the tiles that `shares_blocks` names; lse (base 2) and
-    delta are those of `launch.backward_rows`."""
-    shape, sizes = _launch("backward_q", q, v, unions)
-    _backward_q[_grid(unions)](
-        q, *descriptors(k, shape.keys), descriptor(v, shape.keys), finite, do, unions.blocks, unions.counts,
-        lse, delta, dq, *(more_dq or (None, None)), *strides(q), *_lengths(q, k, layout), max_shared,
-        scale, scale * LOG2E, *sizes, **shape.launch,
-    )  # fmt: skip
-
-
-def _grid(unions: Unions) -> tuple[int, int, int]:
-    batch, num_kv_heads, tiles, _ = unions.blocks.shape
-    return tiles, num_kv_heads, batch
-
-
-def _lengths(q: Tensor, k: Tensor, layout: Layout) -> tuple[int, ...]:
-    """(S, T, keys ahead of the first query's, query heads, key/value heads, heads per group)."""
-    (_, length, heads, _), (_, num_keys, num_kv_heads, _) = q.shape, k.shape
-    return length, num_keys, layout.num_keys - length, heads, num_kv_heads, heads // num_kv_heads
-
-
-def _launch(kernel: str, q: Tensor, v: Tensor, unions: Unions) -> tuple[Shape, tuple[int, ...]]:
-    """A kernel's launch, and its constants."""
-    shape, d = tuning.shape(f"hopper.shared_blocks_{kernel}", q, v), v.shape[3]
-    constants = (unions.blocks.shape[3], d, q.shape[3] - d, TOKENS, shape.rows // TOKENS, shape.keys)
-    return shape, (*constants, shape.num_stages, shape.value_stages)

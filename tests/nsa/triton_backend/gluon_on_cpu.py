@@ -56,7 +56,8 @@ KERNELS = {
     hopper.scores: ("_group_probabilities",),
     hopper.selected: ("_forward", "_backward_q"),
     hopper.selected_keys_and_values: ("_backward",),
-    hopper.shared_blocks: ("_forward", "_backward_q"),
+    hopper.shared_blocks: ("_forward",),
+    hopper.shared_blocks_dq: ("_backward",),
 }
 ORDERS = ("late", "early")
 """When a product that runs beside other work reads its operands: as late as it may, or at once."""

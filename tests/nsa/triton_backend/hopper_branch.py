@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 import nsa
 from nsa.geometry import Layout
 from nsa.triton_backend import block_unions, hopper, index, tuning
+from nsa.triton_backend.block_unions import DQ_TOKENS, FORWARD_TOKENS, Unions
 from nsa.triton_backend.launch import LOG2E
 from tests.laws import oracle
 from tests.laws.budget import BACKWARD, FORWARD, gradient_unit, greatest, output_unit, score_unit, within_budget
@@ -69,8 +70,8 @@ OF_SUMMED = {
 """Of cases whose kernel sums probabilities to scores of selection blocks."""
 GROUP_OF_64 = replace(PLAIN, group=64, queries=70, keys=70)
 WITH_HEADS_OF_64 = CASES | {"group of 64": GROUP_OF_64} | HEADS_OF_64
-MOST_SHARED = {"shared": 1000, "partly shared": 2}
-"""In the backward pass, how many blocks a tile of queries shares at most."""
+MOST_SHARED = {"shared": None, "partly shared": 2}
+"""How many blocks a tile of queries shares at most; None: all tiles share."""
 SELECTED = ("selected", *MOST_SHARED)
 """The selected branch by query, by such tiles, and both."""
 BY_BLOCK = "by block"
@@ -140,6 +141,9 @@ class Branch:
         _, k, v = self.qkv
         return k.isfinite().all(-1) & v.isfinite().all(-1)
 
+    def unions(self, tokens: int) -> Unions:
+        return block_unions.unions(self.blocks, self.finite, self.layout, tokens)
+
     def forward(self, whole: tuple[Tensor, Tensor, Tensor, Tensor] | None = None) -> Results:
         q, k, v = self.qkv
         heads = (*q.shape[:2], q.shape[2])
@@ -152,8 +156,11 @@ class Branch:
         if self.name in ("selected", BY_BLOCK):
             hopper.selected.forward(q, k, v, self.blocks, self.layout, self.scale, *written, whole)
         elif self.name in MOST_SHARED:
-            unions = block_unions.unions(self.blocks, self.finite, self.layout)
-            hopper.shared_blocks.forward(q, k, v, self.finite, unions, self.layout, self.scale, *written, whole)
+            unions, most = self.unions(FORWARD_TOKENS), MOST_SHARED[self.name]
+            hopper.shared_blocks.forward(q, k, v, self.finite, unions, self.layout, self.scale, *written, whole, most)
+            if most is not None:
+                of_others = unions.counts, most
+                hopper.selected.forward(q, k, v, self.blocks, self.layout, self.scale, *written, whole, of_others)
         else:
             hopper.compressed_window.forward(q, k, v, self.finite, *self.interval, *written, self.scale)
         return found
@@ -213,10 +220,11 @@ class Branch:
         if self.name == "selected":
             hopper.selected.backward_q(q, k, v, do, self.blocks, self.layout, self.scale, lse, delta, dq, more)
         elif self.name in MOST_SHARED:
-            unions, most = block_unions.unions(self.blocks, self.finite, self.layout), MOST_SHARED[self.name]
+            unions, most = self.unions(DQ_TOKENS), MOST_SHARED[self.name]
             of_rows = self.layout, self.scale, lse, delta, dq, more
-            hopper.shared_blocks.backward_q(q, k, v, self.finite, unions, do, *of_rows, most)
-            hopper.selected.backward_q(q, k, v, do, self.blocks, *of_rows, (unions.counts, most))
+            hopper.shared_blocks_dq.backward_q(q, k, v, self.finite, unions, do, *of_rows, most)
+            if most is not None:
+                hopper.selected.backward_q(q, k, v, do, self.blocks, *of_rows, (unions.counts, most))
         else:
             hopper.compressed_window.backward_q(q, k, v, self.finite, do, *self.interval, lse, delta, dq, self.scale)
         return dq

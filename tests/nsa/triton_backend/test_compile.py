@@ -55,7 +55,6 @@ of 256 spill everywhere; of the choice it is one version, for 64 blocks."""
 HOPPER_SPILLS = {
     "hopper.keys_and_values._backward": 240,
     "hopper.selected_keys_and_values._backward": 376,
-    "hopper.shared_blocks._backward_q": 128,
     "hopper.compressed_window._forward": 96,
 }
 """Per thread: of dk and dv hardly anything in the steps that need no mask; of dq the price of three programs on a

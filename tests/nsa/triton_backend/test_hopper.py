@@ -68,13 +68,20 @@ PARTLY_SHARED = {
 }
 """Calls in which some do."""
 ALL = CASES | SHARED | PARTLY_SHARED
+
+
+def values_and_gradients(parts: Parts, case: Case, branch: str) -> None:
+    """Without the floor of a single term's rounding, which in bf16 is more than all of dq."""
+    values_and_gradients_within_budget(parts, case, branch, steady=case.keys > 64)
+
+
 LAWS: list[Callable[..., None]] = [
     test_causality.test_past_ignores_a_changed_future.check,
     test_causality.test_past_ignores_a_future_that_is_not_finite.check,
     test_causality.test_gradient_of_the_past_ignores_the_future.check,
     test_causality.test_nan_gradient_of_a_row_stays_with_the_past.check,
     test_memory.test_repeats_bit_for_bit.check,
-    values_and_gradients_within_budget,
+    values_and_gradients,
 ]
 OF_THE_CHOICE: list[Callable[..., None]] = [
     test_selection.test_selection_follows_equation_9.check,
@@ -106,7 +113,7 @@ def only_hopper(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     """
     monkeypatch.setattr(dispatch, "MOST_PLANNED_BYTES", 0)
     if case in (SHARED | PARTLY_SHARED).values():
-        most = 8 if case in PARTLY_SHARED.values() else 1000
+        most = 8 if case in PARTLY_SHARED.values() else None
         monkeypatch.setattr(dispatch, "SHARED_MIN_QUERIES", 1)
         monkeypatch.setattr(selected, "max_shared_blocks", lambda *_: most)
     for module, name in FORWARD_AND_DQ if case.dk > 64 else ():

@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("triton")
 
 import nsa
-from nsa.triton_backend import architecture, block_unions, compressed_window, hopper, tuning
+from nsa.triton_backend import architecture, compressed_window, hopper, tuning
+from nsa.triton_backend.block_unions import DQ_TOKENS, FORWARD_TOKENS
 from nsa.triton_backend.dispatch import Variant
 from nsa.triton_backend.launch import LOG2E
 from tests.laws import oracle
@@ -118,35 +119,36 @@ class TestBranches:
         """Of a tile, what its last query chose decides about the next one alone."""
         branch = branch_of(PLAIN, "partly shared")
         found, do = branch.forward(), PLAIN.noise(branch.forward().o)
-        unions = block_unions.unions(branch.blocks, branch.finite, branch.layout)
+        unions = branch.unions(DQ_TOKENS)
         of_rows = (branch.scale, *branch.rows(found, do))
         seen = []
         for counts in (unions.counts, unions.counts.clone()):
-            counts[0, 0, 20, 0] = 1 if counts is unions.counts else 3
+            counts[0, 0, 10, 0] = 1 if counts is unions.counts else 3
             dq = torch.zeros_like(branch.x.q)
             q, k, v = branch.qkv
             hopper.selected.backward_q(q, k, v, do, branch.blocks, branch.layout, *of_rows, dq, None, (counts, 2))
             seen.append((dq != 0).flatten(2).any(2)[0])
-        assert torch.equal(seen[0][:84], seen[1][:84])
-        assert not seen[0][84:88].any()
-        assert seen[1][84:88].all()
-        assert torch.equal(seen[0][88:], seen[1][88:])
+        assert torch.equal(seen[0][:88], seen[1][:88])
+        assert not seen[0][88:96].any()
+        assert seen[1][88:96].all()
+        assert torch.equal(seen[0][96:], seen[1][96:])
 
     def test_a_piece_that_begins_with_a_period_decides_as_the_whole(self) -> None:
         """From token 128 on, whatever the tile before that has."""
         branch = branch_of(PLAIN, "partly shared")
         found, do = branch.forward(), PLAIN.noise(branch.forward().o)
-        counts = block_unions.unions(branch.blocks, branch.finite, branch.layout).counts
-        counts[:, :, :32, 0] = 1000
+        counts = branch.unions(DQ_TOKENS).counts
+        counts[:, :, :16, 0] = 1000
         q, k, v = branch.qkv
         dq, of_rows = torch.zeros_like(q), (branch.scale, *branch.rows(found, do))
         hopper.selected.backward_q(q, k, v, do, branch.blocks, branch.layout, *of_rows, dq, None, (counts, 2))
-        assert dq[:, 4:128].flatten(2).any(2).all()
-        assert not dq[:, 128:132].any()
+        assert dq[:, 8:128].flatten(2).any(2).all()
+        assert not dq[:, 128:136].any()
 
-    def test_some_tiles_share_and_some_do_not(self) -> None:
+    @pytest.mark.parametrize("tokens", [FORWARD_TOKENS, DQ_TOKENS])
+    def test_some_tiles_share_and_some_do_not(self, tokens: int) -> None:
         branch = branch_of(PLAIN, "partly shared")
-        unions = block_unions.unions(branch.blocks, branch.finite, branch.layout)
+        unions = branch.unions(tokens)
         before = unions.counts[0, 0, :-1, 0] <= MOST_SHARED[branch.name]
         assert 0.2 < before.float().mean() < 0.9
 

@@ -21,7 +21,12 @@ GPUS = {
     "A100 40 GB": replace(REFERENCES[80], dram_tb_per_s=1.555),
     "RTX 3090": REFERENCES[86],
     "RTX 4090": REFERENCES[89],
-    "H100 SXM": replace(REFERENCES[90], l2_bytes=50 * 2**20, dram_tb_per_s=3.35),
+    "H100 SXM": replace(
+        REFERENCES[90],
+        l2_bytes=traffic.H100_L2_BYTES,
+        l2_gb_per_s_per_sm=traffic.H100_L2_GB_PER_S_PER_SM,
+        dram_tb_per_s=3.35,
+    ),
     "H200": REFERENCES[90],
     "B200": REFERENCES[100],
     "RTX 5090": REFERENCES[120],
@@ -131,12 +136,42 @@ def test_kernels_of_another_architecture_are_chosen_by_its_reference(gpu: Simple
     assert traffic.memory_system(torch.device("cpu"), 103) == REFERENCES[86]
 
 
-@pytest.mark.parametrize(("dk", "chosen", "wanted"), [(128, 16, 37), (192, 16, 35), (128, 32, 75)])
-def test_dq_shares_blocks_up_to_where_an_h200_breaks_even(dk: int, chosen: int, wanted: int) -> None:
-    """Measured at 64k with 128 channels: 36 to 40 blocks of four queries with 16 each."""
-    assert traffic.max_shared_blocks(replace(PAPER, dk=dk), REFERENCES[90], chosen, 4) == wanted
+def test_an_h100_is_known_by_its_l2(gpu: SimpleNamespace) -> None:
+    gpu.major, gpu.L2_cache_size = 9, 50 * 2**20
+    assert traffic.memory_system(torch.device("cuda", 5), 90).l2_gb_per_s_per_sm == traffic.H100_L2_GB_PER_S_PER_SM
+    gpu.L2_cache_size = 60 * 2**20
+    traffic.memory_system.cache_clear()
+    assert traffic.memory_system(torch.device("cuda", 5), 90).l2_gb_per_s_per_sm == REFERENCES[90].l2_gb_per_s_per_sm
 
 
-def test_dq_shares_more_blocks_where_l2_is_slower() -> None:
+@pytest.mark.parametrize(
+    ("dk", "chosen", "backward", "wanted"),
+    [(128, 16, False, 46), (192, 16, False, 46), (128, 16, True, 66), (192, 16, True, 62), (128, 32, True, 133)],
+)
+def test_tiles_share_blocks_up_to_where_an_h200_breaks_even(dk: int, chosen: int, backward: bool, wanted: int) -> None:
+    """Measured at 64k: best with at most 44 to 48 (forward) and 62 to 80 (dq) blocks to a tile."""
+    assert traffic.max_shared_blocks(replace(PAPER, dk=dk), REFERENCES[90], chosen, backward=backward) == wanted
+
+
+def test_more_blocks_are_shared_where_l2_is_slower() -> None:
     slower = replace(REFERENCES[90], l2_gb_per_s_per_sm=40.0)
-    assert traffic.max_shared_blocks(PAPER, slower, 16, 4) == 75
+    assert traffic.max_shared_blocks(PAPER, slower, 16, backward=True) == 133
+    assert traffic.max_shared_blocks(PAPER, GPUS["H100 SXM"], 16, backward=False) == 59
+
+
+@pytest.mark.parametrize(
+    ("length", "of_4", "of_8"), [(8192, 35.4, 48.8), (16384, 42.4, 66.3), (32768, 47.2, 80.1), (65536, 50.3, 90.0)]
+)
+def test_unions_of_random_choices_are_as_large_as_measured(length: int, of_4: float, of_8: float) -> None:
+    """Of the random inputs of the benches, 64/4 heads."""
+    call = replace(PAPER, num_queries=length, num_keys=length)
+    assert traffic.expected_union(call, 16, 4) == pytest.approx(of_4, rel=0.02)
+    assert traffic.expected_union(call, 16, 8) == pytest.approx(of_8, rel=0.02)
+
+
+def test_unions_of_few_tokens_and_of_forced_blocks() -> None:
+    """A union holds no more blocks than there are, and forced ones once."""
+    first = replace(PAPER, num_queries=64, num_keys=64)
+    assert 0 < traffic.expected_union(first, 16, 4) <= 1
+    assert traffic.expected_union(replace(PAPER, forced_share=1.0), 16, 4) == 16
+    assert traffic.expected_union(PAPER, 16, 1) == pytest.approx(16, rel=0.02)
