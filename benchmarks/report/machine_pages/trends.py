@@ -6,6 +6,7 @@ of a picture, and there are many cases.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,8 @@ TICKS = 6
 _ROW_INCH = 0.72
 _MIDDLE, _HALF = 0.56, 0.38
 """Of a row's height: where the middle of its line is and how far that goes; below it there is room for words."""
+_NAME_LETTERS, _LETTER_INCH = 26, 0.07  # of a row's name, at most, and the width of one
+_NEAR = 0.25  # of the width: the words of two changes that are no farther apart would lie on one another
 _MOST_MARKERS = 120  # more of them lie on one another, and take most of the time
 _LEAST_REACH = 0.02  # noise alone does not fill a row
 
@@ -137,18 +140,24 @@ def _picture(
                 after = min(number for utc, number in at.items() if utc >= boundary.utc)
                 dash = ":" if boundary.bridged else (0, (4, 3))
                 axis.axvline(after - 0.5, color=style.GREY, linewidth=1, linestyle=dash)
-        labels = [f"{style.drawable(row.label)}\n{scale}" for row, scale in zip(rows, scales, strict=True)]
-        axis.set_yticks([scale.middle for scale in scales], labels, size="small")
+        names = [_name(row, scale) for row, scale in zip(rows, scales, strict=True)]
+        axis.set_yticks([scale.middle for scale in scales], names, size="small")
         axis.set_ylim(1 - len(rows), 1)
         axis.set_xlim(-0.5, len(runs) - 0.5)
         step = -(-len(runs) // TICKS)
         axis.set_xticks(range(0, len(runs), step), [commits[utc] for utc in runs[::step]], size="small")
         axis.set_xlabel("commit of the run, oldest first")
         style.headline(figure, title)
-        style.frame(figure, left=1.2, bottom=0.55)
+        longest = max(len(line) for name in names for line in name.split("\n"))
+        style.frame(figure, left=0.2 + _LETTER_INCH * longest, bottom=0.55)
 
     height = 1.0 + _ROW_INCH * len(rows)
     return folder.picture(f"{title}: throughput over the runs", (machine, "trend", title), height, paint)
+
+
+def _name(row: TrendRow, scale: Scale) -> str:
+    """What stands beside a row, in lines of at most `_NAME_LETTERS` letters where words allow it."""
+    return "\n".join([*textwrap.wrap(style.drawable(row.label, 100), _NAME_LETTERS), str(scale)])
 
 
 def _commit(point: Point) -> str:
@@ -163,21 +172,29 @@ def _row(axis: Axes, row: TrendRow, scale: Scale, at: dict[str, int]) -> None:
     axis.fill_between(x, scale.all(lows), scale.all(highs), color=style.BLUE, alpha=0.2, linewidth=0)
     marker: dict[str, Any] = {"marker": "o", "markersize": 3} if len(x) <= _MOST_MARKERS else {}
     axis.plot(x, scale.all(map(labels.throughput, row.series.points)), color=style.BLUE, linewidth=1, **marker)
+    at_left, last = False, -len(at)
     for change in row.changes:
         point = row.series.points[change.index]
         place = (at[point.utc], scale(labels.throughput(point)))
-        _mark(axis, place, change, at_end=at[point.utc] > 0.8 * len(at))
+        at_end, near = place[0] > 0.8 * len(at), place[0] - last < _NEAR * len(at)
+        at_left = at_end or (near and not at_left)
+        _mark(axis, place, change, at_left=at_left)
+        last = place[0]
     _refer(axis, row.references, scale)
 
 
-def _mark(axis: Axes, place: tuple[float, float], change: Change, *, at_end: bool) -> None:
-    """A filled diamond where a second run confirmed it, else a hollow one; beside it the change of the throughput."""
-    colour = style.VERMILION if change.change > 0 else style.GREEN
-    axis.plot(*place, "D", color=colour, markersize=8, markerfacecolor=colour if change.confirmed else "white")
+def _mark(axis: Axes, place: tuple[float, float], change: Change, *, at_left: bool) -> None:
+    """A filled diamond where a second run confirmed it, else a hollow one; beside it the change of the throughput, on
+    the side of the line that is free."""
+    rises = change.change < 0
+    colour = style.GREEN if rises else style.VERMILION
+    face = colour if change.confirmed else "white"
+    axis.plot(*place, "D", color=colour, markersize=6, markerfacecolor=face, zorder=4, clip_on=False)
     words = percent(1 / (1 + change.change) - 1) + ("" if change.confirmed else "?")
-    text: dict[str, Any] = {"size": "small", "color": colour, "weight": "bold", "ha": "right" if at_end else "left"}
+    text: dict[str, Any] = {"size": "small", "color": colour, "weight": "bold", "ha": "right" if at_left else "left"}
     text["bbox"] = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 0.5}
-    axis.annotate(words, place, (-8 if at_end else 8, 5), textcoords="offset points", **text)
+    offset = (-7 if at_left else 7, 4 if at_left == rises else -12)
+    axis.annotate(words, place, offset, textcoords="offset points", **text)
 
 
 def _refer(axis: Axes, references: Sequence[Reference], scale: Scale) -> None:

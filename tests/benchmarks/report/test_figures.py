@@ -139,6 +139,32 @@ def test_many_cases_take_several_pictures(history: list[LatencySeries], tmp_path
     assert [picture.title.partition(":")[0] for picture in pictures] == ["Decode (1 of 2)", "Decode (2 of 2)"]
 
 
+def test_the_whole_name_of_a_row_stands_on_its_picture(
+    history: list[LatencySeries], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names of most committed records were cut at the left edge."""
+    figures = drawn(monkeypatch)
+    name = "8k x 256 sequences, bfloat16, recorded inputs (atlas e4fe0fa0f0), cold, graph"
+    trends.draw(ReportFolder(tmp_path), "h200", "Decode", [TrendRow(name, history[0], [], [])], [])
+    (figure,) = figures
+    (tick,) = figure.axes[0].get_yticklabels()
+    box = tick.get_window_extent()
+    assert box.x0 > 0
+    assert box.height < trends._ROW_INCH * figure.dpi
+    assert " ".join(tick.get_text().split("\n")[:-1]) == name
+
+
+def test_changes_of_a_few_runs_stand_on_both_sides_of_the_line(
+    history: list[LatencySeries], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = drawn(monkeypatch)
+    changes = [Change(2, -0.1, True), Change(3, -0.05, True), Change(4, 0.2, True)]
+    trends.draw(ReportFolder(tmp_path), "h200", "Decode", [TrendRow("8k", history[0], changes, [])], [])
+    boxes = [text.get_window_extent() for text in figures[0].axes[0].texts]
+    assert len(boxes) == 3
+    assert not any(boxes[a].overlaps(boxes[b]) for a, b in ((0, 1), (1, 2), (0, 2)))
+
+
 def test_one_run_is_no_trend(history: list[LatencySeries], tmp_path: Path) -> None:
     alone = LatencySeries(history[0].newest, history[0].points[:1])
     assert trends.draw(ReportFolder(tmp_path), "h200", "Decode", [TrendRow("8k", alone, [], [])], []) == []
