@@ -29,6 +29,11 @@ MASKED_MIN_QUERIES = 1024  # below, too few tiles keep the GPU busy
 MASKED_MAX_BLOCKS = 64  # the bits of a mask
 SHARED_MIN_QUERIES = 1024  # below, too few tiles keep the GPU busy
 SHARED_MAX_CHOSEN = 32  # by a query; the blocks of a tile are compared with one another
+SHARING_TOKENS = {
+    "selected_forward": block_unions.FORWARD_TOKENS,
+    "selected_backward_q": block_unions.DQ_TOKENS,
+}
+"""Queries of a tile that shares its blocks."""
 KV_MAJOR_MAX_BLOCK_BYTES = 48 * 2**10  # of keys and values, which stay in shared memory
 MOST_PLANNED_BYTES = 16 * 2**20
 """Of queries, and of keys, of a call that goes by a plan (`planned.py`): from some 10,000 tokens of 12 heads of 64 on,
@@ -142,8 +147,7 @@ def _shared(call: Call) -> bool:
     if not hopper_serves(kernel, call.group, call.k, call.v) or call.blocks.packed:
         return False
     shape = tuning.shape(f"hopper.{kernel}", call.q, call.v)
-    tokens = block_unions.FORWARD_TOKENS if kernel.endswith("forward") else block_unions.DQ_TOKENS
-    fits = tuning.padded(call.group) * tokens == shape.rows and call.blocks.size == shape.keys
+    fits = tuning.padded(call.group) * SHARING_TOKENS[call.computation] == shape.rows and call.blocks.size == shape.keys
     return fits and call.lengths[0] >= SHARED_MIN_QUERIES and call.blocks.chosen <= SHARED_MAX_CHOSEN
 
 
@@ -187,10 +191,8 @@ def sooner_by_block(call: Call, *, backward: bool) -> bool:
 def max_shared_blocks(computation: str, q: Tensor, k: Tensor, v: Tensor, blocks: SelectionBlocks) -> int | None:
     """How many blocks a tile of queries may have to share them; None where it is faster for all tiles to do so."""
     call, memory = _traffic(Call(computation, q, k, v, blocks))
-    backward = computation != "selected_forward"
-    tokens = block_unions.DQ_TOKENS if backward else block_unions.FORWARD_TOKENS
-    most = traffic.max_shared_blocks(call, memory, blocks.chosen, backward=backward)
-    return None if traffic.expected_union(call, blocks.chosen, tokens) <= most else most
+    most = traffic.max_shared_blocks(call, memory, blocks.chosen, backward=computation == "selected_backward_q")
+    return None if traffic.expected_union(call, blocks.chosen, SHARING_TOKENS[computation]) <= most else most
 
 
 def _traffic(call: Call) -> tuple[traffic.SelectedCall, traffic.MemorySystem]:

@@ -33,12 +33,15 @@ It is faster since (`part-selected` 4.58 ms in place of 5.50), but 12 heads of 1
 
 SHARED_FORWARD_TFLOP_PER_S_PER_SM = 3.75
 SHARED_DQ_TFLOP_PER_S_PER_SM = 8.0
-"""What a multiprocessor multiplies where queries share their blocks, if every query of a tile took each of them. Of dq
-a consumer leaves out those that none of its own queries chose.
-
-Of 64/4 heads of 128 at 64k on an H200 (`hopper/shared_blocks*.py`). Forward, 50 blocks for each of 65,536 tiles of 64
-rows in 15.5 ms (random inputs): 3.4; 33 in 10.6 (recorded): 3.3; best with at most 44 to 48 blocks to a tile. dq, 90
-blocks for each of 32,768 tiles of 128 rows in 18.5 ms: 7.6; 47 in 11.5: 6.4; best with at most 62 to 80.
+"""By which `max_shared_blocks` finds the limits that were best for 64/4 heads of 128 at 64k on an H200: 44 to 48 blocks
+to a tile forward, 62 to 80 in dq. That is more than `hopper/shared_blocks*.py` reach: 3.2 to 3.4 forward (65,536 tiles
+of 64 rows, 50.3 blocks each: 15.5 ms; 33.1: 10.6) and 6.4 to 7.6 in dq (32,768 of 128, 90.0: 18.5 ms; 47.3: 11.5),
+whose consumers leave out blocks that none of their own queries chose.
+"""
+H100_L2_BYTES, H100_BY_QUERY = 50 * 2**20, 1.27
+"""The L2 of an H100, where the selected branch by query takes so many times as long as on an H200 (64/4 heads of 128 at
+64k, forward: 16.5 and 13.0 ms), and with shared blocks as long: more of them are shared there, and on slices of an H200
+that have no larger L2.
 """
 UNION_SAMPLES = 16
 """Positions at which `expected_union` looks."""
@@ -74,8 +77,6 @@ selected forward by query takes (docs/kernels.md: 10.6 TB/s, 79 % of the peak); 
 5120 bytes per clock at 1.41 GHz; of the B200 the H200's. No document gives the GeForce cards' rate: 16 bytes per clock
 and multiprocessor are assumed.
 """
-H100_L2_BYTES, H100_L2_GB_PER_S_PER_SM = 50 * 2**20, 63.0
-"""The selected forward by query takes 16.5 ms there for the 137 GB of 64k, with the same multiprocessors as an H200."""
 INTERPRETED_AS = 90
 
 
@@ -91,13 +92,10 @@ def memory_system(device: torch.device, capability: int) -> MemorySystem:
     seen = torch.cuda.get_device_properties(device)
     if 10 * seen.major + seen.minor != capability:
         return reference
-    l2_bytes = seen.L2_cache_size or reference.l2_bytes
-    is_h100 = capability == 90 and l2_bytes <= H100_L2_BYTES
     return replace(
         reference,
         num_sms=seen.multi_processor_count,
-        l2_bytes=l2_bytes,
-        l2_gb_per_s_per_sm=H100_L2_GB_PER_S_PER_SM if is_h100 else reference.l2_gb_per_s_per_sm,
+        l2_bytes=seen.L2_cache_size or reference.l2_bytes,
         dram_tb_per_s=_dram_tb_per_s(seen) or reference.dram_tb_per_s,
     )
 
@@ -167,7 +165,8 @@ def max_shared_blocks(call: SelectedCall, memory: MemorySystem, chosen: int, *, 
     channels = call.dv + (2 * call.dk if backward else call.dk)
     flop = 2 * tuning.padded(call.group) * call.block_size * channels  # of a query and a block
     tflop_per_s = SHARED_DQ_TFLOP_PER_S_PER_SM if backward else SHARED_FORWARD_TFLOP_PER_S_PER_SM
-    return int(chosen * by_query_ns(call, memory) * memory.num_sms * tflop_per_s * 1e3 / flop)
+    query_ns = chosen * by_query_ns(call, memory) * (H100_BY_QUERY if memory.l2_bytes <= H100_L2_BYTES else 1.0)
+    return int(query_ns * memory.num_sms * tflop_per_s * 1e3 / flop)
 
 
 @functools.lru_cache(maxsize=256)

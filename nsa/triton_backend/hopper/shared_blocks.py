@@ -56,19 +56,21 @@ def shares_blocks(counts, i, max_shared, TOKENS: gl.constexpr):
 
 
 @jit
-def _first_key_of(entry, BT: gl.constexpr, BN: gl.constexpr):
+def first_key_of(entry, BT: gl.constexpr, BN: gl.constexpr):
+    """Of the block of an entry of `Unions`, of BT queries."""
     return (entry >> (BT + 1)) * BN
 
 
 @jit
-def _has_nonfinite(entry, BT: gl.constexpr):
+def has_nonfinite(entry, BT: gl.constexpr):
+    """Whether any key of that block is not finite."""
     return ((entry >> BT) & 1) != 0
 
 
 @jit
 def _first_key(entries, number, num_blocks, BT: gl.constexpr, BN: gl.constexpr):
     """Of the `number`-th block; of the last where there are not as many."""
-    return _first_key_of(gl.load(entries + gl.minimum(number, num_blocks - 1)), BT, BN)
+    return first_key_of(gl.load(entries + gl.minimum(number, num_blocks - 1)), BT, BN)
 
 
 @jit
@@ -134,7 +136,7 @@ def _forward(
         stop = 1 if stretch == 0 else (num_full if stretch == 1 else num_blocks)
         for number in range(begin, stop):
             entry = gl.load(entries + number)
-            at, nonfinite_keys = _first_key_of(entry, BT, BN), _has_nonfinite(entry, BT)
+            at, nonfinite_keys = first_key_of(entry, BT, BN), has_nonfinite(entry, BT)
             next_k_at = _first_key(entries, number + K_STAGES, num_blocks, BT, BN)
             k = tile(k_slots, number, K_STAGES).permute((1, 0))
             scores = warpgroup_mma(q_tile, k, nothing, use_acc=False, is_async=True)

@@ -1,9 +1,9 @@
 """dq of the selected branch where neighbouring queries chose alike: a block is brought once for eight of them.
 
-A program for each multiprocessor takes tile after tile of queries. Its producer has TMA bring the blocks that any of
-them chose, keys and values, into a ring. Two consumers, warpgroups of four queries of up to 16 heads, read the same
-slots, and leave out the blocks that none of their own queries chose. So the blocks are read half as often as by one
-warpgroup alone, and while one consumer computes exponentials, the other one multiplies.
+A persistent, warp-specialized kernel: a program for each multiprocessor takes tile after tile of queries. Its producer
+has TMA bring the blocks that any of them chose, keys and values, into a ring. Two consumers, warpgroups of four queries
+of up to 16 heads, read the same slots, and leave out the blocks that none of their own queries chose. So the blocks are
+read half as often as by one warpgroup alone, and while one consumer computes exponentials, the other one multiplies.
 
 Where neighbours chose different blocks, dq is faster by query (`hopper/selected.py`); each tile decides
 (`shares_blocks`).
@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nsa.geometry import Layout
 from nsa.triton_backend import tuning
 from nsa.triton_backend.block_unions import DQ_TOKENS, Unions
-from nsa.triton_backend.hopper.shared_blocks import shares_blocks
+from nsa.triton_backend.hopper.shared_blocks import first_key_of, has_nonfinite, shares_blocks
 from nsa.triton_backend.hopper.tile import (
     barriers,
     descriptor,
@@ -46,7 +46,7 @@ from nsa.triton_backend.launch import LOG2E, strides
 from nsa.triton_backend.tuning import num_sms
 
 KERNEL = "hopper.shared_blocks_backward_q"
-AT_A_TIME = gl.constexpr(8)  # rows that the producer, which has few registers, makes zero
+ROWS_AT_A_TIME = gl.constexpr(8)  # rows that the producer, which has few registers, makes zero
 WORKER_WARPS, WORKER_REGISTERS = (4, 4), (240, 240)
 """Of the two consumers; registers of a thread."""
 
@@ -78,12 +78,6 @@ def _steps(total):
 
 
 @jit
-def _of_entry(entry, BT: gl.constexpr, BN: gl.constexpr):
-    """(first key, whether any key of the block is not finite), of an entry of `Unions`."""
-    return (entry >> (BT + 1)) * BN, ((entry >> BT) & 1) != 0
-
-
-@jit
 def _bring(
     K, K_REST, V, b, at, h, number, k_slots, rest_slots, v_slots, there, REST: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -107,30 +101,30 @@ def _producer(
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
     done, checked = 0, 0
     for step in range(0, _steps(total)):
-        own, i, h, b = _place(step, tiles, HKV)
-        if shares_blocks(COUNTS + (own - i) * 2, i, max_shared, BT):
-            entries, num_blocks = UNIONS + own.to(gl.int64) * ENTRIES, gl.load(COUNTS + own * 2)
+        tile_number, i, h, b = _place(step, tiles, HKV)
+        if shares_blocks(COUNTS + (tile_number - i) * 2, i, max_shared, BT):
+            entries, num_blocks = UNIONS + tile_number.to(gl.int64) * ENTRIES, gl.load(COUNTS + tile_number * 2)
             finite_base = FINITE + (b.to(gl.int64) * T * HKV + h)
             entry = gl.load(entries)
             for number in range(0, num_blocks):
-                at, has_nonfinite = _of_entry(entry, BT, BN)
+                at, nonfinite_keys = first_key_of(entry, BT, BN), has_nonfinite(entry, BT)
                 entry = gl.load(entries + gl.minimum(number + 1, num_blocks - 1))
                 wait_until_empty(empty, done, STAGES)
-                if has_nonfinite:
+                if nonfinite_keys:
                     _bring(K, K_REST, V, b, at, h, done, k_slots, rest_slots, v_slots, to_check.index(0), REST, STAGES)
                     mbarrier.wait(to_check.index(0), checked & 1)
                     checked += 1
-                    for row in gl.static_range(0, BN, AT_A_TIME):
-                        finite = finite_keys(finite_base, HKV, at + row, T, AT_A_TIME, gl.SliceLayout(1, flat))
-                        zero_rows_of(tile(k_slots, done, STAGES).slice(row, AT_A_TIME, dim=0), finite, flat)
-                        zero_rows_of(tile(v_slots, done, STAGES).slice(row, AT_A_TIME, dim=0), finite, flat)
+                    for row in gl.static_range(0, BN, ROWS_AT_A_TIME):
+                        finite = finite_keys(finite_base, HKV, at + row, T, ROWS_AT_A_TIME, gl.SliceLayout(1, flat))
+                        zero_rows_of(tile(k_slots, done, STAGES).slice(row, ROWS_AT_A_TIME, dim=0), finite, flat)
+                        zero_rows_of(tile(v_slots, done, STAGES).slice(row, ROWS_AT_A_TIME, dim=0), finite, flat)
                         if REST > 0:
-                            zero_rows_of(tile(rest_slots, done, STAGES).slice(row, AT_A_TIME, dim=0), finite, flat)
+                            zero_rows_of(tile(rest_slots, done, STAGES).slice(row, ROWS_AT_A_TIME, dim=0), finite, flat)
                     thread_barrier()
                     mbarrier.arrive(full.index(done % STAGES))
                 else:
-                    own_full = full.index(done % STAGES)
-                    _bring(K, K_REST, V, b, at, h, done, k_slots, rest_slots, v_slots, own_full, REST, STAGES)
+                    there = full.index(done % STAGES)
+                    _bring(K, K_REST, V, b, at, h, done, k_slots, rest_slots, v_slots, there, REST, STAGES)
                 done += 1
 
 
@@ -153,9 +147,9 @@ def _consumer(
     nothing = gl.zeros([ROWS, BN], gl.float32, of_s)
     done = 0
     for step in range(0, _steps(total)):
-        own, i, h, b = _place(step, tiles, HKV)
-        if shares_blocks(COUNTS + (own - i) * 2, i, max_shared, BT):
-            entries, num_blocks = UNIONS + own.to(gl.int64) * ENTRIES, gl.load(COUNTS + own * 2)
+        tile_number, i, h, b = _place(step, tiles, HKV)
+        if shares_blocks(COUNTS + (tile_number - i) * 2, i, max_shared, BT):
+            entries, num_blocks = UNIONS + tile_number.to(gl.int64) * ENTRIES, gl.load(COUNTS + tile_number * 2)
             first_query = i * BT + PART * TOKENS
             token, g, real = rows_of(first_query, S, G, TOKENS, GP, gl.SliceLayout(1, flat))
             at_row = (b.to(gl.int64) * S + token) * HQ + h * G + g
@@ -179,7 +173,7 @@ def _consumer(
                 dq_rest = gl.zeros([ROWS, REST], gl.float32, of_q_rest)
             entry = gl.load(entries)
             for number in range(0, num_blocks):
-                at, _ = _of_entry(entry, BT, BN)
+                at = first_key_of(entry, BT, BN)
                 chosen_by = (entry >> (PART * TOKENS)) & ((1 << TOKENS) - 1)
                 entry = gl.load(entries + gl.minimum(number + 1, num_blocks - 1))
                 wait(full, done, STAGES)

@@ -5,13 +5,14 @@ Run as a process of its own, without Triton's interpreter, with the compute capa
 versions it is; "forward" behind the sizes leaves the backward pass out, "portable" the kernels of `hopper/`, and
 "float32" is of that type in place of bfloat16. "by-block" compiles the selected branch's loop over blocks alone, as
 where L2 holds no head. The selected branch of short sequences and that of long ones are both compiled, queries that
-share their blocks and others, calls by plan and others.
+share their blocks, all of them or those of few blocks, and others, calls by plan and others.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections import Counter
 from unittest import mock
@@ -19,10 +20,11 @@ from unittest import mock
 import torch
 
 from nsa.rope import rotate_both
-from nsa.triton_backend import dispatch, hopper
-from nsa.triton_backend.ahead_of_time import Heads, call, recorded
+from nsa.triton_backend import dispatch, hopper, traffic
+from nsa.triton_backend.ahead_of_time import Heads, Launch, call, recorded
 
 LENGTH = 2048  # from there on small groups take the KV-stationary forward
+BY_QUERY = ("hopper.selected._forward", "hopper.selected._backward_q")
 
 
 def rotate(group: int, dk: int, *, backward: bool) -> None:
@@ -31,6 +33,18 @@ def rotate(group: int, dk: int, *, backward: bool) -> None:
     rotated = rotate_both(q, k, None, 10000.0, "triton")
     if backward:
         torch.autograd.grad(rotated, (q, k), [torch.zeros_like(x) for x in rotated])
+
+
+def partly_shared(heads: Heads, *, backward: bool) -> list[Launch]:
+    """The launches of the selected branch in a sequence where some queries share their blocks and some do not."""
+    with (
+        recorded(90) as launches,
+        mock.patch.object(dispatch, "SHARED_MIN_QUERIES", LENGTH),
+        mock.patch.object(traffic, "expected_union", return_value=math.inf),
+    ):
+        call(heads, LENGTH, LENGTH, backward=backward)
+    shared = [launch for launch in launches if launch.name.startswith("hopper.shared_blocks")]
+    return shared and [*shared, *(launch for launch in launches if launch.name in BY_QUERY)]
 
 
 def main() -> None:
@@ -51,6 +65,8 @@ def main() -> None:
             ):
                 call(Heads(group, dk, dv, dtype=dtype), LENGTH, LENGTH, backward=backward)
         rotate(group, dk, backward=backward)
+    if architecture == 90 and "by-block" not in sys.argv:
+        launches += partly_shared(Heads(group, dk, dv, dtype=dtype), backward=backward)
     needs, versions = {}, Counter[str]()
     for launch in launches:
         if "by-block" in sys.argv and not launch.name.startswith(("selected_kv_major.", "partial_sums.")):

@@ -144,14 +144,16 @@ class Branch:
     def unions(self, tokens: int) -> Unions:
         return block_unions.unions(self.blocks, self.finite, self.layout, tokens)
 
-    def forward(self, whole: tuple[Tensor, Tensor, Tensor, Tensor] | None = None) -> Results:
-        q, k, v = self.qkv
-        heads = (*q.shape[:2], q.shape[2])
-        found = Results(
+    def unwritten(self) -> Results:
+        q, _, v = self.qkv
+        return Results(
             q.new_full((*q.shape[:3], v.shape[3]), torch.nan),
-            torch.full(heads, torch.nan),
+            torch.full(q.shape[:3], torch.nan),
             torch.full((*q.shape[:2], v.shape[2]), -1, dtype=torch.int32),
         )
+
+    def forward(self, whole: tuple[Tensor, Tensor, Tensor, Tensor] | None = None) -> Results:
+        (q, k, v), found = self.qkv, self.unwritten()
         written = found.o, found.lse, found.read
         if self.name in ("selected", BY_BLOCK):
             hopper.selected.forward(q, k, v, self.blocks, self.layout, self.scale, *written, whole)
@@ -212,11 +214,12 @@ class Branch:
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     def dq(self, found: Results, do: Tensor, more: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """In the place of `more[0]`, as in a whole call."""
         if self.name == BY_BLOCK:
             return self.by_block(found, do)[0]
         q, k, v = self.qkv
         lse, delta = self.rows(found, do)
-        dq = torch.full_like(q, torch.nan)
+        dq = torch.full_like(q, torch.nan) if more is None else more[0]
         if self.name == "selected":
             hopper.selected.backward_q(q, k, v, do, self.blocks, self.layout, self.scale, lse, delta, dq, more)
         elif self.name in MOST_SHARED:

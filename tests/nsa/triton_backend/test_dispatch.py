@@ -257,6 +257,18 @@ class TestWhatIsServed:
         found = variant("selected_forward", q, k, v, SelectionBlocks(**sizes))
         assert (found is Variant.SHARED) is shared
 
+    @pytest.mark.parametrize(
+        ("sequence_tokens", "forward", "dq"), [(8192, None, None), (16384, None, 66), (32768, 46, 66), (65536, 46, 66)]
+    )
+    def test_all_tiles_share_where_random_choices_are_few_blocks(
+        self, sequence_tokens: int, forward: int | None, dq: int | None
+    ) -> None:
+        """A piece of a sequence as the whole, on an H200."""
+        q, k = (torch.zeros(1, 64, heads, 128, dtype=torch.bfloat16) for heads in (32, 2))
+        blocks = SelectionBlocks(64, 3 / 16, chosen=16, sequence_tokens=sequence_tokens)
+        assert dispatch.max_shared_blocks("selected_forward", q, k, k, blocks) == forward
+        assert dispatch.max_shared_blocks("selected_backward_q", q, k, k, blocks) == dq
+
     def test_the_selected_branch_has_sixteen_rows_whatever_the_table_says(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

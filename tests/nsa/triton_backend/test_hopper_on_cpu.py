@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 import nsa
-from nsa.triton_backend import architecture, compressed_window, hopper, tuning
+from nsa.triton_backend import architecture, compressed_window, hopper, selected, selected_kv_major, tuning
 from nsa.triton_backend.block_unions import DQ_TOKENS, FORWARD_TOKENS
 from nsa.triton_backend.dispatch import Variant
 from nsa.triton_backend.launch import LOG2E
@@ -145,6 +145,58 @@ class TestBranches:
         assert dq[:, 8:128].flatten(2).any(2).all()
         assert not dq[:, 128:136].any()
 
+    @pytest.mark.parametrize("case", [PLAIN, LONG_CHUNK], ids=["plain", "long chunk"])
+    def test_one_of_two_kernels_serves_a_query(self, case: Case) -> None:
+        branch, most = branch_of(case, "partly shared"), MOST_SHARED["partly shared"]
+        q, k, v = branch.qkv
+        found, do = branch.forward(), case.noise(branch.forward().o)
+        unions = branch.unions(FORWARD_TOKENS)
+        shared, by_query = branch.unwritten(), branch.unwritten()
+        of_call = branch.layout, branch.scale
+        hopper.shared_blocks.forward(
+            q, k, v, branch.finite, unions, *of_call, shared.o, shared.lse, shared.read, None, most
+        )
+        written = by_query.o, by_query.lse, by_query.read
+        hopper.selected.forward(q, k, v, branch.blocks, *of_call, *written, None, (unions.counts, most))
+        assert torch.equal(shared.read < 0, by_query.read >= 0)
+        assert torch.equal(shared.lse.isnan(), ~by_query.lse.isnan())
+
+        unions, of_rows = branch.unions(DQ_TOKENS), branch.rows(found, do)
+        dq, dq_by_query = torch.full_like(q, torch.nan), torch.full_like(q, torch.nan)
+        hopper.shared_blocks_dq.backward_q(q, k, v, branch.finite, unions, do, *of_call, *of_rows, dq, None, most)
+        of_others = unions.counts, most
+        hopper.selected.backward_q(q, k, v, do, branch.blocks, *of_call, *of_rows, dq_by_query, None, of_others)
+        assert torch.equal(dq.isnan(), ~dq_by_query.isnan())
+
+    @pytest.mark.parametrize("name", MOST_SHARED)
+    @pytest.mark.parametrize("programs", [3, 6])
+    def test_a_program_takes_tile_after_tile(self, name: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of 20, with the bits of a program for each."""
+        branch = branch_of(replace(PLAIN, num_kv_heads=2, queries=75, keys=75), name)
+        found = branch.forward()
+        do = PLAIN.noise(found.o)
+        wanted = branch.dq(found, do)
+        monkeypatch.setattr(hopper.shared_blocks_dq, "num_sms", lambda _: programs)
+        assert torch.equal(branch.dq(found, do), wanted)
+
+    @pytest.mark.parametrize("name", MOST_SHARED)
+    def test_a_call_launches_both_kernels_where_not_all_tiles_share(
+        self, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        branch = branch_of(replace(PLAIN, dtype=torch.float16), name)
+        (q, k, v), of_call = branch.qkv, (branch.blocks, branch.layout, branch.scale)
+        monkeypatch.setattr(selected, "variant", lambda *_: Variant.SHARED)
+        monkeypatch.setattr(selected, "max_shared_blocks", lambda *_: MOST_SHARED[name])
+        monkeypatch.setattr(selected_kv_major, "backward", lambda *_: (None, None))
+        wanted = branch.forward()
+        o, lse, read, _ = selected.forward(q, k, v, *of_call)
+        assert torch.equal(o, wanted.o)
+        assert torch.equal(lse, wanted.lse)
+        assert torch.equal(read, wanted.read)
+        do = PLAIN.noise(o).to(o.dtype)
+        dq, _, _ = selected.gradients(q, k, v, do, *branch.rows(wanted, do), *of_call)
+        assert torch.equal(dq, branch.dq(wanted, do))
+
     @pytest.mark.parametrize("tokens", [FORWARD_TOKENS, DQ_TOKENS])
     def test_some_tiles_share_and_some_do_not(self, tokens: int) -> None:
         branch = branch_of(PLAIN, "partly shared")
@@ -224,7 +276,7 @@ class TestWholeCalls:
         found = branch.forward()
         do = PLAIN.noise(found.o)
         more = tuple(PLAIN.noise(branch.x.q) * i for i in (1, 2))
-        alone, together = branch.dq(found, do), branch.dq(found, do, (more[0], more[1]))
+        alone, together = branch.dq(found, do), branch.dq(found, do, (more[0].clone(), more[1]))
         wanted = (alone.float() + more[0].float() + more[1].float()).to(do.dtype)
         assert torch.equal(together, wanted)
 

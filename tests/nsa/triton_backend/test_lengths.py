@@ -29,6 +29,7 @@ def test_lengths_come_and_go_without_a_compilation(group: int) -> None:
     assert found.pop("decode_kernels._compressed") == 2  # one query alone, and several
     assert found.pop("decode_kernels._merge") <= 2  # more queries make fewer splits
     assert found.pop("index._tiles") <= 2  # with the slots of a choice, for the forward pass, and without
+    assert found.pop("block_unions._unions", 2) == 2  # of the queries that share forward, and of those of dq
     assert set(found.values()) == {1}
 
 
