@@ -71,7 +71,8 @@ ALL = CASES | SHARED | PARTLY_SHARED
 
 
 def values_and_gradients(parts: Parts, case: Case, branch: str) -> None:
-    """Without the floor of a single term's rounding, which in bf16 is more than all of dq."""
+    """Without the floor of a single term's rounding, which in bf16 is more than all of dq; where there are few
+    keys, a gradient may be a single term."""
     values_and_gradients_within_budget(parts, case, branch, steady=case.keys > 64)
 
 
