@@ -1,11 +1,9 @@
 """Where conditions change along a series, and across which of these changes its figures can be compared all the same.
 
-Four things bridge a change, the first that is there:
+Three things bridge a change, the first that is there:
 
-- where only soft conditions changed, or the board, dense attention of the same runs: what its time shows of the change
-  is taken out of NSA's, as far as NSA's own time shows it too;
-- where only the board changed and no dense attention ran on both, nothing: the figures are compared as they are, since
-  on another board they come again within 3 % (`repeats`), the smallest change that is reported;
+- where only soft conditions changed, dense attention of the same runs: what its time shows of the change is taken out
+  of NSA's, as far as NSA's own time shows it too;
 - where a hard one changed, the same sources measured under both conditions (`anchors`). A step of the series within the
   interval of that ratio is the upgrade's doing; a larger one is NSA's, and as uncertain as the ratio;
 - where an earlier record does not know a condition and all that both know is equal, dense attention again: what it
@@ -79,7 +77,7 @@ class JoinedSeries:
     ) -> None:
         """Columns of equal length, oldest run first; `logs` of the latencies."""
         self._logs, self._dense_ms, self._anchors = logs, dense_ms, anchors
-        self._groups = conditions.groups_of_a_board(fingerprints)
+        self._groups = conditions.groups(fingerprints)
         self._conditions = [fingerprints[group[0]].conditions for group in self._groups]
         self._group_of = [0] * len(logs)
         self._links: list[_Link | None] = []
@@ -99,7 +97,7 @@ class JoinedSeries:
 
     def _join(self, number: int, fingerprints: Sequence[Fingerprint]) -> None:
         group = self._groups[number]
-        ways = (self._over_soft, self._over_board, self._by_anchors, self._over_unrecorded)
+        ways = (self._over_soft, self._by_anchors, self._over_unrecorded)
         tried = ((how(number, part), part) for how in ways for part in reversed(self._parts))  # the newest part first
         link, part = next(((link, part) for link, part in tried if link is not None), (None, None))
         if part is None:
@@ -109,8 +107,8 @@ class JoinedSeries:
         self._links.append(link)
         for i in group:
             self.offsets[i] = link.offset if link else 0.0
-        found = tuple(fingerprint.differences(fingerprints[group[0] - 1], fingerprints[group[0]])) if group[0] else ()
-        if found:
+        if group[0]:
+            found = tuple(fingerprint.differences(fingerprints[group[0] - 1], fingerprints[group[0]]))
             told = (link.ratio, link.uncertainty, link.commits, link.cases) if link else ()
             self.breaks.append(Break(group[0], found, link is not None, *told))
 
@@ -128,10 +126,6 @@ class JoinedSeries:
             return None
         return _Link(self._shown_by_dense(before, after, steps), self._group_of[before[-1]])
 
-    def _over_board(self, number: int, part: Sequence[int]) -> _Link | None:
-        same = [other for other in part if self._conditions[other] == self._conditions[number]]
-        return _Link(self.offsets[self._groups[same[0]][0]], same[0]) if same else None
-
     def _over_unrecorded(self, number: int, part: Sequence[int]) -> _Link | None:
         here = self._conditions[number]
         if not all(conditions.may_be_same(self._conditions[other], here) for other in part):
@@ -148,7 +142,7 @@ class JoinedSeries:
     def _by_anchors(self, number: int, part: Sequence[int]) -> _Link | None:
         if self._anchors is None:
             return None
-        offsets = {self._conditions[other]: self.offsets[self._groups[other][0]] for other in reversed(part)}
+        offsets = {self._conditions[other]: self.offsets[self._groups[other][0]] for other in part}
         noise = self._noise(part)
         found = self._anchors.bridge(offsets, self._conditions[number], noise)
         if found is None:
@@ -194,8 +188,7 @@ class JoinedSeries:
         """What a change did to the log of the latency: NSA's own step, but no more of it than the fastest dense
         attention shows too."""
         dense, _ = min(steps.values(), key=lambda step: step[1])
-        ours = self._own_step(before, after)
-        return min(max(ours, min(dense, 0.0)), max(dense, 0.0))
+        return shared_step(self._own_step(before, after), dense)
 
     def uncertainty(self, before: Sequence[int], after: Sequence[int]) -> float:
         """Half the 95 % interval of a step from one level to another, of one part, that the bridges between them add.
@@ -221,6 +214,11 @@ class JoinedSeries:
                 way[at] = squares
             ways.append(way)
         return math.sqrt(min((ways[0][at] + ways[1][at] for at in ways[0].keys() & ways[1].keys()), default=math.inf))
+
+
+def shared_step(ours: float, dense: float) -> float:
+    """As much of our step as that of dense attention in the same runs shows too; 0 where they differ in sign."""
+    return min(max(ours, min(dense, 0.0)), max(dense, 0.0))
 
 
 def breaks(

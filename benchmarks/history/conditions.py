@@ -4,13 +4,12 @@ Hard ones act on the device or on what is compiled for it (driver, CUDA, PyTorch
 both sides are not compared unless the same sources were measured under both (`anchors`). A board whose power limit is
 well below its own is a machine of its own (`harness.machines`); a smaller difference of the limit (in `gpu_clocks`) is
 such a condition. `SOFT` ones change often and mostly touch the host: dense attention of the same runs makes up for
-them. The board, one GPU of a kind or another, is no condition, since its figures are compared in any case; dense
-attention makes up for it too where it ran on both.
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 from harness.fingerprint import CONDITIONS, Fingerprint
 
@@ -42,16 +41,7 @@ def may_be_same(a: Conditions, b: Conditions) -> bool:
 
 def groups(fingerprints: Sequence[Fingerprint]) -> list[list[int]]:
     """Indices of the runs that share all their conditions, in the order in which these began."""
-    return _alike([one.conditions for one in fingerprints])
-
-
-def groups_of_a_board(fingerprints: Sequence[Fingerprint]) -> list[list[int]]:
-    """The same of the runs that share the board too; records that do not know theirs are taken for those of one."""
-    return _alike([(one.conditions, one.gpu_settings and one.gpu_settings.board) for one in fingerprints])
-
-
-def _alike(keys: Sequence[Hashable]) -> list[list[int]]:
-    found: dict[Hashable, list[int]] = {}
-    for i, key in enumerate(keys):
-        found.setdefault(key, []).append(i)
+    found: dict[Conditions, list[int]] = {}
+    for i, one in enumerate(fingerprints):
+        found.setdefault(one.conditions, []).append(i)
     return list(found.values())

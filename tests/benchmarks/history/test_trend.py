@@ -167,6 +167,26 @@ def test_a_host_that_is_slower_for_both_raises_no_alarm_and_the_level_is_the_new
     assert [ms for _, ms in found.comparable] == pytest.approx([11.0] * 40)
 
 
+@pytest.mark.parametrize(("ours", "change"), [(1.1, None), (1.12, None), (1.21, 0.1), (0.9, -0.1)])
+def test_what_dense_attention_of_the_same_runs_shows_too_is_no_change(ours: float, change: float | None) -> None:
+    """Conditions are equal: another GPU of the kind, say, or a host that is slower today."""
+    told = [] if change is None else [(20, change)]
+    found = beside([10.0] * 20 + [10.0 * ours] * 20, [30.0] * 20 + [33.0] * 20, [FINGERPRINT] * 40)
+    assert [(one.index, round(one.change, 3)) for one in found.changes] == told
+    last = beside([10.0] * 20 + [10.0 * ours], [30.0] * 20 + [33.0], [FINGERPRINT] * 21)
+    assert [(one.index, round(one.change, 3)) for one in last.changes] == told, "seen by the last run alone"
+
+
+def test_the_fastest_baseline_that_ran_before_and_after_tells() -> None:
+    dense = [{"sdpa-flash": 40.0, "sdpa-cudnn": 30.0}] * 10 + [{"sdpa-flash": 40.0, "sdpa-cudnn": 33.0}] * 10
+    assert trend.of_series([10.0] * 10 + [11.0] * 10, [FINGERPRINT] * 20, dense_ms=dense).changes == ()
+    without = [{**one, "flash-attn-4": 20.0} for one in dense[:10]] + dense[10:]
+    assert trend.of_series([10.0] * 10 + [11.0] * 10, [FINGERPRINT] * 20, dense_ms=without).changes == ()
+    apart = [{"sdpa-cudnn": 30.0}] * 10 + [{"sdpa-flash": 44.0}] * 10
+    (change,) = trend.of_series([10.0] * 10 + [11.0] * 10, [FINGERPRINT] * 20, dense_ms=apart).changes
+    assert change.change == pytest.approx(0.1)
+
+
 @pytest.mark.parametrize("factor", [0.9, 1.1])
 def test_a_baseline_alone_that_changes_raises_no_alarm(factor: float) -> None:
     newer = dataclasses.replace(FINGERPRINT, flash_attn="flash-attn 2.9.0")
