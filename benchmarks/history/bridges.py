@@ -26,7 +26,8 @@ from benchmarks.history.conditions import Conditions
 from harness import fingerprint
 from harness.fingerprint import Fingerprint
 
-_NEAR = 5  # runs on each side of a change that tell what it did
+NEAR = 5
+"""Runs on each side of a change that tell what it did."""
 _SMALLEST_SIGMA = 0.002
 _SIGMA_OF_FEW = 0.01  # at least, while fewer differences of neighbours than this tell the noise:
 _FEW = 5
@@ -115,12 +116,12 @@ class JoinedSeries:
     def _before(self, number: int, groups: Sequence[int]) -> list[int]:
         """The last runs of these groups before this one began."""
         begin = self._groups[number][0]
-        return sorted(i for other in groups for i in self._groups[other] if i < begin)[-_NEAR:]
+        return sorted(i for other in groups for i in self._groups[other] if i < begin)[-NEAR:]
 
     def _over_soft(self, number: int, part: Sequence[int]) -> _Link | None:
         wanted = conditions.hard(self._conditions[number])
         alike = [other for other in part if conditions.hard(self._conditions[other]) == wanted]
-        before, after = self._before(number, alike), self._groups[number][:_NEAR]
+        before, after = self._before(number, alike), self._groups[number][:NEAR]
         steps = self._dense_steps(before, after)
         if not steps:
             return None
@@ -130,7 +131,7 @@ class JoinedSeries:
         here = self._conditions[number]
         if not all(conditions.may_be_same(self._conditions[other], here) for other in part):
             return None
-        before, after = self._before(number, part), self._groups[number][:_NEAR]
+        before, after = self._before(number, part), self._groups[number][:NEAR]
         steps = self._dense_steps(before, after)
         if not steps:
             return None
@@ -148,7 +149,7 @@ class JoinedSeries:
         if found is None:
             return None
         parent = next(other for other in part if self._conditions[other] == found.old)
-        before, after = self._before(number, part), self._groups[number][:_NEAR]
+        before, after = self._before(number, part), self._groups[number][:NEAR]
         ratio = math.exp(found.offset - offsets[found.old])
         told = _Link(found.offset, parent, found.uncertainty, ratio, found.commits, found.cases)
         return self._with_own_step(told, before, after, noise)

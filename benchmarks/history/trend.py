@@ -6,11 +6,11 @@ take turns.
 
 In each part ruptures finds the levels of log(latency) that explain it best at a price per level, after single points
 that nothing follows are smoothed away; then changes too small to matter are dropped, and those that the uncertainty of
-a bridge could explain. What dense attention of the same runs shows of a change too is the machine's doing (another GPU
-of the kind, a slow host), and is not counted. A new level counts once a second run has seen it: a change of the last
-point alone is unconfirmed and asks for another run. The first run is a level of its own only where other sources were
-measured and dense attention of the same run shows that the machine was as it is. A slow drift comes out as steps, each
-as large as the smallest change that is reported.
+a bridge could explain. A new level counts once a second run has seen it: a change of the last point alone is
+unconfirmed and asks for another run, as far as dense attention of that run does not show it too (another GPU of the
+kind, a slow host). The first run is a level of its own only where other sources were measured and dense attention of
+the same run shows that the machine was as it is. A slow drift comes out as steps, each as large as the smallest change
+that is reported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.history import conditions
 from benchmarks.history.anchors import SeriesAnchors
-from benchmarks.history.bridges import Break, JoinedSeries, shared_step, sigma
+from benchmarks.history.bridges import NEAR, Break, JoinedSeries, shared_step, sigma
 from benchmarks.history.store import LatencySeries, Point
 from harness.fingerprint import Fingerprint
 
@@ -34,8 +34,7 @@ SMALLEST_CHANGE = 0.03
 _SIGMAS = 4.0  # by how much the last point must leave its level to be asked about
 _PENALTY = 3.0  # of one more level, in variances times log(points): ruptures' advice for a mean that jumps
 _FEWEST_OF_LEVEL = 2
-"""Runs that make a level: nothing is told by comparison with one run, and a first run counts once so many after it
-agree."""
+"""Runs after a first one that must agree before that one counts."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Change:
     index: int
     """The first point of the new level, in the whole series."""
     change: float
-    """Of the latency: 0.1 is 10 % slower than the level before, beside what dense attention of the same runs shows."""
+    """Of the latency: 0.1 is 10 % slower than the level before."""
     confirmed: bool
     """Seen by a second run."""
     uncertainty: float = 0.0
@@ -130,9 +129,8 @@ def of_series(
     for part in joined.parts:
         own = [logs[i] - joined.offsets[i] for i in part]
         alone = _first_alone(own, part, fingerprints, dense_ms, smallest)
-        rest = part[alone:]
-        dense = [_dense(fingerprints[i], dense_ms[i], joined.offsets[i]) for i in rest]
-        found = _changes(own[alone:], smallest, _own_steps(own[alone:], dense), _within(joined, rest))
+        dense = _dense_step([_dense(fingerprints[i], dense_ms[i], joined.offsets[i]) for i in part])
+        found = _changes(own[alone:], smallest, _within(joined, part[alone:]), dense)
         placed = [Change(part[alone + one.index], one.change, one.confirmed, one.uncertainty) for one in found]
         if alone:
             end = 1 + found[0].index if found else len(part)
@@ -194,51 +192,36 @@ def _dense(made: Fingerprint, dense_ms: Mapping[str, float], offset: float) -> d
     return {(conditions.hard(made.conditions), name): math.log(ms) - offset for name, ms in dense_ms.items()}
 
 
-def _own_steps(
-    logs: Sequence[float], dense: Sequence[Mapping[tuple[object, str], float]]
-) -> Callable[[range, range], float]:
-    """A function of two stretches: NSA's step from one median to the other, without what dense attention shows of it.
+def _dense_step(runs: Sequence[Mapping[tuple[object, str], float]]) -> float:
+    """The last run's step from those before it, of the fastest baseline that ran in both; 0 without one.
 
-    That is the fastest baseline which ran in both stretches under equal hard conditions; without one the step is whole.
+    The runs before need not be of NSA's level: dense attention does not change with NSA's sources.
     """
-
-    def median_of(name: tuple[object, str], stretch: range) -> float:
-        return statistics.median(dense[i][name] for i in stretch if name in dense[i])
-
-    def own_step(before: range, after: range) -> float:
-        ours = _median(logs, after) - _median(logs, before)
-        there, now = ({name for i in stretch for name in dense[i]} for stretch in (before, after))
-        if not there & now:
-            return ours
-        fastest = min(there & now, key=lambda name: median_of(name, after))
-        return ours - shared_step(ours, median_of(fastest, after) - median_of(fastest, before))
-
-    return own_step
+    *before, last = runs
+    near = {name: [one[name] for one in before if name in one][-NEAR:] for name in last}
+    fastest = min((name for name in last if near[name]), key=lambda name: last[name], default=None)
+    return 0.0 if fastest is None else last[fastest] - statistics.median(near[fastest])
 
 
 def _changes(
-    logs: Sequence[float],
-    smallest: float,
-    own_step: Callable[[range, range], float],
-    uncertainty: Callable[[range, range], float],
+    logs: Sequence[float], smallest: float, uncertainty: Callable[[range, range], float], dense_step: float
 ) -> list[Change]:
-    """Of one part whose points are comparable; `uncertainty`: what bridges add between two stretches of it."""
+    """Of one part whose points are comparable; `uncertainty`: what bridges add between two stretches of it;
+    `dense_step`: that of dense attention at the last point."""
     # a last point that is far from the two before it belongs to no level yet, or a level of two points would be half it
     agreed = logs[:-1] if _last_is_far(logs, math.log1p(smallest)) else logs
-    starts = _without_small(_level_starts(agreed), len(agreed), math.log1p(smallest), own_step, uncertainty)
+    starts = _without_small(agreed, _level_starts(agreed), math.log1p(smallest), uncertainty)
     stretches = _stretches(starts, len(agreed))
+    levels = [_median(agreed, stretch) for stretch in stretches]
     found = [
-        Change(after.start, math.expm1(own_step(before, after)), True, uncertainty(before, after))
-        for before, after in itertools.pairwise(stretches)
+        Change(start, math.expm1(new - old), True, uncertainty(*sides))
+        for start, old, new, sides in zip(starts, levels, levels[1:], itertools.pairwise(stretches), strict=False)
     ]
-    level, end = range(stretches[-1].start, len(logs) - 1), range(len(logs) - 1, len(logs))
-    if len(level) < _FEWEST_OF_LEVEL:
+    last = _unconfirmed(logs, starts, smallest, dense_step)
+    end = range(len(logs) - 1, len(logs))
+    if last is None or abs(math.log1p(last)) < (unsure := uncertainty(range(stretches[-1].start, end.start), end)):
         return found
-    step, unsure = own_step(level, end), uncertainty(level, end)
-    noise = sigma(logs[:-1])  # without the step, which would hide itself among few points
-    if abs(step) < max(math.log1p(smallest), _SIGMAS * noise, unsure):
-        return found
-    return [*found, Change(end.start, math.expm1(step), False, unsure)]
+    return [*found, Change(end.start, last, False, unsure)]
 
 
 def _last_is_far(logs: Sequence[float], smallest: float) -> bool:
@@ -271,19 +254,28 @@ def _level_starts(logs: Sequence[float]) -> list[int]:
 
 
 def _without_small(
-    starts: Sequence[int],
-    count: int,
-    smallest: float,
-    own_step: Callable[[range, range], float],
-    uncertainty: Callable[[range, range], float],
+    logs: Sequence[float], starts: list[int], smallest: float, uncertainty: Callable[[range, range], float]
 ) -> list[int]:
     """Take out the smallest change until all are large enough, and larger than bridges make them uncertain; the levels
     beside it become one."""
     starts = list(starts)
     while starts:
-        sides = list(itertools.pairwise(_stretches(starts, count)))
-        shares = [abs(own_step(*both)) / max(smallest, uncertainty(*both)) for both in sides]
+        sides = list(itertools.pairwise(_stretches(starts, len(logs))))
+        sizes = [abs(_median(logs, new) - _median(logs, old)) for old, new in sides]
+        shares = [size / max(smallest, uncertainty(*both)) for size, both in zip(sizes, sides, strict=True)]
         if min(shares) >= 1:
             break
         del starts[shares.index(min(shares))]
     return starts
+
+
+def _unconfirmed(logs: Sequence[float], starts: Sequence[int], smallest: float, dense_step: float) -> float | None:
+    """The change of the last point against its level, less what dense attention shows of it, where it is large and rare
+    enough; else None."""
+    level = logs[starts[-1] if starts else 0 : -1]
+    if len(level) < 2:
+        return None
+    step = logs[-1] - statistics.median(level)
+    step -= shared_step(step, dense_step)
+    noise = sigma(logs[:-1])  # without the step, which would hide itself among few points
+    return math.expm1(step) if abs(step) >= max(math.log1p(smallest), _SIGMAS * noise) else None

@@ -74,10 +74,10 @@ def test_a_step_at_the_upgrade_that_the_bridge_could_explain_is_not_reported(
     assert changes(of) == told
 
 
-def test_dense_attention_under_other_versions_tells_nothing_of_a_step_beside_the_upgrade() -> None:
+def test_dense_attention_under_other_versions_tells_nothing_of_a_last_run_beside_an_upgrade() -> None:
     known = SeriesAnchors(anchors.by_new_conditions([ratio(1.2)]), SERIES, MODE)
-    dense = [{"sdpa-cudnn": ms} for ms in [30.0] * 10 + [40.0] * 10]
-    assert changes(trend.of_series([10.0] * 10 + [13.2] * 10, UPGRADE, dense_ms=dense, anchors=known)) == [(10, 0.1)]
+    dense = [{"sdpa-cudnn": ms} for ms in [30.0] * 10 + [40.0]]
+    assert changes(trend.of_series([10.0] * 10 + [13.2], UPGRADE[:11], dense_ms=dense, anchors=known)) == [(10, 0.1)]
 
 
 def test_a_noisy_series_has_a_less_certain_bridge() -> None:

@@ -168,23 +168,32 @@ def test_a_host_that_is_slower_for_both_raises_no_alarm_and_the_level_is_the_new
 
 
 @pytest.mark.parametrize(("ours", "change"), [(1.1, None), (1.12, None), (1.21, 0.1), (0.9, -0.1)])
-def test_what_dense_attention_of_the_same_runs_shows_too_is_no_change(ours: float, change: float | None) -> None:
+def test_a_last_run_asks_only_for_what_dense_attention_does_not_show_too(ours: float, change: float | None) -> None:
     """Conditions are equal: another GPU of the kind, say, or a host that is slower today."""
-    told = [] if change is None else [(20, change)]
-    found = beside([10.0] * 20 + [10.0 * ours] * 20, [30.0] * 20 + [33.0] * 20, [FINGERPRINT] * 40)
-    assert [(one.index, round(one.change, 3)) for one in found.changes] == told
-    last = beside([10.0] * 20 + [10.0 * ours], [30.0] * 20 + [33.0], [FINGERPRINT] * 21)
-    assert [(one.index, round(one.change, 3)) for one in last.changes] == told, "seen by the last run alone"
+    found = beside([10.0] * 20 + [10.0 * ours], [30.0] * 20 + [33.0], [FINGERPRINT] * 21)
+    assert [(one.index, round(one.change, 3)) for one in found.changes] == ([] if change is None else [(20, change)])
+    assert found.level_ms == 10.0
 
 
-def test_the_fastest_baseline_that_ran_before_and_after_tells() -> None:
-    dense = [{"sdpa-flash": 40.0, "sdpa-cudnn": 30.0}] * 10 + [{"sdpa-flash": 40.0, "sdpa-cudnn": 33.0}] * 10
-    assert trend.of_series([10.0] * 10 + [11.0] * 10, [FINGERPRINT] * 20, dense_ms=dense).changes == ()
-    without = [{**one, "flash-attn-4": 20.0} for one in dense[:10]] + dense[10:]
-    assert trend.of_series([10.0] * 10 + [11.0] * 10, [FINGERPRINT] * 20, dense_ms=without).changes == ()
-    apart = [{"sdpa-cudnn": 30.0}] * 10 + [{"sdpa-flash": 44.0}] * 10
-    (change,) = trend.of_series([10.0] * 10 + [11.0] * 10, [FINGERPRINT] * 20, dense_ms=apart).changes
-    assert change.change == pytest.approx(0.1)
+def test_dense_attention_of_runs_before_the_level_tells_too() -> None:
+    ours, dense = [20.0] * 10 + [10.0] * 10 + [11.0], [{"sdpa-cudnn": 30.0}] * 10 + [{}] * 10 + [{"sdpa-cudnn": 33.0}]
+    found = trend.of_series(ours, [FINGERPRINT] * 21, dense_ms=dense)
+    assert [(one.index, one.confirmed) for one in found.changes] == [(10, True)]
+    without = trend.of_series(ours, [FINGERPRINT] * 21, dense_ms=[{}] * 20 + dense[-1:])
+    assert [(one.index, one.confirmed) for one in without.changes] == [(10, True), (20, False)]
+
+
+def test_the_fastest_baseline_that_ran_before_tells() -> None:
+    runs, ours = [FINGERPRINT] * 21, [10.0] * 20 + [11.0]
+    slower, new = {"sdpa-cudnn": 33.0, "sdpa-flash": 40.0}, {"flash-attn-4": 20.0}
+    before = [{"sdpa-cudnn": 30.0, "sdpa-flash": 40.0}] * 20
+    assert trend.of_series(ours, runs, dense_ms=[*before, slower | new]).changes == ()
+    assert len(trend.of_series(ours, runs, dense_ms=[*before, new]).changes) == 1
+
+
+def test_a_step_that_two_runs_show_counts_whole() -> None:
+    found = beside([10.0] * 20 + [11.0] * 2, [30.0] * 20 + [33.0] * 2, [FINGERPRINT] * 22)
+    assert [(one.index, round(one.change, 3), one.confirmed) for one in found.changes] == [(20, 0.1, True)]
 
 
 @pytest.mark.parametrize("factor", [0.9, 1.1])
