@@ -153,13 +153,14 @@ def _probabilities(
 ):  # fmt: skip
     """[BN] probabilities of the blocks first … first + BN, 0 where a query does not see them: summed over the heads of
     a group, whose scores begin at `row`."""
-    slots = tl.multiple_of(slots, 64)  # as `decode.SLOTS` has it, or no load would be wide
     g, split, block = tl.arange(0, GP), tl.arange(0, SPLITS), first + tl.arange(0, BN)
-    row += g
-    part = tl.load(LSE_PART + row[:, None] * splits + split[None, :], mask=(g < G)[:, None] & (split < splits)[None, :],
-                   other=float("-inf"))  # fmt: skip
+    part = tl.load(LSE_PART + row * splits + (g[:, None] * splits + split[None, :]),
+                   mask=(g < G)[:, None] & (split < splits)[None, :], other=float("-inf"))  # fmt: skip
     shown = (g < G)[:, None] & (block < seen)[None, :]
-    s = tl.load(S_CMP + row[:, None] * slots + block[None, :], mask=shown, other=float("-inf"))
+    # a mask of whole fours lets a thread read as many at once, where each has four (`decode.SLOTS` leaves room)
+    near = block // 4 * 4 if BN >= 512 else block
+    s = tl.load(S_CMP + row * slots + (g[:, None] * slots + block[None, :]),
+                mask=(g < G)[:, None] & (near < seen)[None, :], other=0.0)  # fmt: skip
     m = tl.max(part, axis=1)
     m = tl.where(m == float("-inf"), 0.0, m)
     lse = m + tl.log2(tl.sum(tl.exp2(part - m[:, None]), axis=1))
@@ -175,6 +176,7 @@ def _group_probabilities(
     """P float32 [B, S, Hkv, slots] of the scores S_CMP [B, S, Hq, slots], base 2, written for the blocks that a query
     sees."""
     launch_dependents(PDL)
+    slots = slots // 64 * 64  # `decode.SLOTS` divides it: said, so that loads are wide
     i, first = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * BN
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     seen = visible_blocks(tokens_of(LENGTHS, num_tokens, b) - S + tl.program_id(0) // tiles, SIZE, STRIDE)
@@ -192,32 +194,37 @@ def _choose(
     INIT: tl.constexpr, LOCAL: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BLOCKS: tl.constexpr,
     GP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """OUT int32 [B, S, Hkv, N], ascending, -1 at the end. Where P is None, the scores fit in one tile, and their
+    """OUT int32 [B, S, Hkv, N], ascending, -1 at the end. Where P is None, the scores are one tile, and their
     probabilities are computed here."""
     launch_dependents(PDL)
+    slots = slots // 64 * 64  # as above
     i, h, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     t = tokens_of(LENGTHS, num_tokens, b) - S + tl.program_id(0)
     seen, block = visible_blocks(t, SIZE, STRIDE), tl.arange(0, BLOCKS)
     row = (b * S + i) * HKV + h
     wait(PDL)
+    score = tl.zeros([BLOCKS], tl.float32)
     if P is None:
         p = _probabilities(S_CMP, LSE_PART, (b * S + i) * HQ + h * G, seen, 0, splits, slots, G, GP, BN, SPLITS)
-    score = tl.zeros([BLOCKS], tl.float32)
-    for offset in tl.static_range(len(WEIGHTS)):
-        c = block * (SEL // STRIDE) + (FIRST_OFFSET + offset)
-        shown = (c >= 0) & (c < seen)
-        if P is None:
-            own = tl.where(shown, tl.gather(p, tl.where(shown, c, 0), axis=0), 0.0)
-        else:
-            own = tl.load(P + row * slots + c, mask=shown, other=0.0)
-        score += WEIGHTS[offset] * own
+        p, place = tl.reshape(p, [BLOCKS, SEL // STRIDE]), tl.arange(0, SEL // STRIDE)  # a block's in one thread
+        for offset in tl.static_range(FIRST_OFFSET, FIRST_OFFSET + len(WEIGHTS)):
+            own = tl.sum(tl.where(place[None, :] == offset % (SEL // STRIDE), p, 0.0), axis=1)
+            if offset < 0:  # of the block before
+                own = tl.where(block > 0, tl.gather(own, tl.maximum(block - 1, 0), axis=0), 0.0)
+            score += WEIGHTS[offset - FIRST_OFFSET] * own
+    else:
+        for offset in tl.static_range(FIRST_OFFSET, FIRST_OFFSET + len(WEIGHTS)):
+            c = block * (SEL // STRIDE) + offset
+            score += WEIGHTS[offset - FIRST_OFFSET] * tl.load(
+                P + row * slots + c, mask=(c >= 0) & (c < seen), other=0.0
+            )
     score = tl.where(score == score, score, 0.0)  # the bits of a NaN would rank above a forced block
     taken = best(score[None, :], block, tl.full([1], 0, tl.int32) + t // SEL, INIT, LOCAL, N)
 
     out = OUT + row * N
     position = tl.cumsum(taken.to(tl.int32), axis=1) - 1
     tl.store(out + position, tl.broadcast_to(block[None, :], [1, BLOCKS]), mask=taken)
-    column, found = tl.arange(0, NP), tl.sum(tl.sum(taken.to(tl.int32), axis=1), axis=0)
+    column, found = tl.arange(0, NP), tl.minimum(t // SEL + 1, N)  # all that are visible, at most N
     tl.store(out + column, tl.full([NP], -1, tl.int32), mask=(column >= found) & (column < N))
 
 
@@ -232,7 +239,7 @@ def _tile(q, first, lo, hi, K, V, TABLE, table_b, k_o, k_r, k_h, v_o, v_r, v_h, 
                      PAGE, WHOLE, DK, DKP, DV, DVP)  # fmt: skip
     s = tl.where(visible[None, :], product(q, k), float("-inf"))
     m, l, acc = online_softmax(s, v, m, l, acc, to_base_2)
-    return m, l, acc, tl.sum(visible.to(tl.int32), axis=0)
+    return m, l, acc, tl.maximum(tl.minimum(first + BN, hi) - tl.maximum(first, lo), 0)
 
 
 @kernel

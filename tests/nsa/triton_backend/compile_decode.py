@@ -56,10 +56,11 @@ def kernels(
     near |= {"SELECTED_SPLITS": SELECTED_SPLITS, "WINDOW_SPLITS": WINDOW_SPLITS}
     choice |= {"WEIGHTS": tuple(geometry.overlap_weights(config)), "LOCAL": config.local_blocks}
     columns, few = (tuning.next_power_of_2(geometry.num_selection_blocks(keys, config)) for keys in (CONTEXT, SHORT))
-    heads, rows = tuning.next_power_of_2(group), max(shape.group, tuning.MIN_DOT)
-    wide = max(decode_kernels.SCORES // heads, decode.SLOTS)
-    probabilities = {"SIZE": config.l, "STRIDE": config.d, "GP": heads, "SPLITS": SPLITS, "BN": wide} | early
-    tile, at_once = {"BT": shape.tokens, "GP": shape.group}, {"P": None, "BLOCKS": few}
+    rows, (heads, wide, splits) = max(shape.group, tuning.MIN_DOT), decode.probability_tile(group, SPLITS)
+    few = decode.columns_of_few(few, wide, config) or wide * config.d // config.l_sel
+    probabilities = {"SIZE": config.l, "STRIDE": config.d, "GP": heads, "SPLITS": splits, "BN": wide} | early
+    tile = {"BT": shape.tokens, "GP": shape.group}
+    at_once = {"P": None, "BLOCKS": few, "BN": few * config.l_sel // config.d}
     many = {"S_CMP": None, "LSE_PART": None, "GP": 1, "BN": 1, "SPLITS": 1, "BLOCKS": columns}
     merge = {"SELECTED_SPLITS": SELECTED_SPLITS, "WINDOW_SPLITS": WINDOW_SPLITS, "CMP": SPLITS, "SEL": SELECTED_SPLITS}
     merge |= early | {"WIN": WINDOW_SPLITS, "DV": dv}
@@ -71,7 +72,7 @@ def kernels(
         ),
         (decode_kernels._group_probabilities, probabilities, {"num_warps": 4}),
         (decode_kernels._choose, choice | many | early, {"num_warps": columns // decode.COLUMNS_PER_WARP}),
-        (decode_kernels._choose, choice | probabilities | at_once, {"num_warps": decode.WARPS_OF_FEW}),
+        (decode_kernels._choose, choice | probabilities | at_once, {"num_warps": decode.THREADS // 32}),
         (decode_kernels._selected_window, sizes | near | {"GP": rows}, decode.launch_options(rows, *widths)),
         (decode_kernels._merge, merge | {"CHANNELS": shape.dv}, {"num_warps": 4}),
         (decode_kernels._merge, merge | {"CHANNELS": decode.FEW_CHANNELS}, {"num_warps": 1}),

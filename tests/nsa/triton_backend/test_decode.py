@@ -121,7 +121,19 @@ def test_the_last_visible_block_can_be_chosen(monkeypatch: pytest.MonkeyPatch, k
     agree(with_many_scores_and_rows(monkeypatch, x, config), wanted)
 
 
-@pytest.mark.parametrize("changes", [{"w": 1}, {"w": 200}, {"n_sel": 9}, {"init_blocks": 0, "local_blocks": 0}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"w": 1},
+        {"w": 200},
+        {"n_sel": 9},
+        {"init_blocks": 0, "local_blocks": 0},
+        {"d": 8},
+        {"d": 8, "l_sel": 8},
+        {"l": 16, "l_sel": 32},
+        {"l": 4, "l_sel": 12},
+    ],
+)
 def test_it_agrees_whatever_the_config(changes: dict[str, int]) -> None:
     config = nsa.NSAConfig(**{"l": 8, "d": 4, "l_sel": 16, "n_sel": 3, "w": 40, **changes})
     x = draw(1, 2, 120, 2, 1, 16, 16, config)
