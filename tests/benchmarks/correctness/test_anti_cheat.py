@@ -224,6 +224,8 @@ def test_work_on_a_stream_that_nobody_waits_for(cache: str, monkeypatch: pytest.
 def test_a_graph_is_checked_as_it_is_replayed(mode: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"launch": "graph", "cache": cache, "backend_asked": "auto", "dtype": "bfloat16"}
     honest = measured(monkeypatch, nsa_attention, mode, **changes)
+    if "another process keeps the GPU busy" in (honest.reason or ""):
+        pytest.skip("needs a GPU to itself: another process keeps this one busy")
     assert (honest.outcome, honest.reason, honest.clock) == (CaseOutcome.PASSED, None, "cuda_graph")
     empty = measured(monkeypatch, Remembering(Tensor.data_ptr, lambda o: o), mode, **changes)
     caught(empty, CaseOutcome.INCORRECT, "gave the device nothing to do when its CUDA graph was made")
