@@ -35,8 +35,7 @@ MAX_ROWS = 32  # tokens × heads of a group per program, as far as a group is no
 KEYS = 64  # per step of a loop, where a row of keys and values is at most NARROW bytes
 SCRATCH = 2**27  # scores of one step that exist at a time
 HAS_PDL_FROM = 90  # compute capability
-FEW_BLOCKS = 512  # with scores of one tile: `_choose` computes the probabilities too, if no SM has two of its programs
-THREADS = 128  # of `_group_probabilities`, and of `_choose` then: both add heads in the same order
+FEW_BLOCKS = 512  # whose scores fit in one tile: `_choose` computes the probabilities too, if no SM has two programs
 VALUES_PER_WARP = 2**12  # of a branch's partial outputs of one row, in the last launch
 FEW_CHANNELS = 32  # per program of the last launch where it has few rows: more programs, each with less to do
 FEW_ROWS_PER_SM = 2  # up to which it has few
@@ -113,20 +112,20 @@ def plan_splits(rows: int, num_queries: int, capacity: int, shape: Tiles, config
 def probability_tile(group: int, splits: int) -> tuple[int, int, int]:
     """(heads of a group, scores of each, splits of each), all padded, that a program makes probabilities of."""
     heads = next_power_of_2(group)
-    # not fewer lse than threads: Triton would let each thread load all of them
-    return heads, max(decode_kernels.SCORES // heads, SLOTS), max(next_power_of_2(splits), THREADS // heads)
+    # no fewer lse than threads: Triton would let each thread load all of them
+    padded_splits = max(next_power_of_2(splits), decode_kernels.THREADS.value // heads)
+    return heads, max(decode_kernels.SCORES // heads, SLOTS), padded_splits
 
 
-def columns_of_few(columns: int, scores: int, config: NSAConfig) -> int | None:
-    """Selection blocks that `_choose` takes with their probabilities, for rows of `columns`; None if it cannot.
+def blocks_in_one_tile(num_blocks: int, scores: int, config: NSAConfig) -> int | None:
+    """Selection blocks, padded, that `_choose` computes the probabilities of; None where it cannot.
 
-    scores: of each head, in a tile of probabilities. Each thread has one block at least, with all of its heads.
+    num_blocks: a row's selection blocks, a power of two; scores: the most compressed blocks that a tile holds.
     """
-    step = config.l_sel // config.d  # compressed blocks from one selection block to the next
-    enough = max(columns, min(scores, THREADS) // step)
-    if columns > FEW_BLOCKS or enough * step > scores or step != next_power_of_2(step):
-        return None
-    return enough
+    strides = config.l_sel // config.d  # compressed blocks that begin in a selection block
+    padded_blocks = max(num_blocks, min(scores, decode_kernels.THREADS.value) // strides)  # a score for each thread
+    fits = num_blocks <= FEW_BLOCKS and padded_blocks * strides <= scores
+    return padded_blocks if fits and strides == next_power_of_2(strides) else None
 
 
 def attend(
@@ -213,31 +212,29 @@ class _Step:
         """The blocks of each query and KV head: one launch, or two where the probabilities need their own."""
         config, splits = self.config, self.splits.compressed
         most_blocks = max(geometry.num_selection_blocks(self.selected.capacity, config), config.n_sel)
-        columns, tile = next_power_of_2(most_blocks), probability_tile(self.group, splits)
-        few = columns_of_few(columns, tile[1], config)
-        if self.batch * self.num_kv_heads * self.length > self.sms:
-            few = None
+        num_blocks, (heads, most_scores, lses) = next_power_of_2(most_blocks), probability_tile(self.group, splits)
+        counts = (self.length, self.heads, self.num_kv_heads, self.group, self.slots, splits)
+        in_one_tile = blocks_in_one_tile(num_blocks, most_scores, config)
         p: Tensor | None = None
         scored: tuple[Tensor | None, Tensor | None] = (self.scores, self.lse_cmp)
-        counts = (self.length, self.heads, self.num_kv_heads, self.group, self.slots, splits)
-        if few is None:
+        if in_one_tile is not None and self.batch * self.num_kv_heads * self.length <= self.sms:
+            num_blocks, num_warps = in_one_tile, decode_kernels.THREADS.value // 32
+            tile = (heads, in_one_tile * config.l_sel // config.d, lses)
+        else:
             by_group = (self.batch, self.length, self.num_kv_heads)
             p, scored = self.q.new_empty(*by_group, self.slots, dtype=torch.float32), (None, None)
-            parts = cdiv(self.slots, tile[1])
+            parts = cdiv(self.slots, most_scores)
             decode_kernels._group_probabilities[self.length * parts, self.num_kv_heads, self.batch](
-                self.scores, self.lse_cmp, *self.lengths, p, *counts, parts, config.l, config.d, *tile, self.pdl,
-                **self.early,
+                self.scores, self.lse_cmp, *self.lengths, p, *counts, parts, config.l, config.d,
+                heads, most_scores, lses, self.pdl, num_warps=decode_kernels.THREADS.value // 32, **self.early,
             )  # fmt: skip
+            num_warps = min(max(num_blocks // COLUMNS_PER_WARP, 1), 16)
             tile = (1, 1, 1)  # constants, or each number of splits would compile the choice anew
-            num_warps = min(max(columns // COLUMNS_PER_WARP, 1), 16)
-        else:
-            columns, num_warps = few, THREADS // 32
-            tile = (tile[0], few * config.l_sel // config.d, tile[2])
         decode_kernels._choose[self.length, self.num_kv_heads, self.batch](
             p, *scored, *self.lengths, self.decoded.block_indices, *counts,
             config.l, config.d, config.l_sel, geometry.overlap_offsets(config).start,
             tuple(geometry.overlap_weights(config)), config.init_blocks, config.local_blocks, config.n_sel,
-            next_power_of_2(config.n_sel), columns, *tile, self.pdl, num_warps=num_warps, **self.early,
+            next_power_of_2(config.n_sel), num_blocks, *tile, self.pdl, num_warps=num_warps, **self.early,
         )  # fmt: skip
 
     def attend_selected_window(self) -> None:

@@ -33,7 +33,8 @@ except ImportError:  # an older Triton
     gdc_launch_dependents = gdc_wait = None
 
 HAS_PDL = gdc_wait is not None
-SCORES = 8192  # per tile of probabilities: of one size, so that heads are added in one order
+SCORES = 8192  # at most, per tile of probabilities
+THREADS = tl.constexpr(128)  # of a program that makes probabilities
 
 
 @triton.jit
@@ -107,7 +108,6 @@ def _compressed(
     """SCORES [B, S, Hq, slots] base 2, O_PART [B, S, Hq, splits, Dv], LSE_PART [B, S, Hq, splits] base 2, READ
     [B, S, Hkv, splits]."""
     launch_dependents(PDL)
-    slots = tl.multiple_of(slots, 64)  # as `decode.SLOTS` has it, or no store would be wide
     first_token, split = tl.program_id(0) // splits * BT, tl.program_id(0) % splits
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i, g, real = rows_of(first_token, S, G, BT * GP, GP)
@@ -152,15 +152,20 @@ def _probabilities(
     S_CMP, LSE_PART, row, seen, first, splits, slots, G, GP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
     """[BN] probabilities of the blocks first … first + BN, 0 where a query does not see them: summed over the heads of
-    a group, whose scores begin at `row`."""
+    a group, whose scores begin at `row`.
+
+    One thread adds all heads of a block, so that their order, and the bits, are the same in tiles of every length.
+    """
+    # as many scores as a thread reads at once: with four in a shorter tile, heads would be spread over threads
+    AT_ONCE: tl.constexpr = 4 if BN >= 4 * THREADS else 1
+    slots = slots // AT_ONCE * AT_ONCE  # `decode.SLOTS` is a multiple of it, which the compiler does not know
     g, split, block = tl.arange(0, GP), tl.arange(0, SPLITS), first + tl.arange(0, BN)
     part = tl.load(LSE_PART + row * splits + (g[:, None] * splits + split[None, :]),
                    mask=(g < G)[:, None] & (split < splits)[None, :], other=float("-inf"))  # fmt: skip
     shown = (g < G)[:, None] & (block < seen)[None, :]
-    # a mask of whole fours lets a thread read as many at once, where each has four (`decode.SLOTS` leaves room)
-    near = block // 4 * 4 if BN >= 512 else block
+    seen_in_part = block // AT_ONCE * AT_ONCE < seen  # all or none of what is read at once; `slots` leaves room
     s = tl.load(S_CMP + row * slots + (g[:, None] * slots + block[None, :]),
-                mask=(g < G)[:, None] & (near < seen)[None, :], other=0.0)  # fmt: skip
+                mask=(g < G)[:, None] & seen_in_part[None, :], other=0.0)  # fmt: skip
     m = tl.max(part, axis=1)
     m = tl.where(m == float("-inf"), 0.0, m)
     lse = m + tl.log2(tl.sum(tl.exp2(part - m[:, None]), axis=1))
@@ -176,7 +181,6 @@ def _group_probabilities(
     """P float32 [B, S, Hkv, slots] of the scores S_CMP [B, S, Hq, slots], base 2, written for the blocks that a query
     sees."""
     launch_dependents(PDL)
-    slots = slots // 64 * 64  # `decode.SLOTS` divides it: said, so that loads are wide
     i, first = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * BN
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     seen = visible_blocks(tokens_of(LENGTHS, num_tokens, b) - S + tl.program_id(0) // tiles, SIZE, STRIDE)
@@ -194,10 +198,9 @@ def _choose(
     INIT: tl.constexpr, LOCAL: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BLOCKS: tl.constexpr,
     GP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """OUT int32 [B, S, Hkv, N], ascending, -1 at the end. Where P is None, the scores are one tile, and their
-    probabilities are computed here."""
+    """OUT int32 [B, S, Hkv, N], ascending, -1 at the end. Where P is None, the scores fit in one tile, and
+    their probabilities are computed here."""
     launch_dependents(PDL)
-    slots = slots // 64 * 64  # as above
     i, h, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     t = tokens_of(LENGTHS, num_tokens, b) - S + tl.program_id(0)
     seen, block = visible_blocks(t, SIZE, STRIDE), tl.arange(0, BLOCKS)
@@ -206,9 +209,10 @@ def _choose(
     score = tl.zeros([BLOCKS], tl.float32)
     if P is None:
         p = _probabilities(S_CMP, LSE_PART, (b * S + i) * HQ + h * G, seen, 0, splits, slots, G, GP, BN, SPLITS)
-        p, place = tl.reshape(p, [BLOCKS, SEL // STRIDE]), tl.arange(0, SEL // STRIDE)  # a block's in one thread
+        p = tl.reshape(p, [BLOCKS, SEL // STRIDE])
+        stride = tl.arange(0, SEL // STRIDE)[None, :]
         for offset in tl.static_range(FIRST_OFFSET, FIRST_OFFSET + len(WEIGHTS)):
-            own = tl.sum(tl.where(place[None, :] == offset % (SEL // STRIDE), p, 0.0), axis=1)
+            own = tl.sum(tl.where(stride == offset % (SEL // STRIDE), p, 0.0), axis=1)
             if offset < 0:  # of the block before
                 own = tl.where(block > 0, tl.gather(own, tl.maximum(block - 1, 0), axis=0), 0.0)
             score += WEIGHTS[offset - FIRST_OFFSET] * own

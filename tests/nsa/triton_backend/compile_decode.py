@@ -22,7 +22,6 @@ from nsa import NSAConfig, geometry
 from nsa.triton_backend import decode, decode_kernels, tuning
 
 CONTEXT = 131072
-SHORT = 8192  # whose choice takes the probabilities too
 SPLITS, SELECTED_SPLITS, WINDOW_SPLITS = 32, 16, 8
 FLOAT32 = {"P", "SCORES", "S_CMP", "O_PART", "LSE_PART", "O_CMP", "LSE_CMP", "O_SEL_WIN", "LSE_SEL_WIN", "LSE"}
 INT32 = {"TABLE", "WINDOW_TABLE", "LENGTHS", "READ", "BLOCKS"}
@@ -55,24 +54,29 @@ def kernels(
     near = {"SEL": config.l_sel, "N": config.n_sel, "W": config.w, "PAGE": page, "WINDOW_PAGE": page}
     near |= {"SELECTED_SPLITS": SELECTED_SPLITS, "WINDOW_SPLITS": WINDOW_SPLITS}
     choice |= {"WEIGHTS": tuple(geometry.overlap_weights(config)), "LOCAL": config.local_blocks}
-    columns, few = (tuning.next_power_of_2(geometry.num_selection_blocks(keys, config)) for keys in (CONTEXT, SHORT))
+    columns = tuning.next_power_of_2(geometry.num_selection_blocks(CONTEXT, config))
     rows, (heads, wide, splits) = max(shape.group, tuning.MIN_DOT), decode.probability_tile(group, SPLITS)
-    few = decode.columns_of_few(few, wide, config) or wide * config.d // config.l_sel
     probabilities = {"SIZE": config.l, "STRIDE": config.d, "GP": heads, "SPLITS": splits, "BN": wide} | early
     tile = {"BT": shape.tokens, "GP": shape.group}
-    at_once = {"P": None, "BLOCKS": few, "BN": few * config.l_sel // config.d}
+    strides = config.l_sel // config.d
+    few, fewest = (
+        {"P": None, "BLOCKS": n, "BN": n * strides}
+        for n in (wide // strides, decode.blocks_in_one_tile(1, wide, config))
+    )
     many = {"S_CMP": None, "LSE_PART": None, "GP": 1, "BN": 1, "SPLITS": 1, "BLOCKS": columns}
     merge = {"SELECTED_SPLITS": SELECTED_SPLITS, "WINDOW_SPLITS": WINDOW_SPLITS, "CMP": SPLITS, "SEL": SELECTED_SPLITS}
     merge |= early | {"WIN": WINDOW_SPLITS, "DV": dv}
+    four_warps = {"num_warps": decode_kernels.THREADS.value // 32}
     return [
         (
             decode_kernels._compressed,
             sizes | compressed | tile,
             decode.launch_options(shape.tokens * shape.group, *widths),
         ),
-        (decode_kernels._group_probabilities, probabilities, {"num_warps": 4}),
+        (decode_kernels._group_probabilities, probabilities, four_warps),
         (decode_kernels._choose, choice | many | early, {"num_warps": columns // decode.COLUMNS_PER_WARP}),
-        (decode_kernels._choose, choice | probabilities | at_once, {"num_warps": decode.THREADS // 32}),
+        (decode_kernels._choose, choice | probabilities | few, four_warps),
+        (decode_kernels._choose, choice | probabilities | fewest, four_warps),
         (decode_kernels._selected_window, sizes | near | {"GP": rows}, decode.launch_options(rows, *widths)),
         (decode_kernels._merge, merge | {"CHANNELS": shape.dv}, {"num_warps": 4}),
         (decode_kernels._merge, merge | {"CHANNELS": decode.FEW_CHANNELS}, {"num_warps": 1}),
@@ -90,6 +94,15 @@ def registers(cubin: bytes) -> dict[str, int]:
     return {"used": found["REG"], "stack_bytes": found["STACK"]}
 
 
+def one_thread_adds(ttgir: str) -> bool:
+    """Whether each sum down the columns of a matrix is one thread's, so that its order does not depend on its size."""
+    layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<(.*)>$", ttgir, re.MULTILINE))
+    sums = re.findall(r'"tt\.reduce"\(.*\) <\{axis = 0 (?:.*\n)*?\s*\}\) : \(tensor<\d+x\d+xf32, (#\w+)>\)', ttgir)
+    return all("threadsPerWarp = [1, " in layouts[s] and "warpsPerCTA = [1, " in layouts[s] for s in sums) and bool(
+        sums
+    )
+
+
 def main() -> None:
     architecture, queries, group, dk, dv, page = map(int, sys.argv[1:])
     target, needs = GPUTarget("cuda", architecture, 32), {}
@@ -105,10 +118,12 @@ def main() -> None:
         source = ASTSource(fn=kernel, signature=types, constexprs=indexed, attrs=aligned)
         compiled = triton.compile(source, target=target, options=options)
         name, ptx = f"{kernel.__module__.rsplit('.', 1)[-1]}.{kernel.__name__}", compiled.asm["ptx"]
-        needs[name if name not in needs else f"{name} of few"] = {
+        version = next(v for v in ("", " of few", " of fewest") if name + v not in needs)
+        needs[name + version] = {
             "registers": registers(compiled.asm["cubin"]),
             "shared_bytes": compiled.metadata.shared,
             "loads_ahead": "cp.async" in ptx,
+            "one_thread_adds": one_thread_adds(compiled.asm["ttgir"]),
             "waits": "griddepcontrol.wait" in ptx,
             "loads_before_waiting": ptx.partition("griddepcontrol.wait")[0].count("ld.global"),
             "launches_dependents": "griddepcontrol.launch_dependents" in ptx,

@@ -140,6 +140,14 @@ def test_it_agrees_whatever_the_config(changes: dict[str, int]) -> None:
     agree(whole(x, config, "triton"), whole(x, config, "reference"))
 
 
+def test_scores_are_read_four_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile of 512 scores, of which the last that a query sees is not the last of four."""
+    monkeypatch.setattr(decode_kernels, "SCORES", 8192)
+    config = nsa.NSAConfig(l=2, d=1, l_sel=8, n_sel=4, w=13, init_blocks=0, local_blocks=0)
+    x = draw(1, 3, 299, 16, 1, 16, 16, config)
+    agree(whole(x, config, "triton"), whole(x, config, "reference"))
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.3, 2.5])
 def test_it_agrees_whatever_the_scale(scale: float) -> None:
     x = draw(1, 2, 60, 2, 1, 16, 16, CONFIG)
@@ -299,7 +307,7 @@ def test_splits_follow_the_number_of_sms(sms: int, splits: int, whole: int) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("batch", "keys"), [(1, 8000), (8, 30000)])
+@pytest.mark.parametrize(("batch", "keys"), [(1, 1000), (1, 2000), (1, 4000), (1, 8000), (8, 30000)])
 def test_launches_that_begin_early_change_no_bit(monkeypatch: pytest.MonkeyPatch, batch: int, keys: int) -> None:
     """Programmatic dependent launch: each of many steps in a graph reads what its own launches have written."""
     monkeypatch.undo()  # tiles as they are

@@ -40,7 +40,7 @@ def test_the_decode_kernels_compile_and_fit_in_shared_memory(architecture: int, 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     needs = json.loads(done.stdout.splitlines()[-1])
-    assert len(needs) == 7
+    assert len(needs) == 8
     limit = SHARED_MEMORY_KIB[architecture] * 1024
     assert not {name: need for name, need in needs.items() if need["shared_bytes"] > limit}
     streams = {name for name, need in needs.items() if need["loads_ahead"]}
@@ -49,10 +49,13 @@ def test_the_decode_kernels_compile_and_fit_in_shared_memory(architecture: int, 
     early = architecture >= 90  # programmatic dependent launch
     assert waiting == (needs.keys() - {"decode_kernels._compressed"} if early else set())
     assert leading == (needs.keys() - {"decode_kernels._merge", "decode_kernels._merge of few"} if early else set())
-    before_waiting = {"_group_probabilities": 1, "_choose": 1, "_choose of few": 1}  # lengths
+    probabilities = ("_group_probabilities", "_choose of few", "_choose of fewest")
+    before_waiting = {"_choose": 1, **dict.fromkeys(probabilities, 1)}  # lengths
     before_waiting |= {"_merge": 3, "_merge of few": 3}  # gates
     found = {name: needs[f"decode_kernels.{name}"]["loads_before_waiting"] for name in before_waiting}
     assert not early or found == before_waiting
+    # the heads of a group, in one order whatever the length
+    assert all(needs[f"decode_kernels.{name}"]["one_thread_adds"] for name in probabilities)
     if CALLS[call][:4] == (1, 16, 128, 128):  # three programs on an SM
         used = [needs[name]["registers"] for name in streams]
         assert all(one["used"] <= 168 and one["stack_bytes"] <= 16 for one in used)
