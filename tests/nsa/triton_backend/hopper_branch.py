@@ -264,8 +264,9 @@ def require_gradients_within_budget(branch: Branch, found: Results, parts: int =
     """The gradients of q, k and v; of the selected branch by query that of q alone.
 
     No rounding of a single term to their type is allowed: in bf16 it is more than all of dq, and as much as a fifth of
-    what many queries add up to in dk and dv. Of dq that of its greatest element is, and where terms cancel, as of a
-    query that sees one key, that of a term to float32.
+    what many queries add up to in dk and dv. Of dq that of its greatest element is. Of dq and dk that of a term to
+    float32 is too: where a query sees one key, its terms cancel, and what is left, of PyTorch too, is rounding that
+    depends on the CPU.
     """
     do = branch.case.noise(found.o)
     own = _gradients(branch, do, oracle.sdpa, do.dtype)
@@ -277,8 +278,9 @@ def require_gradients_within_budget(branch: Branch, found: Results, parts: int =
         gradients = branch.dq(found, do), *(() if branch.name in SELECTED else branch.dkv(found, do, parts))
     of_terms = gradient_unit(branch.x, do) * torch.finfo(torch.float32).eps / torch.finfo(do.dtype).eps
     within_budget("dq", gradients[0], own[0], truth[0], BACKWARD, unit=greatest(truth[0]) + of_terms, steady=True)
-    for name, *three in zip(("dk", "dv"), gradients[1:], own[1:], truth[1:], strict=False):
-        within_budget(name, *three, BACKWARD, unit=0.0, steady=True)
+    units = {"dk": of_terms, "dv": 0.0}
+    for (name, unit), *three in zip(units.items(), gradients[1:], own[1:], truth[1:], strict=False):
+        within_budget(name, *three, BACKWARD, unit=unit, steady=True)
     return gradients
 
 
