@@ -147,11 +147,12 @@ def check(context: ContextParallel, key: Key, device: torch.device, seed: int) -
 def _beside_one(name: str, difference: float, key: Key, *, exact: bool) -> OracleCheck:
     """`exact`: what is computed for each query alone is one rank's in every bit.
 
-    Elsewhere results are rounded to their type, and float32 adds the terms of all queries and heads in another order:
-    the error of either sum grows with log2 of their number (pairwise summation, Higham 1993).
+    Elsewhere results are rounded to their type, and float32 adds what the ranks have of dk, dv and the like in another
+    order: the error of either sum grows with log2 of the number of terms (pairwise summation, Higham 1993).
     """
     ulp, of_sum = (torch.finfo(dtype).eps for dtype in (getattr(torch, key.dtype), torch.float32))
-    of_order = 2 * math.log2(max(key.num_queries * key.heads // key.num_kv_heads, 1)) * of_sum
+    terms = 1 if name in EXACT else key.num_queries * key.heads // key.num_kv_heads
+    of_order = 2 * math.log2(max(terms, 1)) * of_sum
     allowed = 0.0 if name == "block_indices" or (exact and name in EXACT) else 4 * ulp + of_order
     return tolerance.check(f"{name}, {key.ranks} ranks beside one", difference, allowed)
 
