@@ -267,6 +267,7 @@ def _selected_window(
     g = tl.arange(0, GP)
     real = g < G
     q = load_rows(Q + b * q_b + i * q_s, (h * G + g) * q_h, real, DK, DKP)
+    nonfinite_q = nonfinite(q)  # ahead of `wait`, where it costs nothing
     m, l = tl.full([GP], float("-inf"), tl.float32), tl.zeros([GP], tl.float32)
     acc, read = tl.zeros([GP, DVP], tl.float32), tl.zeros([], tl.int32)
     if split < SELECTED_SPLITS:
@@ -295,7 +296,7 @@ def _selected_window(
             )  # fmt: skip
             read += more
     row = ((b * S + i) * HQ + h * G + g) * splits + split
-    store_partial(O_PART, LSE_PART, row, real, m, l, acc, nonfinite(q) & (read > 0), DV, DVP)
+    store_partial(O_PART, LSE_PART, row, real, m, l, acc, nonfinite_q & (read > 0), DV, DVP)
     tl.store(READ + ((b * S + i) * HKV + h) * splits + split, read)
 
 
