@@ -28,13 +28,15 @@ LAST_MEASURED = "last-measured"
 """As a base: the newest commit before this one that the machine has measured."""
 QUICK_TESTS = (
     "tests/containers",
-    "tests/nsa",
     "tests/benchmarks/history/test_merge.py",
-    "--ignore",
-    "tests/nsa/triton_backend",
+    "tests/nsa/test_compile.py::test_the_layer_is_one_graph",
+    "tests/nsa/train/test_distributed.py",
+    "tests/nsa/train/test_run.py",
+    "tests/nsa/warm",
 )
+"""Those that depend on the machine (git, compilers, processes, network, disk). All of them run outside the image."""
 QUICK_INCIDENTS = ("loader-stall", "grad-none-ddp", "resume-drift", "toy-config-run", "nan-empty-row", "tie-break")
-"""Those that depend on the machine (processes, network, disk), and two of attention. The rest run outside the image."""
+"""Those that depend on the machine, and two of attention. The rest run outside the image."""
 QUICK_COMPARE = ("--quick", "--cases", "part-window", "--pairs", "12")
 ALWAYS = ("report", "comment")
 """Steps that run after a red one too: what they make is what a person reads."""

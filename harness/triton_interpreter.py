@@ -23,6 +23,7 @@ def prepare() -> None:
         make_handles_directly(interpreter)
         settle_equal_operands_first(interpreter)
         change_the_language_once_a_launch(interpreter)
+        reduce_by_xor_at_once(interpreter)
 
 
 def compute_in_bfloat16() -> None:
@@ -88,22 +89,48 @@ def make_handles_directly(interpreter: Any) -> None:
 def settle_equal_operands_first(interpreter: Any) -> None:
     """Two operands of one type and shape, as most are, are neither cast nor broadcast: that is seen at once.
 
-    Which type a pair of types computes in is found once, and each constant is made once. What is wrong is left to
-    Triton, whose words it has.
+    Which type a pair of types computes in is found once, and each constant is made once, in each shape. What is wrong
+    is left to Triton, whose words it has.
     """
     tl = interpreter.tl
     plain: Any = type(interpreter.interpreter_semantic)
     types: dict[tuple[Any, ...], Any] = {}
     constants: dict[tuple[Any, ...], Any] = {}
+    unchanged: set[tuple[Any, ...]] = set()
+    filled: dict[tuple[Any, ...], Any] = {}
+
+    def written(value: float) -> Any:
+        """A key of a number: 0.0 equals -0.0, which is another."""
+        return value or repr(value)
 
     class Semantic(plain):  # type: ignore[misc]
         def scalar_constant(self, value: Any, dtype: Any) -> Any:
-            key = (value, getattr(dtype, "name", None))
+            key = (written(value), type(value), getattr(dtype, "name", None))
             if key not in constants:
                 made = super().scalar_constant(value, dtype)
                 made.handle.data.flags.writeable = False  # it is in use wherever this number is written
                 constants[key] = made.handle
             return self.tensor(constants[key], dtype)
+
+        def binary_op_type_checking_impl(self, lhs: Any, rhs: Any, *how: Any, **named: Any) -> tuple[Any, Any]:
+            if type(lhs) is not self.tensor:
+                return super().binary_op_type_checking_impl(lhs, rhs, *how, **named)
+            number = type(rhs) in (int, float, bool)
+            if not number and type(rhs) is not self.tensor:
+                return super().binary_op_type_checking_impl(lhs, rhs, *how, **named)
+            other = (written(rhs), type(rhs)) if number else rhs.type.name
+            key = (lhs.type.name, other, how, *named.items())
+            if key in unchanged:
+                return lhs, rhs
+            if key in filled:
+                return lhs, self.tensor(*filled[key])
+            left, right = super().binary_op_type_checking_impl(lhs, rhs, *how, **named)
+            if left is lhs and right is rhs:
+                unchanged.add(key)
+            elif left is lhs and number:
+                right.handle.data.flags.writeable = False  # it is in use wherever this number is written
+                filled[key] = right.handle, right.type
+            return left, right
 
         def cast(self, input: Any, dst_ty: Any, fp_downcast_rounding: str | None = None) -> Any:
             if input.type.scalar is dst_ty.scalar:
@@ -225,3 +252,17 @@ def change_the_language_once_a_launch(interpreter: Any) -> None:
         return scope
 
     interpreter._patch_lang = patch_lang
+
+
+def reduce_by_xor_at_once(interpreter: Any) -> None:
+    """`tl.sort` reduces by xor in each of its steps, which the interpreter does element by element, in Python."""
+    plain, xor = interpreter.ReduceOps.generic_reduce, interpreter.tl.standard._xor_combine
+
+    def generic_reduce(self: Any, given: tuple[Any, ...]) -> Any:
+        if self.combine_fn is not xor or self.axis is None:
+            return plain(self, given)
+        (x,) = given
+        reduced = interpreter.np.bitwise_xor.reduce(x.handle.data, self.axis, keepdims=self.keep_dims)
+        return [self.to_tensor(reduced, x.dtype)]
+
+    interpreter.ReduceOps.generic_reduce = generic_reduce

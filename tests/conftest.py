@@ -7,6 +7,7 @@ Triton kernels run in Triton's interpreter.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -73,6 +74,25 @@ def pytest_configure(config: pytest.Config) -> None:
     ):  # in the background of a shell; all that tests start inherits it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("filterwarnings", r"ignore::RuntimeWarning:triton\.runtime\.interpreter")
+
+
+def _freeze_what_lives() -> None:
+    """Modules, tests and compiled graphs live as long as the process: without this each full garbage collection looks
+    through all of them, for a second and more."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    _freeze_what_lives()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Behind the last test of a file, whose fixtures are gone then."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        _freeze_what_lives()
 
 
 def pytest_xdist_auto_num_workers() -> int | None:

@@ -22,6 +22,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 INT32_MAX = 2**31 - 1
+SLOW_REDUCE = inspect.getclosurevars(interpreter.ReduceOps.generic_reduce).nonlocals["plain"]
+"""Triton's own."""
 
 
 @triton.jit
@@ -57,6 +59,25 @@ def test_a_launch_leaves_the_language_as_it_was(size: int) -> None:
     for now, then in zip(language(), before, strict=True):
         assert {name for name in now if now[name] is not then.get(name)} == set()
     assert launched(5).tolist() == [10] * 4
+
+
+@triton.jit
+def reduced(to, x, SIZE: tl.constexpr):
+    rows = tl.load(x + tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :])
+    tl.store(to + tl.arange(0, SIZE), tl.xor_sum(rows, 0))
+    tl.store(to + SIZE + tl.arange(0, SIZE)[:, None], tl.xor_sum(rows, 1, keep_dims=True))
+    tl.store(to + 2 * SIZE, tl.xor_sum(rows))
+    tl.store(to + 3 * SIZE + tl.arange(0, SIZE), tl.sort(tl.sum(rows, 0)))
+
+
+def test_a_reduction_by_xor_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randint(0, 2**30, (8, 8), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    plain, at_once = torch.zeros(32, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
+    reduced[(1,)](at_once, x, 8)
+    assert at_once[24:].tolist() == x.sum(0, dtype=torch.int32).sort().values.tolist()
+    monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", SLOW_REDUCE)
+    reduced[(1,)](plain, x, 8)
+    assert at_once.tolist() == plain.tolist()
 
 
 def test_a_launch_does_not_search_the_language(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,14 +134,19 @@ def test_types_and_tensors_that_are_known_are_as_new_ones() -> None:
 
 
 def described(one: Any) -> tuple[Any, ...]:
-    return one.type.name, one.handle.dtype.name, one.handle.data.dtype, one.handle.data.tolist()
+    return (
+        one.type.name,
+        one.handle.dtype.name,
+        one.handle.data.dtype,
+        repr(one.handle.data.tolist()),
+    )  # -0.0 is not 0.0
 
 
 def test_operands_become_what_triton_makes_of_them() -> None:
     """Every pair of types and shapes, with its error where it has one."""
     dtypes = (tl.int1, tl.int32, tl.int64, tl.uint32, tl.float16, tl.bfloat16, tl.float32, tl.pointer_type(tl.float32))
     shapes: tuple[list[int], ...] = ([], [4], [8], [1, 4], [4, 1], [4, 4], [1, 1, 4])
-    numbers = (2, -1, 2**40, 0.5)
+    numbers = (2, -1, 2**40, 0.5, 0.0, -0.0, 0, 1, 1.0, True)
 
     def operands() -> list[Any]:
         return [
@@ -147,7 +173,7 @@ def test_operands_become_what_triton_makes_of_them() -> None:
         differ = [
             (described(a), b)
             for division in (False, True)
-            for a, b in pairs
+            for a, b in pairs * 2  # the second time as something known
             if outcome(interpreter.interpreter_semantic, a, b, division) != outcome(plain, a, b, division)
         ]
         assert differ == []
