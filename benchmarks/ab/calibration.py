@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scipy import stats
+import scipy  # its parts take a second, see `ab/moderated.py`
 
 from benchmarks.ab import moderated, sequential
 from benchmarks.ab.calibration_samples import SLOWDOWNS, CalibrationPair
@@ -93,7 +93,7 @@ def bounds(hits: int, trials: int) -> tuple[float, float]:
     """One-sided bounds of a share, each with 95 % confidence (Clopper and Pearson, Biometrika 26, 1934)."""
     if trials == 0:
         return 0.0, 1.0
-    found = stats.binomtest(hits, trials).proportion_ci(2 * _CONFIDENCE - 1, "exact")
+    found = scipy.stats.binomtest(hits, trials).proportion_ci(2 * _CONFIDENCE - 1, "exact")
     return float(found.low), float(found.high)
 
 

@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy import optimize, special, stats
+import scipy  # imports each of its parts where that is first used: they take a second, which --help need not
 
 _CLIPPED_AT = 3.0
 _CONTRADICTION = 0.01
@@ -71,11 +71,11 @@ class Estimate:
         """Two-sided, of identical code."""
         if self.standard_error == 0:
             return 1.0 if self.value == 0 else 0.0
-        return float(2 * stats.t.sf(abs(self.value) / self.standard_error, self.df))
+        return float(2 * scipy.stats.t.sf(abs(self.value) / self.standard_error, self.df))
 
     def half_width(self, alpha: float) -> float:
         """Of the interval that misses with probability `alpha`."""
-        return float(stats.t.isf(alpha / 2, self.df)) * self.standard_error
+        return float(scipy.stats.t.isf(alpha / 2, self.df)) * self.standard_error
 
 
 def estimate(log_ratios: Sequence[float], prior: NoisePrior) -> Estimate:
@@ -84,7 +84,7 @@ def estimate(log_ratios: Sequence[float], prior: NoisePrior) -> Estimate:
         raise ValueError(f"log_ratios must be two at least; got {len(log_ratios)}")
     values = _without_outliers(log_ratios, prior)
     own_df, own = len(values) - 1, statistics.variance(values)
-    if prior.df > 0 and stats.f.sf(own / prior.sd**2, own_df, prior.df) < _CONTRADICTION:
+    if prior.df > 0 and scipy.stats.f.sf(own / prior.sd**2, own_df, prior.df) < _CONTRADICTION:
         prior = UNKNOWN  # this case is noisier than any that was calibrated
     variance = (prior.df * prior.sd**2 + own_df * own) / (prior.df + own_df)
     return Estimate(statistics.fmean(values), math.sqrt(variance / len(values)), prior.df + own_df)
@@ -102,7 +102,7 @@ def inflation(cases: Sequence[tuple[Sequence[float], NoisePrior]]) -> Inflation:
         if prior.df == 0 or len(log_ratios) < 2:
             continue
         own_df = len(log_ratios) - 1
-        ratios.append(_own_variance(log_ratios, prior) / (prior.sd**2 * float(stats.f.median(own_df, prior.df))))
+        ratios.append(_own_variance(log_ratios, prior) / (prior.sd**2 * float(scipy.stats.f.median(own_df, prior.df))))
         df += own_df
     factor = max(1.0, statistics.median(ratios)) if ratios else 1.0
     return Inflation(factor, df) if ratios and (factor > 1.0 or df < _ENOUGH_DF) else Inflation()
@@ -137,21 +137,21 @@ def fit(log_ratios: Sequence[Sequence[float]]) -> NoisePrior:
         return UNKNOWN
     dfs = [len(values) for values in measured]
     logs = [
-        math.log(statistics.fmean(value**2 for value in values)) - special.digamma(df / 2) + math.log(df / 2)
+        math.log(statistics.fmean(value**2 for value in values)) - scipy.special.digamma(df / 2) + math.log(df / 2)
         for values, df in zip(measured, dfs, strict=True)
     ]
     mean = statistics.fmean(logs)
-    by_chance = statistics.fmean(float(special.polygamma(1, df / 2)) for df in dfs)
+    by_chance = statistics.fmean(float(scipy.special.polygamma(1, df / 2)) for df in dfs)
     df = min(_MOST_DF, 2 * _inverse_trigamma(statistics.variance(logs) - by_chance))
-    return NoisePrior(math.exp((mean + float(special.digamma(df / 2)) - math.log(df / 2)) / 2), df)
+    return NoisePrior(math.exp((mean + float(scipy.special.digamma(df / 2)) - math.log(df / 2)) / 2), df)
 
 
 def _inverse_trigamma(value: float) -> float:
     """x with trigamma(x) = value; the largest that is used where the cases differ by less than chance."""
     largest = _MOST_DF / 2
-    if value <= special.polygamma(1, largest):
+    if value <= scipy.special.polygamma(1, largest):
         return largest
-    return float(optimize.brentq(lambda x: float(special.polygamma(1, x)) - value, 1e-3, largest))
+    return float(scipy.optimize.brentq(lambda x: float(scipy.special.polygamma(1, x)) - value, 1e-3, largest))
 
 
 def pseudomedian(values: Sequence[float]) -> float:

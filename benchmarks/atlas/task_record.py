@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scipy import stats
+import scipy  # its parts take a second, see `ab/moderated.py`
 
 from benchmarks.atlas import record
 from harness.fingerprint import Fingerprint
@@ -46,7 +46,7 @@ class TaskScore:
     @property
     def interval(self) -> tuple[float, float]:
         """Of the share, two-sided (Wilson, Journal of the American Statistical Association 22, 1927)."""
-        found = stats.binomtest(self.right, self.asked).proportion_ci(CONFIDENCE, "wilson")
+        found = scipy.stats.binomtest(self.right, self.asked).proportion_ci(CONFIDENCE, "wilson")
         return float(found.low), float(found.high)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import scipy.optimize
+import scipy  # its parts take a second, see `ab/moderated.py`
 
 from benchmarks.cases.key import NSA, PART, Key
 from benchmarks.estimates import bounds, parts
