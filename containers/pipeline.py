@@ -29,12 +29,12 @@ LAST_MEASURED = "last-measured"
 QUICK_TESTS = (
     "tests/containers",
     "tests/benchmarks/history/test_merge.py",
-    "tests/nsa/test_compile.py::test_the_layer_is_one_graph",
+    "tests/nsa/test_compile.py::test_reduce_overhead_replays_one_graph_with_the_numbers_of_an_eager_call",
     "tests/nsa/train/test_distributed.py",
     "tests/nsa/train/test_run.py",
     "tests/nsa/warm",
 )
-"""Those that depend on the machine (git, compilers, processes, network, disk). All of them run outside the image."""
+"""Those that depend on the machine (git, a C++ compiler, processes, network, disk). Outside the image all tests run."""
 QUICK_INCIDENTS = ("loader-stall", "grad-none-ddp", "resume-drift", "toy-config-run", "nan-empty-row", "tie-break")
 """Those that depend on the machine, and two of attention. The rest run outside the image."""
 QUICK_COMPARE = ("--quick", "--cases", "part-window", "--pairs", "12")

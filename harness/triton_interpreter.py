@@ -100,8 +100,8 @@ def settle_equal_operands_first(interpreter: Any) -> None:
     filled: dict[tuple[Any, ...], Any] = {}
 
     def written(value: float) -> Any:
-        """A key of a number: 0.0 equals -0.0, which is another."""
-        return value or repr(value)
+        """A key of a number: 0.0 equals -0.0, which is another, and NaN not even itself."""
+        return value if value and value == value else repr(value)
 
     class Semantic(plain):  # type: ignore[misc]
         def scalar_constant(self, value: Any, dtype: Any) -> Any:
@@ -259,9 +259,9 @@ def reduce_by_xor_at_once(interpreter: Any) -> None:
     plain, xor = interpreter.ReduceOps.generic_reduce, interpreter.tl.standard._xor_combine
 
     def generic_reduce(self: Any, given: tuple[Any, ...]) -> Any:
-        if self.combine_fn is not xor or self.axis is None:
+        x = given[0]
+        if self.combine_fn is not xor or self.axis is None or not x.dtype.scalar.is_int():
             return plain(self, given)
-        (x,) = given
         reduced = interpreter.np.bitwise_xor.reduce(x.handle.data, self.axis, keepdims=self.keep_dims)
         return [self.to_tensor(reduced, x.dtype)]
 

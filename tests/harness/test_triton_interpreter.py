@@ -146,7 +146,7 @@ def test_operands_become_what_triton_makes_of_them() -> None:
     """Every pair of types and shapes, with its error where it has one."""
     dtypes = (tl.int1, tl.int32, tl.int64, tl.uint32, tl.float16, tl.bfloat16, tl.float32, tl.pointer_type(tl.float32))
     shapes: tuple[list[int], ...] = ([], [4], [8], [1, 4], [4, 1], [4, 4], [1, 1, 4])
-    numbers = (2, -1, 2**40, 0.5, 0.0, -0.0, 0, 1, 1.0, True)
+    numbers = (2, -1, 2**40, 0.5, 0.0, -0.0, 0, 1, 1.0, True, float("nan"))
 
     def operands() -> list[Any]:
         return [
