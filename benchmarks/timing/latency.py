@@ -282,13 +282,11 @@ def unmet(samples: Sequence[float], covered_s: float, plan: SamplingPlan) -> str
 @contextmanager
 def _old_objects_spared() -> Iterator[None]:
     """Python's collector would otherwise walk through every object of PyTorch's in the middle of a sample."""
-    frozen_before = gc.get_freeze_count()
     gc.freeze()
     try:
         yield
     finally:
-        if not frozen_before:  # else the caller's own would be unfrozen too
-            gc.unfreeze()
+        gc.unfreeze()
 
 
 def _nothing() -> None:

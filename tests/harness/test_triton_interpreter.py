@@ -22,8 +22,6 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 INT32_MAX = 2**31 - 1
-SLOW_REDUCE = inspect.getclosurevars(interpreter.ReduceOps.generic_reduce).nonlocals["plain"]
-"""Triton's own."""
 
 
 @triton.jit
@@ -75,7 +73,8 @@ def test_a_reduction_by_xor_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> N
     plain, at_once = torch.zeros(32, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
     reduced[(1,)](at_once, x, 8)
     assert at_once[24:].tolist() == x.sum(0, dtype=torch.int32).sort().values.tolist()
-    monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", SLOW_REDUCE)
+    tritons_own = inspect.getclosurevars(interpreter.ReduceOps.generic_reduce).nonlocals["plain"]
+    monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", tritons_own)
     reduced[(1,)](plain, x, 8)
     assert at_once.tolist() == plain.tolist()
 
@@ -134,12 +133,8 @@ def test_types_and_tensors_that_are_known_are_as_new_ones() -> None:
 
 
 def described(one: Any) -> tuple[Any, ...]:
-    return (
-        one.type.name,
-        one.handle.dtype.name,
-        one.handle.data.dtype,
-        repr(one.handle.data.tolist()),
-    )  # -0.0 is not 0.0
+    numbers = repr(one.handle.data.tolist())  # as text -0.0 is not 0.0
+    return one.type.name, one.handle.dtype.name, one.handle.data.dtype, numbers
 
 
 def test_operands_become_what_triton_makes_of_them() -> None:
