@@ -230,6 +230,10 @@ TABLE = {
         Rule(Variant.HOPPER, _hopper_selected, _ON_HOPPER),
         Rule(Variant.PLAIN, _any, "the heads of a group share each key; nothing is sorted"),
     ),
+    "selected_kv_major": (
+        Rule(Variant.HOPPER, _hopper_selected_kv, "the next queries are copied and multiplied while these are summed"),
+        Rule(Variant.KV_MAJOR, _any, "a program takes the queries of one block, however they come"),
+    ),
     "selected_backward_q": (
         Rule(Variant.MASKED, _masked_backward, _SHORT),
         Rule(Variant.KV_MAJOR, _kv_major_dq, "the same; dk and dv read the blocks anyway, and dq comes along"),

@@ -42,6 +42,16 @@ class Index:
     """int64 [tiles], ascending."""
     first_tile: Tensor
     """int64 [cells + 1]: the first tile of each cell, and of what is behind the last."""
+    size: int
+    """Pairs of a tile, at most."""
+
+    def most_tiles(self, cells: int, pairs: int) -> int:
+        """How many tiles so many cells with so many pairs have, at most."""
+        return _most_tiles(cells, pairs, self.size)
+
+
+def _most_tiles(cells: int, pairs: int, size: int) -> int:
+    return cells + pairs // size + 1
 
 
 def build(block_indices: Tensor, layout: Layout, first: int, last: int, *, chunk: int, size: int) -> Index:
@@ -62,7 +72,7 @@ def build(block_indices: Tensor, layout: Layout, first: int, last: int, *, chunk
         )  # fmt: skip
         ordered, pair = of_pair.sort(stable=True)  # so that queries ascend in a cell, and sums over them repeat
         query_slot = torch.empty(pairs, dtype=torch.int32, device=device)
-        tiles = cells + pairs // size + 1
+        tiles = _most_tiles(cells, pairs, size)
         begin, end, cell = (torch.empty(tiles, dtype=torch.int64, device=device) for _ in range(3))
         first_tile = torch.empty(cells + 1, dtype=torch.int64, device=device)
         of_cells = cdiv(cells + 1, CELLS_PER_PROGRAM)
@@ -70,7 +80,7 @@ def build(block_indices: Tensor, layout: Layout, first: int, last: int, *, chunk
             ordered, pair, begin, end, cell, first_tile, query_slot, pairs, cells, tiles, size, of_cells,
             first * n, count * n, CELLS_PER_PROGRAM, PAIRS_PER_PROGRAM, AT_ONCE,
         )  # fmt: skip
-    return Index(query_slot, begin, end, cell, first_tile)
+    return Index(query_slot, begin, end, cell, first_tile, size)
 
 
 @kernel

@@ -159,7 +159,7 @@ def forward(
     if o.numel() == 0:
         return o, lse, read, NO_MASKS
     if kernel is Variant.KV_MAJOR:
-        selected_kv_major.forward(q, k, v, block_indices, layout, scale, masks.finite, o, lse, read, whole)
+        selected_kv_major.forward(q, k, v, block_indices, layout, scale, masks.finite, o, lse, read, whole, blocks)
         return o, lse, read, NO_MASKS
     if kernel is Variant.SHARED:
         finite = finite_keys(k, v) if masks.finite is None else masks.finite

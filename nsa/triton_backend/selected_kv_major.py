@@ -21,6 +21,7 @@ from torch import Tensor
 from nsa.geometry import Layout
 from nsa.triton_backend import hopper, index, tuning
 from nsa.triton_backend.dispatch import SelectionBlocks, Variant, readable_by_tma, variant
+from nsa.triton_backend.index import Index
 from nsa.triton_backend.intervals import masked_pair
 from nsa.triton_backend.launch import LOG2E, finite_keys, strides
 from nsa.triton_backend.launching.lanes import QUERIES, join
@@ -115,41 +116,62 @@ def _forward(
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, layout: Layout, scale: float, finite: Tensor | None,
-    o: Tensor, lse: Tensor, read: Tensor, whole: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    o: Tensor, lse: Tensor, read: Tensor, whole: tuple[Tensor, Tensor, Tensor, Tensor] | None, blocks: SelectionBlocks,
 ) -> None:  # fmt: skip
     """Write o [B, S, Hq, Dv], lse [B, S, Hq] and keys read [B, S, Hkv] of the selected branch.
 
-    Of a `whole` call (o_cmp, o_win, gates, sum), all contiguous, the gated sum of the branches is written too.
+    Of a `whole` call (o_cmp, o_win, gates, sum), all contiguous, the gated sum of the branches is written too. `blocks`
+    are those that `selected.forward` chose the kernel by.
     """
-    (batch, length, heads, dk), (num_keys, num_kv_heads, dv) = q.shape, v.shape[1:]
-    group, size, n, max_blocks = heads // num_kv_heads, layout.config.l_sel, block_indices.shape[-1], layout.max_blocks
-    cells = batch * num_kv_heads * max_blocks  # (sequence, group, block), once more for every chunk of queries
+    (batch, length, heads, _), (num_kv_heads, dv) = q.shape, v.shape[2:]
+    group, n = heads // num_kv_heads, block_indices.shape[-1]
+    cells = batch * num_kv_heads * layout.max_blocks  # (sequence, group, block), once more for every chunk of queries
     chunk = min(CHUNK, max(FORWARD_SCRATCH // (batch * heads * n * dv), 1), length)
     rows = batch * num_kv_heads * chunk * n
-    o_part = q.new_empty(rows, group, dv)
-    lse_part = q.new_empty(rows, group, dtype=torch.float32)
-    read_part = q.new_empty(rows, dtype=torch.int32)
+    parts = (
+        q.new_empty(rows, group, dv),
+        q.new_empty(rows, group, dtype=torch.float32),
+        q.new_empty(rows, dtype=torch.int32),
+    )
     finite = finite_keys(k, v) if finite is None else finite
-    shape = tuning.shape("selected_kv_major", q, v)
+    on_hopper = variant("selected_kv_major", q, k, v, blocks) is Variant.HOPPER
+    pairs = hopper.selected_kv_major.PAIRS if on_hopper else FORWARD_PAIRS
+    padded_dv = tuning.shape("selected_kv_major", q, v).dv
     for start in range(0, length, INDEXED):
         end = min(start + INDEXED, length)
-        tiles = index.build(block_indices, layout, start, end, chunk=chunk, size=FORWARD_PAIRS)
+        tiles = index.build(block_indices, layout, start, end, chunk=chunk, size=pairs)
         for first in range(start, end, chunk):
-            count = min(chunk, end - first)
-            pairs = batch * num_kv_heads * count * n
+            count, first_cell = min(chunk, end - first), (first - start) // chunk * cells
+            _forward_chunk(q, k, v, finite, tiles, layout, first_cell, cells, n, first, count, parts, scale, on_hopper)
             with on_device(q):
-                _forward[cells + pairs // FORWARD_PAIRS + 1,](
-                    q, k, v, finite, tiles.query_slot, tiles.begin, tiles.end, tiles.cell, tiles.first_tile,
-                    *layout.block_tokens, o_part, lse_part, read_part, *strides(q), *strides(k), *strides(v),
-                    (first - start) // chunk * cells, cells, first, count, num_keys - length, num_keys, num_kv_heads,
-                    group, max_blocks, scale * LOG2E,
-                    n, size, dk, dv, shape.dk, shape.dv, shape.rows, shape.group, tuning.padded(size), **shape.launch,
-                )  # fmt: skip
                 merge_blocks[count, num_kv_heads, batch](
-                    o_part, lse_part, read_part, block_indices, o, lse, read, *(whole or 4 * (None,)),
+                    *parts, block_indices, o, lse, read, *(whole or 4 * (None,)),
                     first, count, length, heads, num_kv_heads, group,
-                    n, next_power_of_2(n), dv, shape.dv, next_power_of_2(group), num_warps=2,
+                    n, next_power_of_2(n), dv, padded_dv, next_power_of_2(group), num_warps=2,
                 )  # fmt: skip
+
+
+def _forward_chunk(
+    q: Tensor, k: Tensor, v: Tensor, finite: Tensor, tiles: Index, layout: Layout, first_cell: int, cells: int, n: int,
+    first: int, count: int, parts: tuple[Tensor, Tensor, Tensor], scale: float, on_hopper: bool,
+) -> None:  # fmt: skip
+    """Write the `parts` o, lse and keys read of `count` queries, whose `cells` cells begin at `first_cell`."""
+    (batch, length, heads, dk), (num_keys, num_kv_heads, dv) = q.shape, v.shape[1:]
+    grid, size = (tiles.most_tiles(cells, batch * num_kv_heads * count * n),), layout.config.l_sel
+    shape = tuning.shape("hopper.selected_kv_major" if on_hopper else "selected_kv_major", q, v)
+    with on_device(q):
+        if on_hopper:
+            hopper.selected_kv_major.forward(
+                q, k, v, finite, n, tiles, layout, grid, first_cell, cells, first, count, parts, scale, shape
+            )
+        else:
+            _forward[grid](
+                q, k, v, finite, tiles.query_slot, tiles.begin, tiles.end, tiles.cell, tiles.first_tile,
+                *layout.block_tokens, *parts, *strides(q), *strides(k), *strides(v),
+                first_cell, cells, first, count, num_keys - length, num_keys, num_kv_heads, heads // num_kv_heads,
+                layout.max_blocks, scale * LOG2E,
+                n, size, dk, dv, shape.dk, shape.dv, shape.rows, shape.group, tuning.padded(size), **shape.launch,
+            )  # fmt: skip
 
 
 @kernel

@@ -47,6 +47,7 @@ PARTS = {
     "hopper.selected_forward": ("selected",),
     "hopper.selected_backward_q": ("selected",),
     "hopper.selected_backward_kv": ("selected",),
+    "hopper.selected_kv_major": ("selected",),
     "hopper.shared_blocks_forward": ("selected",),
     "hopper.shared_blocks_backward_q": ("selected",),
 }
@@ -58,6 +59,7 @@ JIT_NAMES = {
     "hopper.scores": "hopper.scores._group_probabilities",
     "hopper.selected_backward_kv": "hopper.selected_keys_and_values._backward",
     "hopper.shared_blocks_backward_q": "hopper.shared_blocks_dq._backward",
+    "hopper.selected_kv_major": "hopper.selected_kv_major._forward",
     "scores": "scores._group_probabilities",
     "selected_kv_major": "selected_kv_major._forward",
     "selected_backward_kv": "selected_kv_major._backward",

@@ -22,6 +22,7 @@ if AVAILABLE:
         scores,
         selected,
         selected_keys_and_values,
+        selected_kv_major,
         shared_blocks,
         shared_blocks_dq,
     )

@@ -1,8 +1,7 @@
 """dk, dv and partial dq of the selected branch: `selected_kv_major._backward` with Hopper's instructions.
 
-A program keeps one block of 64 keys and values in shared memory and takes up to `BACKWARD_PAIRS` queries that chose it.
-These stand anywhere in the sequence, so that threads gather their rows (`cp.async`): the heads of one query after those
-of another, for any group size, so that no row is padding. The loop is that of `keys_and_values._backward`.
+A program keeps one block of 64 keys and values in shared memory and takes up to `BACKWARD_PAIRS` queries that chose it,
+wherever they stand (`gathered.py`). The loop is that of `keys_and_values._backward`.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import jit
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from nsa.geometry import Layout
+from nsa.triton_backend.hopper.gathered import ALIGNED, gather, partly_seen, queries_of, wait_for_all_but
 from nsa.triton_backend.hopper.tile import (
     any_nonfinite,
     descriptor,
@@ -26,7 +26,6 @@ from nsa.triton_backend.hopper.tile import (
     release,
     ring,
     store_rows,
-    thread_barrier,
     tile,
     wait,
     zero_rows_of,
@@ -35,51 +34,24 @@ from nsa.triton_backend.index import Index
 from nsa.triton_backend.launch import LOG2E, strides
 from nsa.triton_backend.tuning import Shape
 
-ALIGNED = gl.constexpr(8)
-"""Elements of 16 bits that are copied at a time, at a multiple of so many: a kernel is told steps in these units."""
-
-
-@jit
-def _queries(pairs_base, number, pairs, N: gl.constexpr, G: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
-    """(query, head in its group, whether there is one) of each row of the `number`-th tile."""
-    row = number * ROWS + gl.arange(0, ROWS, layout)
-    real = row // G < pairs
-    return gl.load(pairs_base + row // G, mask=real, other=0) // N, row % G, real
-
-
-@jit
-def _gather(base, offsets, real, slot, layout: gl.constexpr):
-    """Begin to copy rows at base + offsets to a tile [rows, channels]; those that are not `real` become 0."""
-    channel = gl.arange(0, slot.shape[1], gl.SliceLayout(0, layout))
-    pointers = base + (gl.expand_dims(offsets, 1) + gl.expand_dims(channel, 0))
-    async_copy.async_copy_global_to_shared(slot, pointers, gl.expand_dims(real, 1))
-
 
 @jit
 def _fetch(
     of_rows, of_numbers, Q, DO, LSE, DELTA, q_s, q_h, HQ, q_slots, q_rest_slots, do_slots, lse_slots, delta_slots,
     slot, D: gl.constexpr, REST: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Begin to bring a tile into a slot: of `_queries`, in the layout of its rows and in that of a number per row."""
+    """Begin to bring a tile into a slot: of `queries_of`, in the layout of its rows and in that of a number per row."""
     query, g, real = of_rows
     row_query, row_g, row_real = of_numbers
     at_q, row = (query.to(gl.int64) * q_s + g * q_h) * ALIGNED, query.to(gl.int64) * HQ + g
     at_number = row_query.to(gl.int64) * HQ + row_g
-    _gather(Q, at_q, real, q_slots.index(slot), layout)
+    gather(Q, at_q, real, q_slots.index(slot), layout)
     if REST > 0:
-        _gather(Q + D, at_q, real, q_rest_slots.index(slot), layout)
-    _gather(DO, row * D, real, do_slots.index(slot), layout)
+        gather(Q + D, at_q, real, q_rest_slots.index(slot), layout)
+    gather(DO, row * D, real, do_slots.index(slot), layout)
     async_copy.async_copy_global_to_shared(lse_slots.index(slot), LSE + at_number, row_real)
     async_copy.async_copy_global_to_shared(delta_slots.index(slot), DELTA + at_number, row_real)
     async_copy.commit_group()
-
-
-@jit
-def _wait_for_all_but(GROUPS: gl.constexpr):
-    """Wait for the copies of all tiles but the last ones that were asked for, and make them visible to products."""
-    async_copy.wait_group(GROUPS)
-    fence_async_shared()  # by each thread for what it copied, and only then may any of them multiply
-    thread_barrier()
 
 
 @jit
@@ -140,16 +112,13 @@ def _backward(
         of_rest: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, REST], Q.dtype.element_ty)
         q_rest_slots = gl.allocate_shared_memory(Q.dtype.element_ty, [STAGES, ROWS, REST], of_rest)
 
-    # Query i sees the first i + to_own keys of the block. Queries ascend: only the first of them may stand inside the
-    # block and not see the whole of it.
-    place, to_own = gl.arange(0, BN, of_row), ahead + 1 - block_from
-    first_queries = gl.load(pairs_base + place, mask=place < pairs, other=0) // N
-    partly = gl.sum(((place < pairs) & (first_queries + to_own < BN)).to(gl.int32), 0)
+    to_own = ahead + 1 - block_from  # query i sees the first i + to_own keys of the block
+    partly = partly_seen(pairs_base, pairs, to_own, N, BN, of_row)
     tiles, masked = gl.cdiv(pairs * G, ROWS), gl.cdiv(partly * G, ROWS)
 
     for number in gl.static_range(STAGES):
-        of_rows = _queries(pairs_base, number, pairs, N, G, ROWS, gl.SliceLayout(1, flat))
-        of_numbers = _queries(pairs_base, number, pairs, N, G, ROWS, of_row)
+        of_rows = queries_of(pairs_base, number, pairs, N, G, ROWS, gl.SliceLayout(1, flat))
+        of_numbers = queries_of(pairs_base, number, pairs, N, G, ROWS, of_row)
         _fetch(
             of_rows, of_numbers, q_base, do_base, lse_base, delta_base, q_s, q_h, HQ, q_slots, q_rest_slots, do_slots,
             lse_slots, delta_slots, number, D, REST, flat,
@@ -161,7 +130,7 @@ def _backward(
     nothing = gl.zeros([BN, ROWS], gl.float32, of_s)
     wait(k_full, 0, 1)
     wait(v_full, 0, 1)
-    _wait_for_all_but(STAGES - 1)
+    wait_for_all_but(STAGES - 1)
     if REST > 0:
         of_k_rest: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, REST, 16])
         k_rest, dk_rest = tile(k_rest_slot, 0, 1), gl.zeros([BN, REST], gl.float32, of_k_rest)
@@ -185,8 +154,8 @@ def _backward(
             q, do = q_slots.index(slot), do_slots.index(slot)
             changes = warpgroup_mma(v, do.permute((1, 0)), nothing, use_acc=False, is_async=True)
             then = number + STAGES
-            of_rows = _queries(pairs_base, then, pairs, N, G, ROWS, gl.SliceLayout(1, flat))
-            of_numbers = _queries(pairs_base, then, pairs, N, G, ROWS, of_row)
+            of_rows = queries_of(pairs_base, then, pairs, N, G, ROWS, gl.SliceLayout(1, flat))
+            of_numbers = queries_of(pairs_base, then, pairs, N, G, ROWS, of_row)
             if DQ_PART is not None:
                 own_row = number * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, flat))
                 own_real = own_row // G < pairs
@@ -196,7 +165,7 @@ def _backward(
             delta = gl.expand_dims(delta_slots.index(slot).load(gl.SliceLayout(0, of_s)), 0)
             p = gl.exp2(s * to_base_2 - lse)
             if stretch == 0:
-                own, _, there = _queries(pairs_base, number, pairs, N, G, ROWS, gl.SliceLayout(0, of_s))
+                own, _, there = queries_of(pairs_base, number, pairs, N, G, ROWS, gl.SliceLayout(0, of_s))
                 p = gl.where(key < gl.expand_dims(gl.where(there, own + to_own, 0), 0), p, 0.0)
             p_16 = gl.convert_layout(p.to(Q.dtype.element_ty), of_p)
             if stretch == 0:
@@ -221,7 +190,7 @@ def _backward(
                 sums_of_rest = warpgroup_mma(ds_rest, q_rest_slots.index(slot), dk_rest, is_async=True)
             if DQ_PART is not None:
                 ds_slot.store(ds.to(Q.dtype.element_ty))
-            _wait_for_all_but(STAGES - 2)
+            wait_for_all_but(STAGES - 2)
             if DQ_PART is not None:
                 no_dq = gl.zeros([D, ROWS], gl.float32, of_dq)
                 sums_of_q = warpgroup_mma(k.permute((1, 0)), ds_slot, no_dq, use_acc=False, is_async=True)

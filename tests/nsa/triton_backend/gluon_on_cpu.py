@@ -56,6 +56,7 @@ KERNELS = {
     hopper.scores: ("_group_probabilities",),
     hopper.selected: ("_forward", "_backward_q"),
     hopper.selected_keys_and_values: ("_backward",),
+    hopper.selected_kv_major: ("_forward",),
     hopper.shared_blocks: ("_forward",),
     hopper.shared_blocks_dq: ("_backward",),
 }
@@ -257,6 +258,7 @@ _LANGUAGE: dict[str, Any] = {
             "SliceLayout",
             "NVMMASharedLayout",
             "SwizzledSharedLayout",
+            "DistributedLinearLayout",
         ),
         _Layout,
     ),

@@ -75,7 +75,7 @@ MOST_SHARED = {"shared": None, "partly shared": 2}
 SELECTED = ("selected", *MOST_SHARED)
 """The selected branch by query, by such tiles, and both."""
 BY_BLOCK = "by block"
-"""The selected branch, its gradients by programs of a block; forward as by query."""
+"""The selected branch by programs of a block."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,9 @@ class Branch:
     def forward(self, whole: tuple[Tensor, Tensor, Tensor, Tensor] | None = None) -> Results:
         (q, k, v), found = self.qkv, self.unwritten()
         written = found.o, found.lse, found.read
-        if self.name in ("selected", BY_BLOCK):
+        if self.name == BY_BLOCK:
+            self._write_by_block(found)
+        elif self.name == "selected":
             hopper.selected.forward(q, k, v, self.blocks, self.layout, self.scale, *written, whole)
         elif self.name in MOST_SHARED:
             unions, most = self.unions(FORWARD_TOKENS), MOST_SHARED[self.name]
@@ -166,6 +168,35 @@ class Branch:
         else:
             hopper.compressed_window.forward(q, k, v, self.finite, *self.interval, *written, self.scale)
         return found
+
+    def _write_by_block(self, found: Results) -> None:
+        """From partial outputs, merged here, of up to PAIRS queries each, half of the sequence at a time."""
+        (q, k, v), layout, group = self.qkv, self.layout, self.case.group
+        (batch, length, num_kv_heads, n), dv = self.blocks.shape, v.shape[3]
+        cells, chunk = batch * num_kv_heads * layout.max_blocks, -(-length // 2)
+        tiles = index.build(self.blocks, layout, 0, length, chunk=chunk, size=PAIRS)
+        shape = tuning.shape("hopper.selected_kv_major", q, v)
+        for number, first in enumerate(range(0, length, chunk)):
+            count = min(chunk, length - first)
+            pairs = batch * num_kv_heads * count * n
+            o = q.new_full((pairs, group, dv), torch.nan)
+            lse, read = torch.full((pairs, group), torch.nan), torch.full((pairs,), -1, dtype=torch.int32)
+            hopper.selected_kv_major.forward(
+                q, k, v, self.finite, n, tiles, layout, (tiles.most_tiles(cells, pairs),), number * cells, cells, first,
+                count, (o, lse, read), self.scale, shape,
+            )  # fmt: skip
+            here = slice(first, first + count)
+            taken = (self.blocks[:, here] >= 0).transpose(1, 2).reshape(pairs, 1)
+            by_slot = batch, num_kv_heads, count, n, group
+            lse = torch.where(taken, lse, -torch.inf).view(by_slot)
+            total = lse.mul(1 / LOG2E).logsumexp(3)
+            weights = torch.where(taken.view(*by_slot[:4], 1), (lse / LOG2E - total[:, :, :, None]).exp(), 0.0)
+            parts = torch.where(taken[..., None], o, 0).view(*by_slot, dv)
+            found.o[:, here] = (
+                (weights[..., None] * parts).sum(3).transpose(1, 2).reshape(batch, count, -1, dv).to(q.dtype)
+            )
+            found.lse[:, here] = total.transpose(1, 2).reshape(batch, count, -1)
+            found.read[:, here] = torch.where(taken[:, 0], read, 0).view(by_slot[:4]).sum(3).transpose(1, 2).int()
 
     def rows(self, found: Results, do: Tensor) -> tuple[Tensor, Tensor]:
         """(lse, delta); as `launch.backward_rows` has it, rows that see nothing have an lse of NaN."""

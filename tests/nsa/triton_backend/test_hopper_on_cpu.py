@@ -79,6 +79,11 @@ class TestBranches:
         require_forward_within_budget(of_case, found)
         require_gradients_within_budget(of_case, found)
 
+    @of_cases
+    def test_forward_by_block(self, case: Case) -> None:
+        branch = branch_of(case, BY_BLOCK)
+        require_forward_within_budget(branch, branch.forward())
+
     @pytest.mark.parametrize("case", (CASES | HEADS_OF_64).values(), ids=CASES | HEADS_OF_64)
     def test_gradients_by_block(self, case: Case) -> None:
         branch = branch_of(case, BY_BLOCK)
@@ -305,7 +310,7 @@ class TestWhatIsNotFinite:
         assert torch.equal(dq[:, :cut], broken.dq(after, do)[:, :cut])
 
     @of_both_keys
-    @pytest.mark.parametrize("name", ["compressed", "window", *SELECTED])
+    @pytest.mark.parametrize("name", ["compressed", "window", *SELECTED, BY_BLOCK])
     @pytest.mark.parametrize("of", ["key", "value"])
     def test_a_query_or_a_key_that_is_seen_makes_its_rows_nan(self, name: str, dk: int, of: str) -> None:
         branch = branch_of(replace(PLAIN, dk=dk), name)
@@ -314,7 +319,7 @@ class TestWhatIsNotFinite:
         k[..., -5] = -k[..., -5].abs()
         (k if of == "key" else v)[0, 140, 0, -7] = torch.nan
         broken = replace(branch, x=branch.x._replace(q=q, k=k, v=v))
-        if name in SELECTED:
+        if name in (*SELECTED, BY_BLOCK):
             broken.__dict__["blocks"] = branch.blocks
         found = broken.forward()
         changed = 140 // 4 * 4 + 8 if name == "compressed" else 140
