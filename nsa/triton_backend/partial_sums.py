@@ -62,28 +62,36 @@ def merge_blocks(
 
 @triton.jit
 def _sum_tiles(PART, FIRST_TILE, BEGIN, END, OUT, number, place, out, inside, SIZE: tl.constexpr, D: tl.constexpr,
-               DP: tl.constexpr, BN: tl.constexpr, MORE: tl.constexpr, AT_ONCE: tl.constexpr):  # fmt: skip
+               DP: tl.constexpr, BN: tl.constexpr, MORE: tl.constexpr, ADDED: tl.constexpr,
+               AT_ONCE: tl.constexpr):  # fmt: skip
+    first_tile, past = tl.load(FIRST_TILE + number), tl.load(FIRST_TILE + number + 1)
+    held, changed = inside, inside
+    if ADDED:
+        begin = tl.load(BEGIN + first_tile, mask=first_tile < past, other=0)
+        has_first = begin < tl.load(END + first_tile, mask=first_tile < past, other=0)
+        holds, first_tile = has_first | MORE, first_tile + 1
+        changed = inside & ((first_tile < past) | (holds == 0))
+        held = changed & holds
     acc = tl.zeros([BN, DP], tl.float32)
-    if MORE:
-        acc += load_rows(OUT, out * D, inside, D, DP)
-    past = tl.load(FIRST_TILE + number + 1)
-    for first in range(tl.load(FIRST_TILE + number), past, AT_ONCE):
+    if MORE or ADDED:
+        acc += load_rows(OUT, out * D, held, D, DP)
+    for first in range(first_tile, past, AT_ONCE):
         for tile in tl.static_range(AT_ONCE):  # loads that do not wait for one another
             there = first + tile < past
             begin = tl.load(BEGIN + first + tile, mask=there, other=0)
             written = begin < tl.load(END + first + tile, mask=there, other=0)
             acc += load_rows(PART, ((first + tile) * SIZE + place) * D, inside & written, D, DP)
-    store_rows(OUT, out * D, inside, acc, D, DP)
+    store_rows(OUT, out * D, changed, acc, D, DP)
 
 
 @kernel
 def sum_dkdv(
     DK_PART, DV_PART, FIRST_TILE, BEGIN, END, BLOCK_FROM, BLOCK_TO, DK_OUT, DV_OUT, T, HKV, max_blocks,
     SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
-    MORE: tl.constexpr, AT_ONCE: tl.constexpr,
+    MORE: tl.constexpr, ADDED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """DK_OUT and DV_OUT [B, T, Hkv, D] = the sum of each block's parts, tile after tile; `MORE` adds it to what they
-    hold."""
+    hold. `ADDED`: the first tile of each block is among what they hold already."""
     number, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BN + tl.arange(0, BN)
     kv_row = number // max_blocks
     key = tl.load(BLOCK_FROM + number % max_blocks) + place
@@ -91,11 +99,11 @@ def sum_dkdv(
     out = (kv_row // HKV * T + key) * HKV + kv_row % HKV
     if tl.program_id(2) == 0:
         _sum_tiles(
-            DK_PART, FIRST_TILE, BEGIN, END, DK_OUT, number, place, out, inside, SIZE, DK, DKP, BN, MORE, AT_ONCE
+            DK_PART, FIRST_TILE, BEGIN, END, DK_OUT, number, place, out, inside, SIZE, DK, DKP, BN, MORE, ADDED, AT_ONCE
         )  # fmt: skip
     else:
         _sum_tiles(
-            DV_PART, FIRST_TILE, BEGIN, END, DV_OUT, number, place, out, inside, SIZE, DV, DVP, BN, MORE, AT_ONCE
+            DV_PART, FIRST_TILE, BEGIN, END, DV_OUT, number, place, out, inside, SIZE, DV, DVP, BN, MORE, ADDED, AT_ONCE
         )  # fmt: skip
 
 

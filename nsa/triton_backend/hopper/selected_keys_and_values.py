@@ -22,6 +22,7 @@ from nsa.triton_backend.hopper.tile import (
     descriptors,
     fetch,
     kernel,
+    load_rows,
     nonfinite,
     release,
     ring,
@@ -63,14 +64,38 @@ def _zero_nonfinite_rows(there, layout: gl.constexpr):
         zero_rows_of(there, finite, layout)
 
 
+@jit
+def _keys_of(cell, place, BLOCK_FROM, BLOCK_TO, T, HKV, max_blocks):
+    """(rows of [B, T, Hkv], whether there is one) of a cell's keys."""
+    kv_row, key = cell // max_blocks, gl.load(BLOCK_FROM + cell % max_blocks) + place
+    return (kv_row // HKV * T + key) * HKV + kv_row % HKV, key < gl.load(BLOCK_TO + cell % max_blocks)
+
+
+@jit
+def _write(
+    DK, DV, row, inside, dk, dv, MORE: gl.constexpr, D: gl.constexpr, REST: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """Write D channels of dk and dv to these rows, added to what stands there if `MORE`."""
+    if MORE:
+        dk = load_rows(DK, row * (D + REST), inside, D, layout) + gl.convert_layout(dk, layout)
+    store_rows(DK, row * (D + REST), inside, dk, D, layout)
+    if MORE:
+        dv = load_rows(DV, row * D, inside, D, layout) + gl.convert_layout(dv, layout)
+    store_rows(DV, row * D, inside, dv, D, layout)
+
+
 @kernel
 def _backward(
-    Q, K, K_REST, V, DO, QUERY_SLOT, BEGIN, END, CELL, BLOCK_FROM, BLOCK_TO, LSE, DELTA, DK_PART, DV_PART,
-    DQ_PART, q_b, q_s, q_h, first_query, count, S, ahead, HQ, HKV, max_blocks, scale, to_base_2,
+    Q, K, K_REST, V, DO, QUERY_SLOT, BEGIN, END, CELL, FIRST_TILE, BLOCK_FROM, BLOCK_TO, LSE, DELTA, DK_PART, DV_PART,
+    DQ_PART, DK_SUM, DV_SUM, q_b, q_s, q_h, first_query, count, S, T, ahead, HQ, HKV, max_blocks, scale, to_base_2,
     N: gl.constexpr, G: gl.constexpr, D: gl.constexpr, REST: gl.constexpr, ROWS: gl.constexpr, BN: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, MORE: gl.constexpr,
 ):  # fmt: skip
-    """DK_PART and DV_PART float32 [tiles, BN, D]; DQ_PART [B, Hkv, count, n, G, Dk], or None where no dq is wanted."""
+    """DK_PART and DV_PART float32 [tiles, BN, D]; DQ_PART [B, Hkv, count, n, G, Dk], or None where no dq is wanted.
+
+    DK_SUM and DV_SUM float32 [B, T, Hkv, D], if not None, get the part of each block's first tile in its place, added
+    to what they hold if `MORE`.
+    """
     WARPS: gl.constexpr = gl.num_warps()
     gl.static_assert(BN == 16 * WARPS, "a warpgroup takes 64 keys")
     gl.static_assert(STAGES > 1, "the next queries are waited for before these are given back")
@@ -229,19 +254,29 @@ def _backward(
     if REST > 0:
         release(k_rest_full, 1)
     place = gl.arange(0, BN, gl.SliceLayout(1, flat))
-    inside, out = place < BN, part.to(gl.int64) * BN + place
-    store_rows(DK_PART, out * (D + REST), inside, dk * scale, D, flat)
-    if REST > 0:
-        store_rows(DK_PART, out * (D + REST) + D, inside, dk_rest * scale, REST, flat)
-    store_rows(DV_PART, out * D, inside, dv, D, flat)
+    out = part.to(gl.int64) * BN + place
+    if DK_SUM is None:
+        _write(DK_PART, DV_PART, out, place < BN, dk * scale, dv, False, D, REST, flat)
+        if REST > 0:
+            store_rows(DK_PART + D, out * (D + REST), place < BN, dk_rest * scale, REST, flat)
+    else:
+        gl.static_assert(REST == 0, "more channels would be spilled in the loop")
+        same_cell = gl.load(CELL + part)  # not kept in registers through the loop, which needs them
+        if gl.load(FIRST_TILE + same_cell) == part:
+            at, inside = _keys_of(same_cell, place, BLOCK_FROM, BLOCK_TO, T, HKV, max_blocks)
+            _write(DK_SUM, DV_SUM, at, inside, dk * scale, dv, MORE, D, REST, flat)
+        else:
+            _write(DK_PART, DV_PART, out, place < BN, dk * scale, dv, False, D, REST, flat)
 
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, n: int, tiles: Index,
-    layout: Layout, first: int, count: int, parts: Sequence[Tensor], of_q: Tensor | None, scale: float, shape: Shape,
+    layout: Layout, first: int, count: int, parts: Sequence[Tensor], of_q: Tensor | None,
+    sums: Sequence[Tensor | None], scale: float, shape: Shape,
 ) -> None:  # fmt: skip
     """Write the `parts` of dk and dv, float32 [tiles, l', D], of `count` queries from the `first` on, of which
-    each chose n blocks, and those of dq [B, Hkv, count, n, G, Dk] if `of_q` is not None.
+    each chose n blocks, and those of dq [B, Hkv, count, n, G, Dk] if `of_q` is not None. The part of each block's first
+    tile goes to the `sums` float32 [B, T, Hkv, D], if not None: it is added to them, unless the first query is 0.
 
     lse (base 2) and delta are those of `launch.backward_rows`; `shape` is that of "hopper.selected_backward_kv".
     """
@@ -249,7 +284,7 @@ def backward(
     steps = [step // ALIGNED.value for step in strides(q)]
     _backward[tiles.begin.numel(),](
         q, *descriptors(k, shape.keys), descriptor(v, shape.keys), do, tiles.query_slot, tiles.begin, tiles.end,
-        tiles.cell, *layout.block_tokens, lse, delta, *parts, of_q, *steps, first, count,
-        length, num_keys - length, heads, num_kv_heads, layout.max_blocks, scale, scale * LOG2E,
-        n, heads // num_kv_heads, d, dk - d, shape.rows, shape.keys, shape.num_stages, **shape.launch,
+        tiles.cell, tiles.first_tile, *layout.block_tokens, lse, delta, *parts, of_q, *sums, *steps, first, count,
+        length, num_keys, num_keys - length, heads, num_kv_heads, layout.max_blocks, scale, scale * LOG2E,
+        n, heads // num_kv_heads, d, dk - d, shape.rows, shape.keys, shape.num_stages, first > 0, **shape.launch,
     )  # fmt: skip

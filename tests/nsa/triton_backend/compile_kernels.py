@@ -4,8 +4,9 @@ Run as a process of its own, without Triton's interpreter, with the compute capa
 `python -m tests.nsa.triton_backend.compile_kernels 86 16 128 128`. A kernel's name is followed by which of its
 versions it is; "forward" behind the sizes leaves the backward pass out, "portable" the kernels of `hopper/`, and
 "float32" is of that type in place of bfloat16. "by-block" compiles the selected branch's loop over blocks alone, as
-where L2 holds no head. The selected branch of short sequences and that of long ones are both compiled, queries that
-share their blocks, all of them or those of few blocks, and others, calls by plan and others.
+where L2 holds no head, in several chunks of queries. The selected branch of short sequences and that of long ones are
+both compiled, queries that share their blocks, all of them or those of few blocks, and others, calls by plan and
+others.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from unittest import mock
 import torch
 
 from nsa.rope import rotate_both
-from nsa.triton_backend import dispatch, hopper, traffic
+from nsa.triton_backend import dispatch, hopper, selected_kv_major, traffic
 from nsa.triton_backend.ahead_of_time import Heads, Launch, call, recorded
 
+OF_BLOCKS = ("selected_kv_major.", "partial_sums.", "hopper.selected_k")
 LENGTH = 2048  # from there on small groups take the KV-stationary forward
 BY_QUERY = ("hopper.selected._forward", "hopper.selected._backward_q")
 
@@ -50,6 +52,8 @@ def partly_shared(heads: Heads, *, backward: bool) -> list[Launch]:
 def main() -> None:
     architecture, group, dk, dv = map(int, sys.argv[1:5])
     hopper.AVAILABLE &= "portable" not in sys.argv
+    if "by-block" in sys.argv:
+        selected_kv_major.BACKWARD_SCRATCH = 2**22
     by_block = {"return_value": True} if "by-block" in sys.argv else {"wraps": dispatch.sooner_by_block}
     backward, dtype = "forward" not in sys.argv, torch.float32 if "float32" in sys.argv else torch.bfloat16
     with recorded(architecture) as launches, mock.patch.object(dispatch, "sooner_by_block", **by_block):
@@ -69,7 +73,7 @@ def main() -> None:
         launches += partly_shared(Heads(group, dk, dv, dtype=dtype), backward=backward)
     needs, versions = {}, Counter[str]()
     for launch in launches:
-        if "by-block" in sys.argv and not launch.name.startswith(("selected_kv_major.", "partial_sums.")):
+        if "by-block" in sys.argv and not launch.name.startswith(OF_BLOCKS):
             continue
         versions[launch.name] += 1
         needs[f"{launch.name} {versions[launch.name]}"] = dataclasses.asdict(launch.needs())

@@ -214,8 +214,13 @@ class Branch:
         hopper.keys_and_values.backward(q, k, v, do, *rows, bounds, of_k, of_v, self.scale)
         return of_k.sum(0).to(k.dtype), of_v.sum(0).to(v.dtype)
 
-    def by_block(self, found: Results, do: Tensor, with_dq: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv), of parts added up here: of up to PAIRS queries each, half of the sequence at a time."""
+    def by_block(
+        self, found: Results, do: Tensor, with_dq: bool = True, added: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv), of parts added up here: of up to PAIRS queries each, half of the sequence at a time.
+
+        `added`: the kernel adds the first part of each block itself.
+        """
         (q, k, v), layout = self.qkv, self.layout
         (batch, length, num_kv_heads, n), shape = self.blocks.shape, tuning.shape("hopper.selected_backward_kv", q, v)
         dk, dv = (torch.zeros(x.shape) for x in (k, v))
@@ -228,11 +233,12 @@ class Branch:
             of_q = q.new_full((batch, num_kv_heads, count, n, self.case.group, q.shape[3]), torch.nan)
             hopper.selected_keys_and_values.backward(
                 q, k, v, do, *self.rows(found, do), n, tiles, layout, first, count, parts, of_q if with_dq else None,
-                self.scale, shape,
+                (dk, dv) if added else (None, None), self.scale, shape,
             )  # fmt: skip
             parts_of_q.append(of_q)
             for tile in range(len(tiles.begin)):
-                if tiles.begin[tile] < tiles.end[tile]:
+                is_first = tile == tiles.first_tile[tiles.cell[tile]]
+                if tiles.begin[tile] < tiles.end[tile] and not (added and is_first):
                     kv_row, block = divmod(int(tiles.cell[tile]), layout.max_blocks)
                     keys = slice(int(starts[block]), int(ends[block]))
                     for total, part in zip((dk, dv), parts, strict=True):

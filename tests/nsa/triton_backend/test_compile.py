@@ -122,11 +122,17 @@ def test_the_tables_of_blackwell_fit_without_spills(architecture: int) -> None:
     assert not too_much(needs, architecture, spills=OF_ANGLES, otherwise=0)
 
 
-def test_groups_of_16_fit_by_block_too() -> None:
-    """An RTX 3090 takes them so at length, forward and dq."""
-    needs = answer("compile_kernels", 86, 16, 128, 128, "by-block")
-    assert {name.split()[0] for name in needs} >= {"selected_kv_major._forward", "partial_sums.sum_dq"}
-    assert not too_much(needs, 86, spills=SPILLS)
+@pytest.mark.parametrize(
+    ("architecture", "group", "kernel"),
+    [(86, 16, "selected_kv_major._forward"), (90, 4, "hopper.selected_kv_major._forward")],
+)
+def test_kernels_by_block_fit(architecture: int, group: int, kernel: str) -> None:
+    """An RTX 3090 takes groups of 16 so at length, forward and dq; an H100 groups of up to 8."""
+    if kernel.startswith("hopper.") and not hopper.AVAILABLE:
+        pytest.skip("hopper/ serves no such version of Triton")
+    needs = answer("compile_kernels", architecture, group, 128, 128, "by-block")
+    assert {name.split()[0] for name in needs} >= {kernel, "partial_sums.sum_dq"}
+    assert not too_much(needs, architecture, spills=SPILLS | HOPPER_SPILLS)
 
 
 @pytest.mark.nightly

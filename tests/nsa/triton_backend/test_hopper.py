@@ -67,7 +67,12 @@ PARTLY_SHARED = {
     for name in ("plain", "chunk", "compressed blocks of the paper, keys of 192, group of 6")
 }
 """Calls in which some do."""
-ALL = CASES | SHARED | PARTLY_SHARED
+BY_BLOCK = {
+    f"{name}, by block": replace(CASES[name], group=min(CASES[name].group, 8), seed=CASES[name].seed + 3)
+    for name in ("plain", "packed", "chunk", "batch of 2, float16", "group of 6", "keys of 192, packed")
+}
+"""Calls that loop over blocks, however short, a few queries at a time."""
+ALL = CASES | SHARED | PARTLY_SHARED | BY_BLOCK
 
 
 def values_and_gradients(parts: Parts, case: Case, branch: str) -> None:
@@ -117,6 +122,13 @@ def only_hopper(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
         most = 8 if case in PARTLY_SHARED.values() else None
         monkeypatch.setattr(dispatch, "SHARED_MIN_QUERIES", 1)
         monkeypatch.setattr(selected, "max_shared_blocks", lambda *_: most)
+    if case in BY_BLOCK.values():
+        monkeypatch.setattr(dispatch, "KV_MAJOR_MIN_QUERIES", 1)
+        monkeypatch.setattr(dispatch, "sooner_by_block", lambda *_, **__: True)
+        monkeypatch.setattr(selected_kv_major, "CHUNK", 300)
+        monkeypatch.setattr(selected_kv_major, "INDEXED", 600)
+        monkeypatch.setattr(selected_kv_major, "BACKWARD_SCRATCH", 2**21)
+        monkeypatch.setattr(selected_kv_major, "_forward", _Unused())
     for module, name in FORWARD_AND_DQ if case.dk > 64 else ():
         if case.group <= 16 if module is selected else case.keys > 1:
             monkeypatch.setattr(module, name, _Unused())
