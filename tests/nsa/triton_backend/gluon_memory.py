@@ -6,11 +6,14 @@ import math
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tests.nsa.triton_backend.gluon_integers import single
 
 
 class KernelError(Exception):
@@ -33,9 +36,14 @@ class Pointer:
     def inside(self, mask: Any) -> tuple[Tensor, Tensor]:
         """(addresses, mask), broadcast; addresses that the mask leaves out are 0."""
         at, in_mask = torch.broadcast_tensors(torch.as_tensor(self.at), torch.as_tensor(True if mask is None else mask))
-        if bool((in_mask & ((at < 0) | (at >= len(self.memory)))).any()):
+        at = torch.where(in_mask, at, 0)
+        least, greatest = at.aminmax()
+        self.require_inside(int(least), int(greatest))
+        return at, in_mask
+
+    def require_inside(self, least: int, greatest: int) -> None:
+        if least < 0 or greatest >= self.memory.shape[0]:
             raise KernelError("an address outside the tensor")
-        return torch.where(in_mask, at, 0), in_mask
 
 
 @dataclass
@@ -150,18 +158,24 @@ class Descriptor:
 
     layout = None
 
-    @property
+    @cached_property
     def block_type(self) -> Any:
         shape = list(self.host.block_shape)
         return types.SimpleNamespace(shape=shape, nbytes=math.prod(shape) * self.dtype.itemsize)
 
+    @cached_property
+    def source(self) -> Tensor:
+        return self.host.base.as_strided(self.host.shape, self.host.strides)
+
     def tile(self, start: Sequence[Any]) -> Tensor:
         """The box that begins there; what lies outside the tensor is 0."""
-        source = self.host.base.as_strided(self.host.shape, self.host.strides)
-        box = torch.zeros(self.host.block_shape, dtype=self.dtype)
+        source, sizes = self.source, self.host.block_shape
         begins = [int(at) for at in start]
-        ends = [at + size for at, size in zip(begins, box.shape, strict=True)]
+        ends = [at + size for at, size in zip(begins, sizes, strict=True)]
         kept = [slice(max(a, 0), min(b, size)) for a, b, size in zip(begins, ends, source.shape, strict=True)]
+        if all(part.stop - part.start == size for part, size in zip(kept, sizes, strict=True)):
+            return source[tuple(kept)].clone()
+        box = torch.zeros(sizes, dtype=self.dtype)
         if all(part.start < part.stop for part in kept):
             target = [slice(part.start - at, part.stop - at) for part, at in zip(kept, begins, strict=True)]
             box[tuple(target)] = source[tuple(kept)]
@@ -177,9 +191,12 @@ def expect(barrier: Barrier, size: int, wanted: Any = True) -> None:
         barrier.arrive(size)
 
 
-def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
+def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
+    if mask is None and isinstance(pointer.at, int):
+        pointer.require_inside(pointer.at, pointer.at)
+        return single(pointer.memory[pointer.at].clone())
     at, in_mask = pointer.inside(mask)
-    return torch.where(in_mask, pointer.memory[at.long()], torch.as_tensor(other).to(pointer.memory.dtype))
+    return torch.where(in_mask, pointer.memory[at.long()], torch.as_tensor(other, dtype=pointer.memory.dtype))
 
 
 def store(pointer: Pointer, x: Any, mask: Any = None) -> None:

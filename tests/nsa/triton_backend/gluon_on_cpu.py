@@ -34,6 +34,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction, KernelInterface
 
 from nsa.triton_backend import hopper
+from tests.nsa.triton_backend.gluon_integers import Integer, single
 from tests.nsa.triton_backend.gluon_memory import (
     Barrier,
     Barriers,
@@ -93,12 +94,12 @@ class _Product:
 
 @dataclass(eq=False)
 class _Program:
-    """What one program of a grid sees, as the modules and functions that a kernel names."""
+    """What each program of a grid sees, one after the other, as the modules and functions that a kernel names."""
 
-    ids: tuple[int, ...]
     grid: tuple[int, ...]
     warps: int
     late: bool
+    ids: tuple[int, ...] = ()
     unfenced: Unfenced = field(default_factory=Unfenced)
     products: list[_Product] = field(default_factory=list)
     """In flight, in order."""
@@ -109,6 +110,12 @@ class _Program:
     partitions: Partitions | None = None
     own: threading.local = field(default_factory=threading.local)
     """What differs by partition."""
+
+    def begin(self, ids: tuple[int, ...]) -> None:
+        self.ids, self.partitions, self.copies = ids, None, [[]]
+        self.unfenced.clear()
+        self.barriers.clear()
+        self.allocated.clear()
 
     def end(self) -> None:
         if self.products or any(self.copies) or any(barrier.pending_copies for barrier in self.barriers):
@@ -142,8 +149,8 @@ class _Program:
 
     def _language(self) -> dict[str, Callable[..., Any]]:
         return {
-            "program_id": lambda axis: torch.tensor(self.ids[axis], dtype=torch.int32),
-            "num_programs": lambda axis: torch.tensor(self.grid[axis], dtype=torch.int32),
+            "program_id": lambda axis: Integer(self.ids[axis]),
+            "num_programs": lambda axis: Integer(self.grid[axis]),
             "num_warps": lambda: getattr(self.own, "warps", self.warps),
             "allocate_shared_memory": self._allocate,
             "warp_specialize": self._specialize,
@@ -240,8 +247,13 @@ def _largest(x: Tensor, axis: int) -> Tensor:
     return torch.where(x.isnan().all(axis), x.amax(axis), torch.where(x.isnan(), -math.inf, x).amax(axis).to(x.dtype))
 
 
-def _binary(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
-    return lambda a, b: function(torch.as_tensor(a), torch.as_tensor(b))
+def _binary(function: Callable[[Tensor, Tensor], Tensor], of_integers: Callable[..., int]) -> Callable[[Any, Any], Any]:
+    def call(a: Any, b: Any) -> Any:
+        if isinstance(a, int) and isinstance(b, int):
+            return Integer(of_integers(a, b))
+        return function(torch.as_tensor(a), torch.as_tensor(b))
+
+    return call
 
 
 def _assert(condition: Any, why: str) -> None:
@@ -267,8 +279,8 @@ _LANGUAGE: dict[str, Any] = {
     "static_range": range,
     "cdiv": lambda a, b: (a + b - 1) // b,
     "where": lambda condition, a, b: torch.where(torch.as_tensor(condition), a, b),
-    "minimum": _binary(torch.fmin),  # as on a GPU, a NaN gives way to a number
-    "maximum": _binary(torch.fmax),
+    "minimum": _binary(torch.fmin, min),  # as on a GPU, a NaN gives way to a number
+    "maximum": _binary(torch.fmax, max),
     "load": load,
     "store": store,
     "arange": lambda begin, end, _=None: torch.arange(begin, end, dtype=torch.int32),
@@ -283,7 +295,7 @@ _LANGUAGE: dict[str, Any] = {
     "gather": lambda x, index, axis: x.gather(axis, index.long()),
     "max": _largest,
     "min": lambda x, axis: x.amin(axis),
-    "sum": lambda x, axis: x.sum(axis, dtype=x.dtype),
+    "sum": lambda x, axis: single(x.sum(axis, dtype=x.dtype)),
     "fma": lambda a, b, c: torch.as_tensor(a.double() * b.double() + c.double()).float(),
 }
 
@@ -321,14 +333,15 @@ class _Kernel:
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, num_warps: int, **_: Any) -> None:
         self.launches.append(self.function.__name__)
+        program = _Program(grid, num_warps, self.order == "late")
+        run, seen = _bound(self.function, program.scope()), [_argument(x) for x in arguments]
         for ids in itertools.product(*map(range, grid)):
-            program = _Program(ids, grid, num_warps, self.order == "late")
-            run = _bound(self.function, program.scope())
-            run(*(_argument(x, program) for x in arguments))
+            program.begin(ids)
+            run(*seen)
             program.end()
 
 
-def _argument(x: Any, program: _Program) -> Any:
+def _argument(x: Any) -> Any:
     if isinstance(x, TensorDescriptor):
         return Descriptor(x)
     if isinstance(x, Tensor):
