@@ -76,6 +76,7 @@ SELECTED = ("selected", *MOST_SHARED)
 """The selected branch by query, by such tiles, and both."""
 BY_BLOCK = "by block"
 """The selected branch by programs of a block."""
+_UNIONS: dict[tuple[object, ...], Unions] = {}
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,12 @@ class Branch:
         return k.isfinite().all(-1) & v.isfinite().all(-1)
 
     def unions(self, tokens: int) -> Unions:
-        return block_unions.unions(self.blocks, self.finite, self.layout, tokens)
+        """The caller's own, of one computation for all tests: Triton's interpreter takes about a second for it."""
+        of_choices = (x.numpy().tobytes() for x in (self.blocks, self.finite))
+        key = (tokens, self.blocks.shape, self.finite.shape, self.case.config, *of_choices)
+        if key not in _UNIONS:
+            _UNIONS[key] = block_unions.unions(self.blocks, self.finite, self.layout, tokens)
+        return Unions(_UNIONS[key].blocks.clone(), _UNIONS[key].counts.clone())
 
     def unwritten(self) -> Results:
         q, _, v = self.qkv
