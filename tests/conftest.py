@@ -19,6 +19,8 @@ from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported
+# of the processes that tests start: they share the cores with other tests, and a thread that spins holds one of them
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from harness import forced, triton_interpreter
 from tests import quick
