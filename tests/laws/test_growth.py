@@ -116,9 +116,15 @@ def test_peak_memory_grows_with_length(backend: str, branch: str) -> None:
         case = _long(tokens)
         x = case.inputs(parts.device)
         upstream = torch.ones(1, case.queries, case.group, case.dv, device=parts.device)
-        gc.collect()  # what earlier calls left must not be freed during this one
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        parts.gradients(case, x, branch, upstream)
-        peaks.append(torch.cuda.max_memory_allocated() - before)
+        # the greater of two: what other tests have left may be freed during the first, which then seems to need less
+        peaks.append(max(_peak_bytes(lambda: parts.gradients(case, x, branch, upstream)) for _ in range(2)))  # noqa: B023
     assert peaks[1] <= 1.25 * 4 * peaks[0]
+
+
+def _peak_bytes(call: Callable[[], object]) -> int:
+    """Memory of a GPU above what was in use before."""
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    return torch.cuda.max_memory_allocated() - before
