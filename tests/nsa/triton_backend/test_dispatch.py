@@ -220,6 +220,47 @@ class TestWhatIsServed:
         )
         assert (on_hopper.called, elsewhere.__getitem__.called) == (readable, not readable)
 
+    @pytest.mark.parametrize(
+        ("changes", "served"),
+        [
+            ({}, True),
+            ({"packed": True}, True),
+            ({"dk": 192, "group": 6}, True),
+            ({"size": 128}, False),
+            ({"dk": 64, "queries": 32768, "count": 32768 // 64}, False),
+        ],
+        ids=str,
+    )
+    def test_partial_outputs_of_blocks_of_64_keys_are_served_but_for_heads_of_64(
+        self, changes: dict[str, Any], served: bool
+    ) -> None:
+        sizes = {"queries": 3000, "group": 4, "dk": 128, "size": 64, "count": 47, "chosen": 16, **changes}
+        queries, group, dk = (sizes.pop(name) for name in ("queries", "group", "dk"))
+        q = torch.zeros(1, queries, 2 * group, dk, dtype=torch.bfloat16)
+        k, v = (torch.zeros(1, queries, 2, d, dtype=torch.bfloat16) for d in (dk, min(dk, 128)))
+        found = variant("selected_kv_major", q, k, v, SelectionBlocks(**sizes))
+        assert found is (Variant.HOPPER if served else Variant.KV_MAJOR)
+
+    @pytest.mark.parametrize("readable", [True, False])
+    def test_partial_outputs_of_queries_that_cannot_be_copied_are_made_elsewhere(
+        self, monkeypatch: pytest.MonkeyPatch, readable: bool
+    ) -> None:
+        on_hopper, elsewhere = mock.MagicMock(), mock.MagicMock()
+        monkeypatch.setattr(hopper.selected_kv_major, "forward", on_hopper)
+        monkeypatch.setattr(selected_kv_major, "_forward", elsewhere)
+        monkeypatch.setattr(selected_kv_major, "merge_blocks", mock.MagicMock())
+        build = mock.MagicMock()
+        monkeypatch.setattr(selected_kv_major.index, "build", build)
+        size, layout = self.keys.numel(), Layout(30, 30, nsa.NSAConfig(), self.keys.device)
+        q = torch.zeros(size + 8, dtype=torch.bfloat16)[8 if readable else 1 :][:size].view(self.keys.shape)
+        chosen, flags = torch.zeros(2, 30, 4, 1, dtype=torch.int32), torch.ones(2, 30, 4, dtype=torch.bool)
+        written = torch.empty_like(q), torch.zeros(2, 30, 4), torch.zeros(2, 30, 4)
+        blocks = SelectionBlocks(64, count=1, chosen=1)
+        selected_kv_major.forward(q, self.keys, self.keys, chosen, layout, 1.0, flags, *written, None, blocks)
+        assert (on_hopper.called, elsewhere.__getitem__.called) == (readable, not readable)
+        pairs = hopper.selected_kv_major.PAIRS if readable else selected_kv_major.FORWARD_PAIRS
+        assert build.call_args.kwargs["size"] == pairs
+
     def test_the_interpreter_runs_none_of_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dispatch, "interpreted", lambda: True)
         assert not hopper_serves("compressed_window_forward", 16, self.keys, self.keys)
