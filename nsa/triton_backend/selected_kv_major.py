@@ -303,9 +303,10 @@ def _backward_chunk(
     shape = tuning.shape("hopper.selected_backward_kv" if on_hopper else "selected_backward_kv", q, v)
     keys = min(tuning.padded(size), shape.keys)
     parts = [q.new_empty(tiles.begin.numel(), size, d, dtype=torch.float32) for d in (dk, dv)]
-    # Where nothing is rounded in between, the kernel adds each block's first tile itself: in a chunk most have one.
-    # With more channels per key it would spill: 48/8 heads of 192/128 took 2.5 % longer at 16k (H200).
-    added = on_hopper and sums[0].dtype == torch.float32 and dk <= hopper.CHANNELS
+    # Where dq is made for some queries at a time, most blocks have one tile of them, and the kernel adds its dk and dv
+    # to those of earlier queries itself. With keys of 192 channels registers would be spilled: 48/8 heads of 192/128
+    # took 2.5 % longer at 16k (H200). Heads of 64 were not measured.
+    added = on_hopper and dq_part is not None and sums[0].dtype == torch.float32 and dk == hopper.CHANNELS
     with on_device(q):
         if on_hopper:
             hopper.selected_keys_and_values.backward(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ pytest.importorskip("triton")
 
 import nsa
 from nsa.geometry import Layout
-from nsa.triton_backend import block_unions, hopper, index, tuning
+from nsa.triton_backend import block_unions, hopper, selected_kv_major
 from nsa.triton_backend.block_unions import DQ_TOKENS, FORWARD_TOKENS, Unions
+from nsa.triton_backend.dispatch import NO_BLOCKS, Variant
 from nsa.triton_backend.launch import LOG2E
 from tests.laws import oracle
 from tests.laws.budget import BACKWARD, FORWARD, gradient_unit, greatest, output_unit, score_unit, within_budget
@@ -76,6 +78,7 @@ SELECTED = ("selected", *MOST_SHARED)
 """The selected branch by query, by such tiles, and both."""
 BY_BLOCK = "by block"
 """The selected branch by programs of a block."""
+
 _UNIONS: dict[tuple[object, ...], Unions] = {}
 
 
@@ -176,33 +179,16 @@ class Branch:
         return found
 
     def _write_by_block(self, found: Results) -> None:
-        """From partial outputs, merged here, of up to PAIRS queries each, half of the sequence at a time."""
-        (q, k, v), layout, group = self.qkv, self.layout, self.case.group
-        (batch, length, num_kv_heads, n), dv = self.blocks.shape, v.shape[3]
-        cells, chunk = batch * num_kv_heads * layout.max_blocks, -(-length // 2)
-        tiles = index.build(self.blocks, layout, 0, length, chunk=chunk, size=PAIRS)
-        shape = tuning.shape("hopper.selected_kv_major", q, v)
-        for number, first in enumerate(range(0, length, chunk)):
-            count = min(chunk, length - first)
-            pairs = batch * num_kv_heads * count * n
-            o = q.new_full((pairs, group, dv), torch.nan)
-            lse, read = torch.full((pairs, group), torch.nan), torch.full((pairs,), -1, dtype=torch.int32)
-            hopper.selected_kv_major.forward(
-                q, k, v, self.finite, n, tiles, layout, (tiles.most_tiles(cells, pairs),), number * cells, cells, first,
-                count, (o, lse, read), self.scale, shape,
-            )  # fmt: skip
-            here = slice(first, first + count)
-            taken = (self.blocks[:, here] >= 0).transpose(1, 2).reshape(pairs, 1)
-            by_slot = batch, num_kv_heads, count, n, group
-            lse = torch.where(taken, lse, -torch.inf).view(by_slot)
-            total = lse.mul(1 / LOG2E).logsumexp(3)
-            weights = torch.where(taken.view(*by_slot[:4], 1), (lse / LOG2E - total[:, :, :, None]).exp(), 0.0)
-            parts = torch.where(taken[..., None], o, 0).view(*by_slot, dv)
-            found.o[:, here] = (
-                (weights[..., None] * parts).sum(3).transpose(1, 2).reshape(batch, count, -1, dv).to(q.dtype)
+        """Of up to PAIRS queries per program, half of the sequence at a time."""
+        (q, k, v), written = self.qkv, (found.o, found.lse, found.read)
+        with (
+            mock.patch.object(selected_kv_major, "variant", return_value=Variant.HOPPER),
+            mock.patch.object(selected_kv_major, "CHUNK", -(-self.case.queries // 2)),
+            mock.patch.object(hopper.selected_kv_major, "PAIRS", PAIRS),
+        ):
+            selected_kv_major.forward(
+                q, k, v, self.blocks, self.layout, self.scale, self.finite, *written, None, NO_BLOCKS
             )
-            found.lse[:, here] = total.transpose(1, 2).reshape(batch, count, -1)
-            found.read[:, here] = torch.where(taken[:, 0], read, 0).view(by_slot[:4]).sum(3).transpose(1, 2).int()
 
     def rows(self, found: Results, do: Tensor) -> tuple[Tensor, Tensor]:
         """(lse, delta); as `launch.backward_rows` has it, rows that see nothing have an lse of NaN."""
@@ -220,41 +206,23 @@ class Branch:
         hopper.keys_and_values.backward(q, k, v, do, *rows, bounds, of_k, of_v, self.scale)
         return of_k.sum(0).to(k.dtype), of_v.sum(0).to(v.dtype)
 
-    def by_block(
-        self, found: Results, do: Tensor, with_dq: bool = True, added: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv), of parts added up here: of up to PAIRS queries each, half of the sequence at a time.
-
-        `added`: the kernel adds the first part of each block itself.
-        """
-        (q, k, v), layout = self.qkv, self.layout
-        (batch, length, num_kv_heads, n), shape = self.blocks.shape, tuning.shape("hopper.selected_backward_kv", q, v)
-        dk, dv = (torch.zeros(x.shape) for x in (k, v))
-        starts, ends = layout.block_tokens
-        parts_of_q = []
+    def by_block(self, found: Results, do: Tensor, with_dq: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv), of up to PAIRS queries per program, half of the sequence at a time."""
+        (q, k, v), rows = self.qkv, self.rows(found, do)
+        batch, length, num_kv_heads, n = self.blocks.shape
+        sums, parts_of_q = [torch.full(x.shape, torch.nan) for x in (k, v)], []
         for first in range(0, length, -(-length // 2)):
             count = min(-(-length // 2), length - first)
-            tiles = index.build(self.blocks, layout, first, first + count, chunk=count, size=PAIRS)
-            parts = [torch.full((len(tiles.begin), 64, x.shape[3]), torch.nan) for x in (k, v)]
             of_q = q.new_full((batch, num_kv_heads, count, n, self.case.group, q.shape[3]), torch.nan)
-            hopper.selected_keys_and_values.backward(
-                q, k, v, do, *self.rows(found, do), n, tiles, layout, first, count, parts, of_q if with_dq else None,
-                (dk, dv) if added else (None, None), self.scale, shape,
-            )  # fmt: skip
+            with mock.patch.object(selected_kv_major, "BACKWARD_PAIRS", PAIRS):
+                selected_kv_major._backward_chunk(
+                    q, k, v, do, *rows, self.blocks, first, count, self.layout, self.scale, sums,
+                    of_q if with_dq else None, True,
+                )  # fmt: skip
             parts_of_q.append(of_q)
-            for tile in range(len(tiles.begin)):
-                is_first = tile == tiles.first_tile[tiles.cell[tile]]
-                if tiles.begin[tile] < tiles.end[tile] and not (added and is_first):
-                    kv_row, block = divmod(int(tiles.cell[tile]), layout.max_blocks)
-                    keys = slice(int(starts[block]), int(ends[block]))
-                    for total, part in zip((dk, dv), parts, strict=True):
-                        total[kv_row // num_kv_heads, keys, kv_row % num_kv_heads] += part[
-                            tile, : keys.stop - keys.start
-                        ]
-        of_q = torch.cat(parts_of_q, 2)
         taken = (self.blocks >= 0).transpose(1, 2)[..., None, None]
-        dq = torch.where(taken, of_q.float(), 0.0).sum(3).transpose(1, 2).reshape(q.shape) * self.scale
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        dq = torch.where(taken, torch.cat(parts_of_q, 2).float(), 0.0).sum(3).transpose(1, 2).reshape(q.shape)
+        return (dq * self.scale).to(q.dtype), sums[0].to(k.dtype), sums[1].to(v.dtype)
 
     def dq(self, found: Results, do: Tensor, more: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """In the place of `more[0]`, as in a whole call."""

@@ -88,18 +88,10 @@ class TestBranches:
     def test_gradients_by_block(self, case: Case) -> None:
         branch = branch_of(case, BY_BLOCK)
         found = forward_by_query(branch)
-        beside_dq = require_gradients_within_budget(branch, found)
+        beside_dq = require_gradients_within_budget(branch, found)  # the kernel adds each block's first tile itself
         alone = branch.by_block(found, case.noise(found.o), with_dq=False)
         assert torch.equal(beside_dq[1], alone[1])
         assert torch.equal(beside_dq[2], alone[2])
-
-    @pytest.mark.parametrize("name", ["packed", "batch of 2", "group of 6", "heads of 64"])
-    def test_gradients_by_block_are_added_to_those_of_earlier_queries(self, name: str) -> None:
-        branch = branch_of((CASES | HEADS_OF_64)[name], BY_BLOCK)
-        found = forward_by_query(branch)
-        do = branch.case.noise(found.o)
-        later_added, added = (branch.by_block(found, do, added=added) for added in (False, True))
-        assert all(torch.equal(*pair) for pair in zip(later_added, added, strict=True))
 
     @pytest.mark.parametrize("most", MOST_SHARED)
     @pytest.mark.parametrize("case", OF_SHARED.values(), ids=OF_SHARED)
