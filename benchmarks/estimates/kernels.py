@@ -44,7 +44,7 @@ def compiled(architectures: Sequence[int], heads: Sequence[tuple[int, int, int]]
     for architecture in architectures:
         for group, dk, dv in heads:
             names = set[tuple[str, bool]]()
-            for by_block, portable in ((False, False), (True, False), (False, True)):
+            for by_block, portable in ((False, False), (True, False), (False, True), (True, True)):
                 if not portable or architecture == 90:
                     yield from _of_call(architecture, Heads(group, dk, dv), names, by_block=by_block, portable=portable)
 

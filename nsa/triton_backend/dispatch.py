@@ -231,7 +231,11 @@ TABLE = {
         Rule(Variant.PLAIN, _any, "the heads of a group share each key; nothing is sorted"),
     ),
     "selected_kv_major": (
-        Rule(Variant.HOPPER, _hopper_selected_kv, "the next queries are copied and multiplied while these are summed"),
+        Rule(
+            Variant.HOPPER,
+            _hopper_selected_kv,
+            "the next queries are copied, and their scores multiplied, beside the softmax of these",
+        ),
         Rule(Variant.KV_MAJOR, _any, "a program takes the queries of one block, however they come"),
     ),
     "selected_backward_q": (

@@ -90,8 +90,8 @@ def sum_dkdv(
     SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
     MORE: tl.constexpr, ADDED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """DK_OUT and DV_OUT [B, T, Hkv, D] = the sum of each block's parts, tile after tile; `MORE` adds it to what they
-    hold. `ADDED`: the first tile of each block is among what they hold already."""
+    """DK_OUT and DV_OUT [B, T, Hkv, D] = the sum of each block's parts, tile after tile, or 0 where it has none; `MORE`
+    adds it to what they hold. `ADDED`: the kernel has added each block's first tile itself, or written it."""
     number, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BN + tl.arange(0, BN)
     kv_row = number // max_blocks
     key = tl.load(BLOCK_FROM + number % max_blocks) + place

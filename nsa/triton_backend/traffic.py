@@ -26,8 +26,8 @@ KV_MAJOR_GB_PER_S_PER_SM = 35.0
 """What a multiprocessor makes of queries and partial outputs beside waiting for device memory, which nothing hides.
 
 From the selected forward of 32/8 heads of 128 at 32k on an H200: 12.9 GB in 5.8 ms, of which device memory takes 3.0.
-It is faster since (`part-selected` 4.58 ms in place of 5.50), but 12 heads of 128 are still faster by query there
-(docs/kernels.md), so that this figure stands.
+It is faster since (some 3.6 ms), but 12 heads of 128 were still faster by query there at 4.6 (docs/kernels.md) and
+were not measured again, so that this figure stands.
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -117,12 +118,13 @@ def test_peak_memory_grows_with_length(backend: str, branch: str) -> None:
         x = case.inputs(parts.device)
         upstream = torch.ones(1, case.queries, case.group, case.dv, device=parts.device)
         # the greater of two: what other tests have left may be freed during the first, which then seems to need less
-        peaks.append(max(_peak_bytes(lambda: parts.gradients(case, x, branch, upstream)) for _ in range(2)))  # noqa: B023
+        call = functools.partial(parts.gradients, case, x, branch, upstream)
+        peaks.append(max(_peak_bytes(call) for _ in range(2)))
     assert peaks[1] <= 1.25 * 4 * peaks[0]
 
 
 def _peak_bytes(call: Callable[[], object]) -> int:
-    """Memory of a GPU above what was in use before."""
+    """Peak GPU memory of a call, beyond what was in use before it."""
     gc.collect()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -1,7 +1,7 @@
 """Rows of queries that stand anywhere in the sequence, copied by threads (`cp.async`) to tiles in shared memory.
 
-TMA reads neighbours only. The queries that chose one block are the heads of one query after those of another, for any
-group size, so that no row is padding.
+TMA copies boxes of adjacent rows only. A tile here holds all heads of one query, then all heads of the next, for any
+group size; only behind the last query are there rows without one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from nsa.triton_backend.hopper.tile import thread_barrier
 
 ALIGNED = gl.constexpr(8)
-"""Elements of 16 bits that are copied at a time, at a multiple of so many: a kernel is told steps in these units."""
+"""Elements of 16 bits per copy. Kernels are given strides divided by it, so that the compiler knows the alignment."""
 
 
 @jit

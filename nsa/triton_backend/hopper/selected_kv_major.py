@@ -1,8 +1,8 @@
 """Partial outputs of the selected branch by block: `selected_kv_major._forward` with Hopper's instructions.
 
 A program keeps one block of 64 keys and values in shared memory and takes up to `PAIRS` queries that chose it, wherever
-they stand (`gathered.py`). While one tile's softmax and output are computed, the rows of the next one but one are on
-their way, and the scores of the next one are multiplied.
+they stand (`gathered.py`), 64 rows at a time. Rows are copied two steps ahead and scores multiplied one step ahead of
+their softmax and output.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _fetch(
 
 @jit
 def _nan_rows(there, finite, layout: gl.constexpr):
-    """Make keys NaN that are not `finite`: the scores turn NaN of the queries that see them, and of no other."""
+    """Make keys that are not `finite` NaN: so become the scores of the queries that see them, and no others."""
     x = there.load(layout)
     there.store(gl.where(gl.expand_dims(finite, 1), x, float("nan")).to(x.dtype))
 
@@ -63,7 +63,7 @@ def _forward(
     N: gl.constexpr, G: gl.constexpr, D: gl.constexpr, REST: gl.constexpr, ROWS: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """O_PART [B, Hkv, count, n, G, Dv], LSE_PART (base 2) and READ_PART of one tile of queries that chose one block."""
+    """O_PART [B, Hkv, count, n, G, Dv], LSE_PART (base 2) and READ_PART of up to PAIRS queries that chose one block."""
     WARPS: gl.constexpr = gl.num_warps()
     gl.static_assert(ROWS == 16 * WARPS, "a warpgroup takes 64 rows")
     gl.static_assert(STAGES > 1, "the next queries are waited for before these are given back")

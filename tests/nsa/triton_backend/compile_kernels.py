@@ -24,7 +24,9 @@ from nsa.rope import rotate_both
 from nsa.triton_backend import dispatch, hopper, selected_kv_major, traffic
 from nsa.triton_backend.ahead_of_time import Heads, Launch, call, recorded
 
-OF_BLOCKS = ("selected_kv_major.", "partial_sums.", "hopper.selected_k")
+OF_BLOCKS = (
+    "selected_kv_major.", "partial_sums.", "hopper.selected_kv_major.", "hopper.selected_keys_and_values."
+)  # fmt: skip
 LENGTH = 2048  # from there on small groups take the KV-stationary forward
 BY_QUERY = ("hopper.selected._forward", "hopper.selected._backward_q")
 

@@ -1,4 +1,4 @@
-"""The memory that kernels of `hopper/` see in `gluon_on_cpu.py`: tensors, shared memory, barriers and TMA's tiles."""
+"""What kernels of `hopper/` see in `gluon_on_cpu.py`: integers, tensors, shared memory, barriers and TMA's tiles."""
 
 from __future__ import annotations
 
@@ -13,11 +13,62 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tests.nsa.triton_backend.gluon_integers import single
-
 
 class KernelError(Exception):
     """A kernel did what a GPU would answer with a wrong result, a hang or an illegal address."""
+
+
+_ARITHMETIC = ("add", "sub", "mul", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift")
+_COMPARISONS = ("lt", "le", "eq", "ne", "ge", "gt")
+
+
+class Integer(int):
+    """A single integer of a kernel, as a tensor without dimensions; beside a tensor it takes the tensor's type.
+
+    Python's operations take a tenth of a tensor's time. It has no width: that it needs more than 32 bits only shows
+    where a kernel makes it a number of 32.
+    """
+
+    def to(self, dtype: torch.dtype) -> Any:
+        if dtype.is_floating_point:
+            return torch.tensor(int(self), dtype=dtype)
+        if not torch.iinfo(dtype).min <= self <= torch.iinfo(dtype).max:
+            raise KernelError(f"{int(self)} is no {dtype}")
+        return self
+
+
+def _arithmetic(name: str) -> Callable[[int, Any], Any]:
+    plain = getattr(int, name)
+
+    def operation(self: int, other: Any) -> Any:
+        found = plain(self, other)
+        return found if found is NotImplemented else Integer(found)
+
+    return operation
+
+
+def _comparison(name: str) -> Callable[[int, Any], Any]:
+    """A mask, for `&` with those of tensors."""
+    plain = getattr(int, name)
+
+    def operation(self: int, other: Any) -> Any:
+        found = plain(self, other)
+        return found if found is NotImplemented else torch.tensor(found)
+
+    return operation
+
+
+for _name in _ARITHMETIC:
+    setattr(Integer, f"__{_name}__", _arithmetic(f"__{_name}__"))
+    setattr(Integer, f"__r{_name}__", _arithmetic(f"__r{_name}__"))
+for _name in _COMPARISONS:
+    setattr(Integer, f"__{_name}__", _comparison(f"__{_name}__"))
+
+
+def single(x: Any) -> Any:
+    """x, as an `Integer` where it is one integer."""
+    one = isinstance(x, torch.Tensor) and not x.ndim and not x.is_floating_point() and x.dtype != torch.bool
+    return Integer(x) if one else x
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction, KernelInterface
 
 from nsa.triton_backend import hopper
-from tests.nsa.triton_backend.gluon_integers import Integer, single
 from tests.nsa.triton_backend.gluon_memory import (
     Barrier,
     Barriers,
     Descriptor,
+    Integer,
     KernelError,
     Pointer,
     Shared,
@@ -46,6 +46,7 @@ from tests.nsa.triton_backend.gluon_memory import (
     expect,
     init,
     load,
+    single,
     store,
 )
 from tests.nsa.triton_backend.gluon_partitions import Partitions

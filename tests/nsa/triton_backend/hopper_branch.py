@@ -146,7 +146,7 @@ class Branch:
         return k.isfinite().all(-1) & v.isfinite().all(-1)
 
     def unions(self, tokens: int) -> Unions:
-        """The caller's own, of one computation for all tests: Triton's interpreter takes about a second for it."""
+        """A copy: computed once for all tests, since Triton's interpreter takes about a second for it."""
         of_choices = (x.numpy().tobytes() for x in (self.blocks, self.finite))
         key = (tokens, self.blocks.shape, self.finite.shape, self.case.config, *of_choices)
         if key not in _UNIONS:
