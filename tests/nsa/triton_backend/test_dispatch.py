@@ -88,6 +88,13 @@ def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "interpreted", lambda: False)
 
 
+def of_blocks(computation: str, *, group: int, queries: int = 3000, dk: int = 128, **blocks: Any) -> Variant:
+    """The kernel for heads in two groups, of which each query chose 16 of 47 blocks of 64 tokens unless said."""
+    q = torch.zeros(1, queries, 2 * group, dk, dtype=torch.bfloat16)
+    k, v = (torch.zeros(1, queries, 2, d, dtype=torch.bfloat16) for d in (dk, min(dk, 128)))
+    return variant(computation, q, k, v, SelectionBlocks(**{"size": 64, "count": 47, "chosen": 16, **blocks}))
+
+
 @pytest.mark.usefixtures("as_on_hopper")
 class TestWhatIsServed:
     keys = torch.zeros(2, 30, 4, 128, dtype=torch.bfloat16)
@@ -181,11 +188,7 @@ class TestWhatIsServed:
     def test_dk_and_dv_of_blocks_of_64_keys_are_those_of_a_part_as_of_the_whole(
         self, changes: dict[str, Any], served: bool
     ) -> None:
-        sizes = {"queries": 3000, "group": 16, "dk": 128, "size": 64, "count": 47, "chosen": 16, **changes}
-        queries, group, dk = (sizes.pop(name) for name in ("queries", "group", "dk"))
-        q = torch.zeros(1, queries, 2 * group, dk, dtype=torch.bfloat16)
-        k, v = (torch.zeros(1, queries, 2, d, dtype=torch.bfloat16) for d in (dk, min(dk, 128)))
-        found = variant("selected_backward_kv", q, k, v, SelectionBlocks(**sizes))
+        found = of_blocks("selected_backward_kv", **{"group": 16, **changes})
         assert (found is Variant.HOPPER) is served
 
     @pytest.mark.parametrize("readable", [True, False])
@@ -234,11 +237,7 @@ class TestWhatIsServed:
     def test_partial_outputs_of_blocks_of_64_keys_are_served_but_for_heads_of_64(
         self, changes: dict[str, Any], served: bool
     ) -> None:
-        sizes = {"queries": 3000, "group": 4, "dk": 128, "size": 64, "count": 47, "chosen": 16, **changes}
-        queries, group, dk = (sizes.pop(name) for name in ("queries", "group", "dk"))
-        q = torch.zeros(1, queries, 2 * group, dk, dtype=torch.bfloat16)
-        k, v = (torch.zeros(1, queries, 2, d, dtype=torch.bfloat16) for d in (dk, min(dk, 128)))
-        found = variant("selected_kv_major", q, k, v, SelectionBlocks(**sizes))
+        found = of_blocks("selected_kv_major", **{"group": 4, **changes})
         assert found is (Variant.HOPPER if served else Variant.KV_MAJOR)
 
     @pytest.mark.parametrize("readable", [True, False])
