@@ -26,6 +26,10 @@ from harness.fingerprint import Fingerprint
 AUTO, NONE = "auto", "none"
 
 
+class TooOldError(ValueError):
+    """A commit's nsa/ lacks what the benches of today import."""
+
+
 def find(asked: str, results: Path, now: Fingerprint, keys: Sequence[Key]) -> AnchorRequest | None:
     """What to measure; `asked` is `AUTO`, `NONE` or a commit, whose cases then need no earlier figure."""
     if asked == NONE:
@@ -53,13 +57,16 @@ def measure(
     seed: int,
     watch: GpuWatch | None = None,
 ) -> Iterator[Record]:
-    """A record for each case. Raises ValueError where the commit, or the sources that were measured, cannot be had."""
+    """A record for each case. Raises ValueError where the commit, or the sources that were measured, cannot be had;
+    TooOldError where the benches cannot be imported over them, before any case is measured."""
     with checkout.sources([plan.commit]) as (sources,):
         found = sources.side.nsa_sha256
         if plan.nsa_sha256 not in (None, found):
             raise ValueError(f"nsa/ of {plan.commit[:10]} is not what the earlier runs measured: {found} now")
         anchor = Anchor(plan.commit, found)
         path = (sources.folder, sources.benches)
+        if (error := worker.import_error(path)) is not None:
+            raise TooOldError(f"its nsa/ is too old for today's benches, which cannot be imported over it ({error})")
 
         def of_commit(keys: Sequence[Key]) -> Iterator[Measurement]:
             return worker.run(keys, device, sampling, now, command, seed=seed, path=path)

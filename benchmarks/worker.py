@@ -12,6 +12,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -91,6 +92,25 @@ def _contender(key: Key) -> str | None:
     return None if key.implementation == NSA or key.implementation in BASELINES else key.implementation
 
 
+def import_error(path: Sequence[Path]) -> str | None:
+    """Why a process cannot import the benches over the nsa/ of `path` (see `run`), in one line; None where it can."""
+    ours, theirs = Pipe()
+    ours.close()  # nobody asks, so that it ends once it has imported
+    with theirs, _child(theirs, path, log=True) as child:
+        try:
+            code = child.wait(_START_S)
+        except subprocess.TimeoutExpired:
+            return f"no end within {_START_S:.0f} s"
+        last = (child.log_tail().splitlines() or [_ending(code)])[-1]
+        return None if code == 0 else last.replace(f"{path[0]}{os.sep}", "")  # gone when it is read
+
+
+def _child(pipe: Connection, path: Sequence[Path], *, log: bool) -> Child:
+    where = {"PYTHONPATH": os.pathsep.join(map(str, path))} if path else {}
+    cwd = path[0] if path else repository.ROOT
+    return Child("benchmarks.worker", {"pipe": pipe.fileno()}, where, cwd=cwd, log=log, files=[pipe.fileno()])
+
+
 class _Worker:
     """The process, and the pipe to it."""
 
@@ -106,10 +126,7 @@ class _Worker:
         self._fingerprint, self._path = fingerprint, path
         self._pipe, theirs = Pipe()
         with theirs:  # the child holds the only other end: when it dies, this one ends
-            pipe = theirs.fileno()
-            where = {"PYTHONPATH": os.pathsep.join(map(str, path))} if path else {}
-            cwd = path[0] if path else repository.ROOT
-            self._child = Child("benchmarks.worker", {"pipe": pipe}, where, cwd=cwd, log=False, files=[pipe])
+            self._child = _child(theirs, path, log=False)
         self._measures = (device, plan, fingerprint, prepare, seed)
         self.ended = False
         self._started = False
@@ -199,7 +216,10 @@ def _first(command: str, _key: Key) -> str:
 def main() -> None:
     """Measure what is asked for until nobody asks any more."""
     pipe: Connection = Connection(json.loads(sys.argv[1])["pipe"])
-    device, plan, fingerprint, prepare, seed = pipe.recv()
+    try:
+        device, plan, fingerprint, prepare, seed = pipe.recv()
+    except EOFError:
+        return
     forced.cap_memory()
     pipe.send(nsa.__file__)
     while True:

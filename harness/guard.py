@@ -29,6 +29,8 @@ from typing import Any
 
 import psutil
 
+from harness import package_folder
+
 STACKS = "stacks"
 """File in the scratch folder to which faulthandler writes all threads on SIGUSR1."""
 _POLL_S = 0.01
@@ -47,6 +49,7 @@ def main() -> None:
     """Guard the module that the arguments name."""
     events, control, scratch, module, *task = sys.argv[1:]
     if fork(int(events), int(control), Path(scratch)):
+        package_folder.keep()
         sys.argv = [module, *task]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -270,12 +270,18 @@ def _measure_anchors(
                 run_file.append(path, record)
                 print(f"{record.key.name:<66} {record.outcome.value}  {record.reason or console.figure(record)}")
                 found.append(record)
+        except anchors.TooOldError as error:
+            _say_no_anchors(one.commit, str(error))
         except ValueError as error:
-            why = f"{error}. With the whole history here (git fetch --unshallow) the next run measures them"
-            print(f"python -m benchmarks: no anchors at {one.commit[:10]}: {why}", file=sys.stderr)
+            hint = "With the whole history here (git fetch --unshallow) the next run measures them"
+            _say_no_anchors(one.commit, f"{error}. {hint}")
         if any(record.outcome is CaseOutcome.PASSED for record in found):
             break
     return found
+
+
+def _say_no_anchors(commit: str, why: str) -> None:
+    print(f"python -m benchmarks: no anchors at {commit[:10]}: {why}", file=sys.stderr)
 
 
 def run_command(machine_id: str, backend: str, *, quick: bool, seed: int, contenders: Sequence[str] = ()) -> str:

@@ -13,7 +13,7 @@ class Repository:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        (folder / "nsa").mkdir(parents=True)
+        (folder / "nsa").mkdir(parents=True, exist_ok=True)
         self.git("init", "--quiet")
 
     def write(self, text: str) -> None:

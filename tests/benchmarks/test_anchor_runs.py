@@ -42,6 +42,20 @@ def nsa_attention(*inputs, **settings):
     return _fast(*inputs, **settings)
 """
 
+INSTALLED = """
+import sys as _sys
+from importlib.machinery import PathFinder as _PathFinder
+
+
+class _Installed:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return _PathFinder.find_spec(name, [{package!r}]) if name.startswith("nsa.") else None
+
+
+_sys.meta_path.append(_Installed)
+"""
+
 
 def the_key() -> Key:
     keys = suite.planned(suite.table("cpu"), quick=True, backend="auto", on_gpu=False)
@@ -168,6 +182,29 @@ def test_where_a_commit_gives_no_figure_the_next_one_is_measured(
     assert run(tmp_path / "results") == 0
     assert [record.anchor for record in newest(tmp_path / "results")] == [None, broken, earlier]
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["anchors"] == {"CRASHED": 1, "PASSED": 1}
+
+
+def test_a_commit_that_is_too_old_for_the_benches_is_named_and_the_next_one_is_measured(
+    earlier: Anchor, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lacks modules that the installed nsa/ has, whose finder answers for them (as an editable installation's)."""
+    measured_here(monkeypatch)
+    folder = tmp_path / "repository"
+    shutil.rmtree(folder / "nsa" / "train")
+    init = (folder / "nsa" / "__init__.py").read_text()
+    old = Repository(folder).commit(INSTALLED.format(package=str(repository.ROOT / "nsa")) + init)
+    plans = tuple(AnchorPlan(commit, None, (the_key(),)) for commit in (old, earlier.commit))
+    monkeypatch.setattr(anchors, "find", lambda *_: AnchorRequest((), plans))
+
+    assert run(tmp_path / "results") == 0
+    said = capfd.readouterr()
+    (line,) = [line for line in said.err.splitlines() if "no anchors at" in line]
+    assert f"no anchors at {old[:10]}: its nsa/ is too old for today's benches" in line
+    assert "No module named 'nsa.train'" in line
+    assert "unshallow" not in line
+    assert "Traceback" not in said.err
+    assert json.loads(said.out.splitlines()[-1])["anchors"] == {"PASSED": 1}
+    assert [record.anchor for record in newest(tmp_path / "results")] == [None, earlier]
 
 
 def test_interrupted_among_the_anchors_a_run_keeps_all_that_it_measured(
