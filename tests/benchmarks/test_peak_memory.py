@@ -87,7 +87,18 @@ def test_a_case_that_needs_more_than_it_did() -> None:
     assert said["of the memory"] == "40.0 %"
     assert said["what else changed"] == "torch 2.11 -> 2.12"
     headline = evidence.memory([("machine-h200.html", [found])])
-    assert (headline.text, headline.note) == ("1 case grew", "at most 100 -> 160 MiB (+60.0%)")
+    assert (headline.text, headline.note) == (
+        "1 case grew",
+        f"most: {CASE.removesuffix('/nsa')}, 100 -> 160 MiB (+60.0%)",
+    )
+
+
+def test_the_headline_names_the_case_that_needs_the_most_more_not_the_largest_share() -> None:
+    small = dataclasses.replace(trend(visits(0.085, 1.151)), name="decode/nsa")
+    large = dataclasses.replace(trend(visits(1064.0, 2230.0)), name="prefill/nsa")
+    headline = evidence.memory([("machine-h100.html", [large]), ("machine-h200.html", [small])])
+    assert (headline.text, headline.note) == ("2 cases grew", "most: prefill, 1064 -> 2230 MiB (+109.6%)")
+    assert headline.href == "machine-h100.html"
 
 
 @pytest.mark.parametrize(
