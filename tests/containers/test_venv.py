@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -89,3 +90,11 @@ def test_an_install_that_failed_is_done_again(commands: Commands) -> None:
 def test_the_programs_of_the_environment_come_first(tmp_path: Path) -> None:
     path = venv.variables(tmp_path / "bin" / "python")["PATH"]
     assert path.startswith(f"{tmp_path / 'bin'}:")
+
+
+def test_what_python_compiles_is_kept_in_the_environment(tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text("")
+    told = {"PYTHONDONTWRITEBYTECODE": "1", **venv.variables(tmp_path / "suites" / "bin" / "python")}
+    subprocess.run([sys.executable, "-c", "import module"], cwd=tmp_path, env={**os.environ, **told}, check=True)
+    kept = [path for path in tmp_path.rglob("*.pyc") if path.name.startswith("module.")]
+    assert [path.is_relative_to(tmp_path / "suites" / "bytecode") for path in kept] == [True]
