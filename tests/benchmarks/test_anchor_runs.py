@@ -25,6 +25,7 @@ from harness import fingerprint, repository
 from tests.benchmarks.repository import Repository
 from tests.benchmarks.stored import write
 from tests.benchmarks.synthetic import FINGERPRINT, failed, passed
+from tests.harness.test_package_folder import EDITABLE
 
 NAME = "prefill-forward/8x2x64/b1/s512/float32/nsa"
 SLOWED_MS = 200.0
@@ -40,20 +41,6 @@ def nsa_attention(*inputs, **settings):
     _pathlib.Path({called!r}).touch()
     _time.sleep({slowed_s})
     return _fast(*inputs, **settings)
-"""
-
-INSTALLED = """
-import sys as _sys
-from importlib.machinery import PathFinder as _PathFinder
-
-
-class _Installed:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        return _PathFinder.find_spec(name, [{package!r}]) if name.startswith("nsa.") else None
-
-
-_sys.meta_path.append(_Installed)
 """
 
 
@@ -192,7 +179,7 @@ def test_a_commit_that_is_too_old_for_the_benches_is_named_and_the_next_one_is_m
     folder = tmp_path / "repository"
     shutil.rmtree(folder / "nsa" / "train")
     init = (folder / "nsa" / "__init__.py").read_text()
-    old = Repository(folder).commit(INSTALLED.format(package=str(repository.ROOT / "nsa")) + init)
+    old = Repository(folder).commit(EDITABLE.format(package=str(repository.ROOT / "nsa")) + init)
     plans = tuple(AnchorPlan(commit, None, (the_key(),)) for commit in (old, earlier.commit))
     monkeypatch.setattr(anchors, "find", lambda *_: AnchorRequest((), plans))
 
