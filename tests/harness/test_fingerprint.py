@@ -76,7 +76,7 @@ NOT_MEASURING = {
     "benchmarks/cases/key.py", "benchmarks/cases/outcome.py", "benchmarks/history/records.py",
     "benchmarks/history/samples.py", "benchmarks/peak_memory.py", "benchmarks/timing/peak.py", "harness/environment.py",
     "harness/fingerprint.py", "harness/forced.py", "harness/guard.py", "harness/isolate.py", "harness/machines.py",
-    "harness/peak.py", "harness/repository.py", "harness/schema.py",
+    "harness/package_folder.py", "harness/peak.py", "harness/repository.py", "harness/schema.py",
 }  # fmt: skip
 """What the runner imports to say and keep figures, or to end what hangs, not to come by them."""
 
