@@ -30,10 +30,13 @@ ROWS = 8
 TICKS = 6
 _ROW_INCH = 0.72
 _MIDDLE, _HALF = 0.56, 0.38
-"""Of a row's height: where the middle of its line is and how far that goes; below it there is room for words."""
+"""Of a row's height: where the middle of its line is and how far that goes; beside it there is room for words."""
 _NAME_LETTERS, _LETTER_INCH = 26, 0.07  # of a row's name, at most, and the width of one
+_RIGHT_INCH = 0.15
+_PUBLISHED_LETTER_INCH, _PUBLISHED_LINE_INCH = 0.056, 0.13  # of the words on what others published
 _NEAR = 0.25  # of the width: the words of two changes that are no farther apart would lie on one another
 _MOST_MARKERS = 120  # more of them lie on one another, and take most of the time
+_BEHIND: dict[str, Any] = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 0.5}  # the box behind words
 _LEAST_REACH = 0.02  # noise alone does not fill a row
 
 
@@ -129,30 +132,36 @@ def _picture(
     commits = {point.utc: _commit(point) for row in rows for point in row.series.points}
     runs = sorted(commits)
     at = {utc: number for number, utc in enumerate(runs)}
-    scales = [Scale.of(row, bottom=-number) for number, row in enumerate(rows)]
+    names = [_name(row, Scale.of(row, bottom=0)) for row in rows]
+    left_inch = 0.2 + _LETTER_INCH * max(len(line) for name in names for line in name.split("\n"))
+    letters = int((style.WIDTH_INCH - left_inch - _RIGHT_INCH) / _PUBLISHED_LETTER_INCH)
+    published = [_published(row.references, Scale.of(row, bottom=0), letters) for row in rows]
+    strips = [len(lines) * _PUBLISHED_LINE_INCH / _ROW_INCH for lines in published]
+    scales = [Scale.of(row, bottom=-number - sum(strips[:number])) for number, row in enumerate(rows)]
+    height = len(rows) + sum(strips)
 
     def paint(figure: Figure) -> None:
         axis = figure.subplots()
-        for row, scale in zip(rows, scales, strict=True):
+        for row, scale, lines, strip in zip(rows, scales, published, strips, strict=True):
             _row(axis, row, scale, at)
+            _refer(axis, lines, scale, strip)
         for boundary in marked:
             if runs[0] < boundary.utc <= runs[-1]:
                 after = min(number for utc, number in at.items() if utc >= boundary.utc)
                 dash = ":" if boundary.bridged else (0, (4, 3))
                 axis.axvline(after - 0.5, color=style.GREY, linewidth=1, linestyle=dash)
-        names = [_name(row, scale) for row, scale in zip(rows, scales, strict=True)]
         axis.set_yticks([scale.middle for scale in scales], names, size="small")
-        axis.set_ylim(1 - len(rows), 1)
+        axis.set_ylim(1 - height, 1)
         axis.set_xlim(-0.5, len(runs) - 0.5)
         step = -(-len(runs) // TICKS)
         axis.set_xticks(range(0, len(runs), step), [commits[utc] for utc in runs[::step]], size="small")
         axis.set_xlabel("commit of the run, oldest first")
         style.headline(figure, title)
-        longest = max(len(line) for name in names for line in name.split("\n"))
-        style.frame(figure, left=0.2 + _LETTER_INCH * longest, bottom=0.55)
+        style.frame(figure, left=left_inch, right=_RIGHT_INCH, bottom=0.55)
 
-    height = 1.0 + _ROW_INCH * len(rows)
-    return folder.picture(f"{title}: throughput over the runs", (machine, "trend", title), height, paint)
+    return folder.picture(
+        f"{title}: throughput over the runs", (machine, "trend", title), 1.0 + _ROW_INCH * height, paint
+    )
 
 
 def _name(row: TrendRow, scale: Scale) -> str:
@@ -168,7 +177,6 @@ def _row(axis: Axes, row: TrendRow, scale: Scale, at: dict[str, int]) -> None:
     x = [at[point.utc] for point in row.series.points]
     lows, highs = zip(*map(labels.interval, row.series.points), strict=True)
     axis.axhline(scale.middle, **style.GRID)
-    axis.axhline(scale.bottom, color=style.GREY, linewidth=0.4)
     axis.fill_between(x, scale.all(lows), scale.all(highs), color=style.BLUE, alpha=0.2, linewidth=0)
     marker: dict[str, Any] = {"marker": "o", "markersize": 3} if len(x) <= _MOST_MARKERS else {}
     axis.plot(x, scale.all(map(labels.throughput, row.series.points)), color=style.BLUE, linewidth=1, **marker)
@@ -180,7 +188,9 @@ def _row(axis: Axes, row: TrendRow, scale: Scale, at: dict[str, int]) -> None:
         at_left = at_end or (near and not at_left)
         _mark(axis, place, change, at_left=at_left)
         last = place[0]
-    _refer(axis, row.references, scale)
+    for reference in row.references:
+        if _in_sight(reference, scale):
+            axis.axhline(scale(_value(reference)), **style.PUBLISHED)
 
 
 def _mark(axis: Axes, place: tuple[float, float], change: Change, *, at_left: bool) -> None:
@@ -192,24 +202,34 @@ def _mark(axis: Axes, place: tuple[float, float], change: Change, *, at_left: bo
     axis.plot(*place, "D", color=colour, markersize=6, markerfacecolor=face, zorder=4, clip_on=False)
     words = percent(1 / (1 + change.change) - 1) + ("" if change.confirmed else "?")
     text: dict[str, Any] = {"size": "small", "color": colour, "weight": "bold", "ha": "right" if at_left else "left"}
-    text["bbox"] = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 0.5}
+    text["bbox"] = _BEHIND
     offset = (-7 if at_left else 7, 4 if at_left == rises else -12)
     axis.annotate(words, place, offset, textcoords="offset points", **text)
 
 
-def _refer(axis: Axes, references: Sequence[Reference], scale: Scale) -> None:
-    """Lines where they are in sight; the others in words, so that they do not flatten what was measured."""
+def _published(references: Sequence[Reference], scale: Scale, letters: int) -> list[str]:
+    """What others published, in lines of at most `letters`: the dotted lines from the top down, then the others."""
+    ordered = sorted(references, key=_value, reverse=True)
+    drawn = [f"{one.label} {style.in_short(_value(one))}" for one in ordered if _in_sight(one, scale)]
+    away = [f"{one.of} {style.in_short(_value(one))}" for one in ordered if not _in_sight(one, scale)]
+    said = [*drawn, *([f"published, out of sight: {', '.join(away)}"] if away else [])]
+    return [line for words in said for line in textwrap.wrap(style.drawable(words, 3 * letters), letters)]
+
+
+def _value(reference: Reference) -> float:
+    ((_, value),) = reference.points
+    return value
+
+
+def _in_sight(reference: Reference, scale: Scale) -> bool:
+    """Whether its line does not flatten what was measured."""
+    return abs(scale(_value(reference)) - scale.middle) < 1 - _MIDDLE
+
+
+def _refer(axis: Axes, lines: Sequence[str], scale: Scale, strip: float) -> None:
+    """Published figures in words, in a strip of their own below the row."""
+    axis.axhline(scale.bottom - strip, color=style.GREY, linewidth=0.4)
     text: dict[str, Any] = {"ha": "right", "va": "bottom", "size": "x-small", "color": style.PUBLISHED["color"]}
-    text["transform"] = axis.get_yaxis_transform()
-    away = []
-    for reference in references:
-        ((_, value),) = reference.points
-        if abs(scale(value) - scale.middle) < 1 - _MIDDLE:
-            axis.axhline(scale(value), **style.PUBLISHED)
-            words = f"{reference.label} {style.in_short(value)}"
-            axis.text(0.995, scale(value), style.drawable(words), **text)
-        else:
-            away.append(f"{reference.of} {style.in_short(value)}")
-    if away:
-        words = style.drawable(f"published: {', '.join(away)}", 78)
-        axis.text(0.995, scale.bottom + 0.01, words, **text)
+    text |= {"transform": axis.get_yaxis_transform(), "bbox": _BEHIND}
+    for number, words in enumerate(lines, start=1):
+        axis.text(0.995, scale.bottom - strip * number / len(lines), words, **text)

@@ -116,7 +116,7 @@ def test_a_trend_shows_band_change_boundary_and_reference(
     assert "−7.4 %\n" in said
     assert "+2.0 %?" in said
     assert "published: a (x)" in said
-    assert "published: a 218k" in said, "the far one in words"
+    assert "published, out of sight: a 218k" in said, "the far one in words"
     dashed = [line for line in axis.lines if list(line.get_xdata()) == [full_results.NEW_DRIVER_FROM - 0.5] * 2]
     assert len(dashed) == 1
     assert (tmp_path / picture.svg).is_file()
@@ -131,6 +131,25 @@ def test_a_row_has_a_scale_of_its_own_that_no_reference_flattens(history: list[L
         assert -2.16 < max(heights) < -2.05
         assert 0.04 < scale.reach < 0.06
     assert str(Scale(0, 2.02e6, 0.08)) == "2.02M/s ±8\u00a0%"
+
+
+def test_the_words_on_published_figures_lie_on_nothing(
+    history: list[LatencySeries], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of lines near one another lay on one another, and on the line that was measured."""
+    figures = drawn(monkeypatch)
+    rows = []
+    for one in history[:2]:
+        level = one.points[-1].tokens_per_s or 0.0
+        near = [Reference("a", f"published: a ({n})", [(8192, level * (1 + n / 1000))]) for n in range(3)]
+        rows.append(TrendRow("8k", one, [], near))
+    trends.draw(ReportFolder(tmp_path), "h200", "Decode", rows, [])
+    (axis,) = figures[0].axes
+    words = [text.get_window_extent() for text in axis.texts]
+    assert len(words) == 6
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(words, 2))
+    lines = [line.get_path().transformed(axis.transData) for line in axis.lines if len(line.get_xdata()) > 2]
+    assert not any(line.intersects_bbox(box, filled=False) for line in lines for box in words)
 
 
 def test_many_cases_take_several_pictures(history: list[LatencySeries], tmp_path: Path) -> None:
