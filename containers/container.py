@@ -44,7 +44,9 @@ def command(
     modes = dict.fromkeys(_repository() if working_tree else (), "ro")
     modes.update(dict.fromkeys((results, *folders), "rw"))
     line += _volumes(modes)
-    line += ["--workdir", str(repository.ROOT)] * working_tree + ["--env", f"NSA_RESULTS={results}"]
+    if working_tree:
+        line += ["--workdir", str(repository.ROOT), *_author()]
+    line += ["--env", f"NSA_RESULTS={results}"]
     line += ["--env", f"NSA_EXPECT={target.expect}", "--env", f"NSA_IMAGE={image.identity(engine, image_name)}"]
     for name in PASSED_ON:
         if name in os.environ:
@@ -59,6 +61,15 @@ def _repository() -> list[Path]:
     found = repository.git("rev-parse", "--path-format=absolute", "--git-common-dir")
     history = Path(found) if found is not None else repository.ROOT
     return [repository.ROOT] if history.is_relative_to(repository.ROOT) else [repository.ROOT, history]
+
+
+def _author() -> list[str]:
+    """The caller's name as git knows it: in the container there is neither a global configuration nor such a user."""
+    line = []
+    for variable, key in (("GIT_AUTHOR_NAME", "user.name"), ("GIT_AUTHOR_EMAIL", "user.email")):
+        if value := os.environ.get(variable) or repository.git("config", key):
+            line += ["--env", f"{variable}={value}"]
+    return line
 
 
 def _volumes(modes: Mapping[Path, str]) -> list[str]:

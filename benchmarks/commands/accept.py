@@ -11,20 +11,18 @@ import argparse
 import dataclasses
 import getpass
 import json
-import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from benchmarks.ab.checkout import git
 from benchmarks.cases.key import NSA
 from benchmarks.commands import options
 from benchmarks.history import accepted, memory, reservations, trend
 from benchmarks.history.accepted import Acceptance, Standing, State
 from benchmarks.history.records import Record
 from benchmarks.history.store import LatencySeries, Store
-from harness import jsonl, machines
+from harness import jsonl, machines, repository
 
 SUMMARY = "move baselines to the level that cases have now, with a reason"
 
@@ -174,10 +172,13 @@ def utc_now() -> str:
 
 
 def _who() -> str:
+    """As git names the author of a commit, else as the system names the user. Raises ValueError if neither does."""
+    if author := repository.git("var", "GIT_AUTHOR_IDENT"):
+        return author.rsplit(" ", 2)[0]  # behind it stand seconds and time zone
     try:
-        return f"{git('config', 'user.name')} <{git('config', 'user.email')}>"
-    except (ValueError, subprocess.CalledProcessError):  # no git, or no name in it
         return getpass.getuser()
+    except (KeyError, OSError) as error:  # a container's user without a name
+        raise ValueError("an acceptance names who made it: git config user.name NAME; user.email EMAIL") from error
 
 
 def _ms(latency_ms: float | None) -> str:

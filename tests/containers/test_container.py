@@ -130,6 +130,18 @@ def test_the_working_tree_is_given_read_only(asked: Path, tmp_path: Path) -> Non
     assert f" --workdir {ROOT} " in ran(asked)
 
 
+def test_the_caller_is_named_as_on_the_host(monkeypatch: pytest.MonkeyPatch, asked: Path, tmp_path: Path) -> None:
+    """`accept` writes the name down, and no configuration of the host's user is in the container."""
+    (tmp_path / "gitconfig").write_text("[user]\nname = A Name\nemail = configured@host\n")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "gitconfig"))
+    monkeypatch.delenv("GIT_AUTHOR_NAME", raising=False)
+    monkeypatch.setenv("GIT_AUTHOR_EMAIL", "set@host")
+    monkeypatch.setattr(repository, "ROOT", tmp_path)
+    monkeypatch.setattr("containers.__main__._image", lambda *_: "nsa:cpu")
+    assert main(["run", "--family", "cpu", "--repository", "--results", str(tmp_path / "r"), *COMMAND]) == 0
+    assert " --env GIT_AUTHOR_NAME=A Name --env GIT_AUTHOR_EMAIL=set@host " in ran(asked)
+
+
 def test_the_history_of_a_worktree_is_given_too(monkeypatch: pytest.MonkeyPatch, asked: Path, tmp_path: Path) -> None:
     """Git keeps it in another folder, which `compare` asks for older commits."""
     whole, worktree = tmp_path / "whole", tmp_path / "worktree"

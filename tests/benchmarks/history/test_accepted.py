@@ -51,6 +51,29 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
     return summary
 
 
+def test_who_accepts_is_named_as_git_does(monkeypatch: pytest.MonkeyPatch, results: Path) -> None:
+    monkeypatch.setenv("GIT_AUTHOR_NAME", "A Name")
+    monkeypatch.setenv("GIT_AUTHOR_EMAIL", "a@host")
+    assert accept(results) == 0
+    found, _ = accepted.read(results)
+    assert {one.who for one in found} == {"A Name <a@host>"}
+
+
+def test_who_has_no_name_is_told_how_to_give_one(
+    monkeypatch: pytest.MonkeyPatch, results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a container the user's number has no name; that ended in a traceback."""
+
+    def unknown() -> str:
+        raise KeyError("getpwuid(): uid not found: 4242")
+
+    monkeypatch.setattr("harness.repository.git", lambda *_: None)
+    monkeypatch.setattr("getpass.getuser", unknown)
+    assert accept(results) == 2
+    assert "git config user.name NAME" in capsys.readouterr().err
+    assert accepted.read(results)[0] == []
+
+
 def test_appends_who_when_and_why(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert accept(results, reason="first level") == 0
     summary = last_line(capsys)
