@@ -116,7 +116,7 @@ def in_image(
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The laws and the units."""
+    """Run the property tests ("laws") and the unit tests."""
     in_image(session, "pytest", "-n", "auto", "-p", "no:benchmark")
 
 
@@ -233,7 +233,7 @@ def first_contact(session: nox.Session) -> None:
 
 @nox.session
 def accept(session: nox.Session) -> None:
-    """Take a machine's levels as its baseline: `nox -s accept -- --first --gpu NAME --reason TEXT`."""
+    """Accept a machine's present latencies as its baseline: `nox -s accept -- --first --gpu NAME --reason TEXT`."""
     in_image(session, "benchmarks", "accept", repository=True, extras=TO_MEASURE)
 
 
@@ -246,7 +246,7 @@ def report(session: nox.Session) -> None:
 
 @nox.session
 def alerts(session: nox.Session) -> None:
-    """Bring the alerts up to the records: `nox -s alerts -- confirm` measures the new ones again."""
+    """Update the alerts from the records: `nox -s alerts -- confirm` measures the new ones again."""
     in_image(session, "benchmarks", "alerts", repository=True, extras=TO_MEASURE)
 
 
@@ -258,13 +258,13 @@ def comment(session: nox.Session) -> None:
 
 @nox.session
 def regress(session: nox.Session) -> None:
-    """Replay the incidents of the field: each fault must be caught, the product must be free of it."""
+    """Inject each bug that others reported, which must be caught; then show that NSA does not have it."""
     in_image(session, "regression", "run")
 
 
 @nox.session
 def preflight(session: nox.Session) -> None:
-    """Refuse a training run that cannot end well: `nox -s preflight -- PROFILE`."""
+    """Check a training profile, and say why not to start it: `nox -s preflight -- PROFILE`."""
     here(session, "nsa.train", "preflight", *session.posargs, extras=TO_TRAIN)
 
 

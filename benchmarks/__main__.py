@@ -19,13 +19,14 @@
                                         --first instead of --case: of all cases that have none yet
     python -m benchmarks export FOLDER  cases and records as flashinfer-bench reads them
     python -m benchmarks import FOLDER  bring records back from what `export` wrote
-    python -m benchmarks atlas          what a trained model selects; whether it answers as well as its dense twin
+    python -m benchmarks atlas          what a trained model selects; whether it answers as well as a dense one
     python -m benchmarks estimate       how fast the kernels may be on GPUs that nobody has measured
     python -m benchmarks tune           find faster tiles of the kernels on this GPU; writes its table
     python -m benchmarks fit-inputs     fit the inputs `recorded` to an atlas of what a trained model selects
 
-Exit code: 0 where all is well; 1 where NSA is wrong on a case (run, compare) or slower (compare), a line was refused
-(merge) or a goal was missed (backtest); 2 for a wrong argument, another machine, or a run in which no case of NSA got a
+Exit code: 0 where all is well; 1 where the command's answer is no, or incomplete: NSA is wrong on a case (run,
+compare), slower or needs more memory (compare), something was refused, missed or left open (each command's --help says
+what); 2 for a wrong argument, another machine, or a run in which no case of NSA got a
 figure; 130 where the command was interrupted, which keeps what it finished. A baseline that is wrong or broken fails no
 run; the last line of `run`, which is JSON, names it.
 """

@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
         "run": "run a command in it",
         "preflight": "check that this machine can run the suites",
         "pipeline": "image, preflight, tests, regress, bench, compare, report, comment",
-        "publish": "build what the images of a family stand on, and push it to a registry",
+        "publish": "build the layers of packages under a family's image, and push them to a registry",
     }
     subs = {name: commands.add_parser(name, help=summary) for name, summary in summaries.items()}
     for sub in subs.values():
@@ -118,7 +118,7 @@ def _add_recipe(sub: argparse.ArgumentParser, told: Environment) -> None:
 
 
 def _add_surroundings(sub: argparse.ArgumentParser, told: Environment) -> None:
-    sub.add_argument("--image", metavar="NAME", help="one that is there already, in place of building")
+    sub.add_argument("--image", metavar="NAME", help="use this image, which exists already; build none")
     sub.add_argument(
         "--results",
         type=Path,

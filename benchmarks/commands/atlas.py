@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("artifacts/atlas"),
         metavar="DIR",
-        help="of the model that `train` makes: text, checkpoints (default: %(default)s)",
+        help="where `train` keeps text and checkpoints (default: %(default)s)",
     )
     parser.add_argument(
         "--minutes",
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="train: tokens of a sequence, one phase after the other (default: 8192,32768)",
     )
     parser.add_argument(
-        "--profile", default=PROFILE, metavar="NAME|FILE", help="train: of nsa.train (default: %(default)s)"
+        "--profile", default=PROFILE, metavar="NAME|FILE", help="train: a profile of nsa.train (default: %(default)s)"
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="train: any setting of nsa.train"
@@ -81,21 +81,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tasks: optimiser steps of each model (default: %(default)s)",
     )
     parser.add_argument(
-        "--tokens-per-step", type=_count, default=2**17, metavar="N", help="tasks: (default: %(default)s)"
+        "--tokens-per-step",
+        type=_count,
+        default=2**17,
+        metavar="N",
+        help="tasks: tokens of an optimiser step (default: %(default)s)",
     )
     parser.add_argument(
         "--texts",
         type=_count,
         default=512,
         metavar="N",
-        help="tasks: asked of each model at each length (default: %(default)s)",
+        help="tasks: questions for each model at each length (default: %(default)s)",
     )
     parser.add_argument(
         "--seed",
         type=int,
         default=0,
         metavar="N",
-        help="of what the model writes, and of the tasks (default: %(default)s)",
+        help="draws what the model writes, and the questions of the tasks (default: %(default)s)",
     )
     options.add_gpu(parser)
     options.add_out(parser)

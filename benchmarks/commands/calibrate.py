@@ -3,6 +3,7 @@
 Identical code is measured against itself in many pairs of processes, with 1, 3 and 10 % of real work injected into one
 side. When it is interrupted, or its minutes are over, the same command goes on where it stopped. `--cases` adds pairs
 of some cases, `--stored` judges what is on record of any machine anew; the last lines say which bounds are still open.
+Exit code 1 where a pair could not be measured, or a bound is open for want of pairs.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help=f"a quarter of the cases and {LEAST_PAIRS} pairs: first thresholds, which know little of the noise",
+        help=f"a quarter of the cases and {LEAST_PAIRS} pairs: preliminary thresholds",
     )
     options.add_cases(parser, default="all that are calibrated on this machine")
     parser.add_argument(
@@ -116,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pairs",
         type=int,
         metavar="N",
-        help="pairs of processes that each case is to have, those of before too"
+        help="pairs of processes that each case is to have in all, with those already recorded"
         f" (default: {_PAIRS}, with --quick {LEAST_PAIRS})",
     )
     parser.add_argument(

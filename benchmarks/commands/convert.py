@@ -3,6 +3,7 @@
 A run's figures stay; its samples go into a compressed file beside it, which git ignores. JUnit XML below laws/ and the
 heartbeats of finished training runs below train/ become summaries. What has the current format is left alone, so that
 converting twice changes nothing. Damaged lines are named; in the file of a run they stand behind its records then.
+Exit code 1 where there were any.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Preflight, laws in small, some incidents, the quick suite, a quick calibration. After an interrupt the same command goes
 on where it stopped. Exit code 0 where every step is green, 1 where one is red (the last
-lines say whose matter it is and what to send), 2 where the machine cannot be measured as it is.
+lines say what is responsible and what to send), 2 where the machine cannot be measured as it is.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _tell(diagnosis: Diagnosis) -> None:
     print(
-        f"whose matter: {diagnosis.cause.value}\nseen: {diagnosis.message}\nto do: {diagnosis.do}\n"
+        f"responsible: {diagnosis.cause.value}\nseen: {diagnosis.message}\nto do: {diagnosis.do}\n"
         f"to send: {diagnosis.send}"
     )
 

@@ -69,8 +69,8 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
         "--budget",
         type=time_s,
         metavar="TIME",
-        help="spend about so long (20m, 90s, 1h30m): on the cases measured longest ago, then on those that tell the"
-        " most per second; the others are named as unmeasured, and seven nights measure each (default: no limit)",
+        help="measure for about so long (20m, 90s, 1h30m): first the cases not measured for longest, then those that"
+        " tell most per second. The rest are listed as unmeasured; seven nightly runs reach each (default: no limit)",
     )
 
 

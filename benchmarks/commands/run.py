@@ -47,7 +47,7 @@ SUMMARY = "measure, write records, build the page"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What is measured, on which machine, and where it is written."""
-    parser.add_argument("--quick", action="store_true", help="fewer shapes and samples: under a minute on a CPU")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes and samples: about a minute on a CPU")
     options.add_gpu(parser)
     options.add_forced(parser)
     options.add_cases(parser)
@@ -57,13 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed",
         type=int,
         metavar="N",
-        help="of the rows that are compared and of the inputs after the last sample (default: another one in each run)",
+        help="draws the rows that are compared with the oracle, and the inputs of the last check (default: a new one)",
     )
     parser.add_argument(
         "--anchors",
         default=anchors.AUTO,
         metavar="COMMIT",
-        help="measure some cases of that commit too, which tells what an upgrade does to the series; 'none': never"
+        help="measure some cases of that older commit too: they tell an upgrade's effect from the code's; 'none': never"
         " (default: auto, where a driver, CUDA, PyTorch, Triton, ... changed since the machine's runs: up to"
         f" {sum(CLASSES.values())} cases, about a minute on a GPU)",
     )

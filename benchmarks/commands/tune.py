@@ -18,9 +18,8 @@ SUMMARY = "find faster tiles of the kernels on this GPU"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """For which heads, length and kernels."""
     parser.add_argument(
-        "--heads", default="16,128,128", metavar="G,DK,DV", help="heads of a group and their channels (%(default)s)"
+        "--heads", default="64,4,128,128", metavar="HQ,HKV,DK,DV", help="heads and their channels (%(default)s)"
     )
-    parser.add_argument("--kv-heads", type=int, default=4, help="(%(default)s)")
     parser.add_argument("--tokens", type=int, default=32768, help="length to time (%(default)s)")
     parser.add_argument(
         "--inputs",

@@ -1,7 +1,7 @@
 """Can this machine be measured? What is read of it before anything runs there, and what that means.
 
 `read` asks the machine once; `findings` judges what it said, without asking anything, so that a test can describe any
-machine. A finding that refuses says whose matter it is and what to do.
+machine. A finding that refuses says what is responsible and what to do.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def news(followed: Sequence[SeriesTrend], found: Sequence[Standing]) -> str:
 
 def table(followed: Sequence[SeriesTrend], repository: Repository) -> ReportTable:
     """A row per change, newest first."""
-    head = ("when", "case", "commit", "what changed", "time, change", "seen again")
+    head = ("when", "case", "commit", "what changed", "change of time", "seen again")
     rows = [(one, change) for one in followed for change in one.trend.changes]
     newest_first = sorted(rows, key=lambda row: row[0].series.points[row[1].index].utc, reverse=True)
     return ReportTable(head, [_row(one, change, repository) for one, change in newest_first])
@@ -73,7 +73,7 @@ def _row(one: SeriesTrend, change: Change, repository: Repository) -> list[Cell]
 
 def standings(found: Iterable[Standing]) -> ReportTable:
     """A row per case that is not where its accepted baseline is; those without any baseline are no news."""
-    head = ("case", "beside its baseline", "now, ms", "accepted, ms", "last run")
+    head = ("case", "against its baseline", "now, ms", "accepted, ms", "last run")
     ordered = sorted(found, key=lambda one: (STATES.index(one.state), one.case))
     rows = [
         [

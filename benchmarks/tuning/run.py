@@ -48,11 +48,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Tune kernel after kernel; each starts from what the ones before it chose."""
     architecture = _architecture(arguments)
     table = tuning.table(architecture)
-    group, dk, dv = _heads(arguments.heads)
+    heads, kv_heads, dk, dv = _heads(arguments.heads)
+    group = heads // kv_heads
     width, times = tuning.width(dk, dv, DTYPE)
     if times > 1:
         raise ValueError(f"--heads: rows of {dk} and {dv} channels are wider than any table; got {arguments.heads!r}")
-    workload = Workload(architecture, width, group, dk, dv, arguments.kv_heads, arguments.tokens)
+    workload = Workload(architecture, width, group, dk, dv, kv_heads, arguments.tokens)
     chosen: dict[str, LaunchConfig] = {}
     kernels = _kernels(arguments.kernels, table)
     for kernel in kernels if arguments.kernels is not None else ():  # before hours are spent on others
@@ -100,11 +101,11 @@ def _architecture(arguments: argparse.Namespace) -> int:
     return here
 
 
-def _heads(given: str) -> tuple[int, int, int]:
+def _heads(given: str) -> tuple[int, int, int, int]:
     sizes = [int(size) if size.isdecimal() else 0 for size in given.split(",")]
-    if len(sizes) != 3 or min(sizes) < 1:
-        raise ValueError(f"--heads must be three positive numbers G,DK,DV; got {given!r}")
-    return sizes[0], sizes[1], sizes[2]
+    if len(sizes) != 4 or min(sizes) < 1 or sizes[0] % sizes[1]:
+        raise ValueError(f"--heads must be four positive numbers HQ,HKV,DK,DV, HQ a multiple of HKV; got {given!r}")
+    return sizes[0], sizes[1], sizes[2], sizes[3]
 
 
 def _kernels(given: str | None, table: tuning.Table) -> Sequence[str]:

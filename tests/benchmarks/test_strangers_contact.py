@@ -92,7 +92,7 @@ def test_a_foreign_process_is_refused_at_first_contact_and_the_same_command_goes
     assert stranger.types("first-contact") == 2
     told = last_line(said := capsys.readouterr().out)
     assert "REFUSED  other work: 1 other process computes on the GPU" in said
-    assert "whose matter: the machine" in said
+    assert "responsible: the machine" in said
     assert (told["complete"], told["steps"]) == (False, {})
     with received.opened(Path(told["bundle"])) as found:
         assert [entry.name for entry in found.manifest.files] == ["preflight.json"]

@@ -98,9 +98,9 @@ def cases(results: Iterable[ComparisonResult]) -> ReportTable:
     head = (
         "case",
         "verdict",
-        "time, change",
+        "change of time",
         "95 % interval",
-        "could have seen",
+        "detectable change",
         "base, ms",
         "head, ms",
         "memory",

@@ -99,7 +99,7 @@ def rows(entries: Iterable[IncidentReplay], speed: Mapping[tuple[str, str], Cell
 
 def red(entries: Iterable[IncidentReplay]) -> ReportTable:
     """Every repro of these runs that is not as it should be."""
-    head = ("commit", "incident", "part", "verdict", "expected", "why", "to see it again")
+    head = ("commit", "incident", "part", "verdict", "expected", "why", "reproduce with")
     return ReportTable(
         head,
         [

@@ -29,7 +29,7 @@ HEAD = (
     "GPU family, machine",
     "compute capability",
     "compiled",
-    "ran forced",
+    "on a newer GPU",
     "laws",
     "incidents",
     "bench",

@@ -23,7 +23,7 @@ from harness.fingerprint import Fingerprint
 def figures(here: Sequence[BaselineComparison]) -> ReportTable:
     """A row per case: NSA, then each baseline with the ratio."""
     names = list(dict.fromkeys(other.key.implementation for c in here for other in c.baselines))
-    head = ["case", "outcome", "ran", "NSA", "95 % interval, ms", "p99, ms", "end to end, ms", "of the limit"]
+    head = ["case", "outcome", "ran", "NSA", "95 % interval, ms", "p99, ms", "end to end, ms", "share of the limit"]
     rows = []
     for comparison in here:
         nsa, by_name = comparison.nsa, {other.key.implementation: other for other in comparison.baselines}
@@ -68,7 +68,7 @@ def summary(here: Sequence[BaselineComparison]) -> str:
 
 def limits(here: Sequence[BaselineComparison]) -> ReportTable:
     """Arithmetic and traffic that each figure amounts to, by the case's own count, beside the measured peaks."""
-    head = ("case", "who", "TFLOP/s", "TB/s", "share of the limit")
+    head = ("case", "implementation", "TFLOP/s", "TB/s", "share of the limit")
     records = [record for c in here for record in (c.nsa, *c.baselines) if record.share_of_limit is not None]
     rows = [
         [
@@ -85,7 +85,7 @@ def limits(here: Sequence[BaselineComparison]) -> ReportTable:
 
 def missing(here: Sequence[BaselineComparison]) -> ReportTable:
     """Every measurement without a number."""
-    head = ("measurement", "outcome", "reason", "to see it again")
+    head = ("measurement", "outcome", "reason", "reproduce with")
     records = [record for c in here for record in (c.nsa, *c.baselines) if record.outcome is not CaseOutcome.PASSED]
     rows = [
         [Cell(r.key.name, NAME), Cell(r.outcome.value, BAD), Cell(r.reason or ""), Cell(r.command, NAME)]

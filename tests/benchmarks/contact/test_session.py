@@ -124,7 +124,7 @@ def test_a_busy_machine_sends_its_preflight_and_measures_nothing(
     monkeypatch.setattr(session, "run", None)
     assert main(["first-contact", "--gpu", "cpu", "--out", str(tmp_path)]) == 2
     out = capsys.readouterr().out
-    assert "whose matter: the machine\nseen: other work: 1 other process computes on the GPU" in out
+    assert "responsible: the machine\nseen: other work: 1 other process computes on the GPU" in out
     with received.opened(Path(json.loads(out.splitlines()[-1])["bundle"])) as bundle:
         assert not bundle.manifest.complete
         assert [entry.name for entry in bundle.manifest.files] == [session.PREFLIGHT]

@@ -63,7 +63,8 @@ def test_a_compiled_architecture_is_that_of_every_family_that_has_it(tmp_path: P
 def test_what_ran_forced_is_not_what_ran_truly(tmp_path: Path) -> None:
     law(tmp_path, "h200-20260101-aaaaaaaaaa-laws-forced-sm86", "2026-01-01", 700)
     found = rows(tmp_path)
-    assert found["NVIDIA GeForce RTX 3090"]["ran forced"].text == "laws 700 of 700 at aaaaaaa, 2026-01-01, on h200"
+    forced = found["NVIDIA GeForce RTX 3090"]["on a newer GPU"]
+    assert forced.text == "laws 700 of 700 at aaaaaaa, 2026-01-01, on h200"
     assert {row["laws"].text for row in found.values()} == {"–"}
     law(tmp_path, "h200-20251201-bbbbbbbbbb-laws", "2025-12-01", 600)
     assert rows(tmp_path)["h200"]["laws"].text.startswith("600 of 600 at bbbbbbb")
@@ -79,7 +80,7 @@ def test_laws_and_incidents_that_ran_forced_are_told_apart_by_memory(tmp_path: P
     forced.write_text(own.read_text().replace('"machine": "h200"', '"machine": "h200-forced-sm80-40gb"'))
     own.unlink()
     found = rows(tmp_path)
-    cell = found["NVIDIA A100"]["ran forced"]
+    cell = found["NVIDIA A100"]["on a newer GPU"]
     where = "on h200 with 40 GB"
     laws, replayed = "laws 700 of 701 at aaaaaaa, 2026-01-01", "incidents 4 green at 7c2b3ab, 2026-01-07"
     assert cell.text == f"{laws}, {where}; {replayed}, {where}"
@@ -138,7 +139,7 @@ def test_a_commit_says_how_far_back_it_is(tmp_path: Path, monkeypatch: pytest.Mo
     law(tmp_path, "h200-20260102-bbbbbbbbbb-laws-forced-sm86-24gb", "2026-01-02", 700)
     law(tmp_path, "h200-20260103-aaaaaaaaaa-laws", "2026-01-03", 700)
     found = rows(tmp_path, h200=20)
-    forced = found["NVIDIA GeForce RTX 3090"]["ran forced"].text
+    forced = found["NVIDIA GeForce RTX 3090"]["on a newer GPU"].text
     assert forced == "laws 700 of 700 at bbbbbbb, 2026-01-02, 1 commit ago, on h200 with 24 GB"
     assert found["h200"]["laws"].text == "700 of 700 at aaaaaaa, 2026-01-03, this commit"
     assert found["h200"]["bench"].text == f"20 cases {AT}, 99 commits ago"
@@ -210,7 +211,7 @@ def test_of_many_failures_some_are_named(tmp_path: Path) -> None:
     law(tmp_path, "h200-20260101-aaaaaaaaaa-laws-forced-sm86", "2026-01-01", 2000)
     tests = [f"tests.a::test_{i}" for i in range(7)]
     red(tmp_path, "h200-20260102-bbbbbbbbbb-gpu-forced-sm86", "2026-01-02", 3, *tests)
-    cell = rows(tmp_path)["NVIDIA GeForce RTX 3090"]["ran forced"]
+    cell = rows(tmp_path)["NVIDIA GeForce RTX 3090"]["on a newer GPU"]
     named = ", ".join(f"{test} at bbbbbbb" for test in tests[:5])
     assert cell.text == (
         f"laws 2000 of 2000 at aaaaaaa, 2026-01-01, on h200; failed, not passed since: {named} and 2 more"

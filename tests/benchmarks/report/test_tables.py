@@ -49,7 +49,7 @@ def test_the_gravest_verdict_comes_first(tmp_path: Path) -> None:
     full_results.write_verdicts(tmp_path)
     (comparison,) = comparisons_of(tmp_path)
     assert column(comparison.table, "verdict") == ["FAILED", "SLOWER", "UNDECIDED", "FASTER", "SAME"]
-    assert column(comparison.table, "time, change") == ["–", "+8.1 %", "+2.0 %", "−6.0 %", "+0.2 %"]
+    assert column(comparison.table, "change of time") == ["–", "+8.1 %", "+2.0 %", "−6.0 %", "+0.2 %"]
     assert comparison.summary.text.replace(NBSP, " ") == "1 FAILED, 1 SLOWER, 1 UNDECIDED, 1 FASTER, 1 SAME"
     assert comparison.summary.kind == "bad"
 
@@ -247,9 +247,9 @@ def test_changes_are_told_newest_first_and_where_a_case_stands(tmp_path: Path) -
     before = str(full_results.run_of(full_results.SLOWER_FROM - 1).commit)
     assert column(table, "commit") == [commit[:7]] * 4
     assert column(table, "what changed") == [f"git diff {before[:7]}...{commit[:7]}"] * 4
-    assert all(change.startswith("+") for change in column(table, "time, change"))
+    assert all(change.startswith("+") for change in column(table, "change of time"))
     assert column(table, "seen again") == ["yes"] * 4
-    assert column(changes.standings(standings), "beside its baseline") == ["MISSING", "NEW", "NEW", "NEW", "NEW"]
+    assert column(changes.standings(standings), "against its baseline") == ["MISSING", "NEW", "NEW", "NEW", "NEW"]
     wanted = "Changes of level over the runs: 4 slower, 0 faster, 0 not seen again yet. Beside the accepted baselines: "
     assert changes.news(followed, standings) == wanted + "1 MISSING, 4 NEW."
 

@@ -148,12 +148,18 @@ def test_a_kernel_that_no_candidate_serves_is_passed_over_unless_it_was_named(
 ) -> None:
     monkeypatch.setattr(run, "fits", lambda *_: False)
     monkeypatch.setattr(run, "_architecture", lambda _: 90)
-    given = {"dry_run": False, "architecture": 90, "heads": "6,64,64", "kv_heads": 2, "tokens": 64}
+    given = {"dry_run": False, "architecture": 90, "heads": "12,2,64,64", "tokens": 64}
     given |= {"inputs": "random", "out": tmp_path}
     assert run.run(argparse.Namespace(**given, kernels=None)) == 0
     assert "hopper.scores: 0 of " in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"hopper.scores does not serve --heads 6,64,64"):
+    with pytest.raises(ValueError, match=r"hopper.scores does not serve --heads 12,2,64,64"):
         run.run(argparse.Namespace(**given, kernels="hopper.scores"))
+
+
+@pytest.mark.parametrize("given", ["64,4,128", "64,0,128,128", "10,4,64,64", "64;4;128;128"])
+def test_heads_that_make_no_groups_are_refused(given: str) -> None:
+    with pytest.raises(ValueError, match="--heads must be four positive numbers HQ,HKV,DK,DV"):
+        run._heads(given)
 
 
 def test_a_table_is_replaced_in_one_step(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
