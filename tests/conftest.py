@@ -19,8 +19,6 @@ from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported
-# of the processes that tests start: they share the cores with other tests, and a thread that spins holds one of them
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from harness import forced, triton_interpreter
 from tests import quick
@@ -59,6 +57,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Triton's interpreter computes in NumPy, which warns of the NaN and Inf that a GPU takes in silence.
     """
+    if config.getoption("numprocesses", None):
+        # Of the workers, which share the cores: a thread that spins holds one of them. They are not started yet; in a
+        # process that runs already it would be a setting that benches find changed, and refuse.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         asked = forced.enter(config.getoption("--force-arch"), config.getoption("--memory-gb"))
         forced.require_gpu(asked, there=torch.cuda.is_available())
