@@ -70,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="TIME",
         help="spend about so long (20m) on bench, and on compare; what is left out is named",
     )
+    subs["pipeline"].add_argument("--cases", metavar="A,B", help="--cases of bench and of compare (default: theirs)")
     subs["pipeline"].add_argument("--quick", action="store_true", help="some tests, quick benches: minutes")
     subs["pipeline"].add_argument(
         "--logs",
@@ -215,6 +216,7 @@ def chain(chosen: engine.Choice, arguments: argparse.Namespace) -> int:
         logs=logs,
         registry=arguments.registry,
         budget=arguments.budget,
+        cases=arguments.cases,
     )
     done = pipeline.run(steps, logs)
     comparison = logs / pipeline.COMPARISON

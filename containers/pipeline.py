@@ -27,14 +27,16 @@ COMPARISON = "comparison.md"
 LAST_MEASURED = "last-measured"
 """As a base: the newest commit before this one that the machine has measured."""
 QUICK_TESTS = (
-    "tests/containers",
+    "tests/containers/test_entry.py",
     "tests/benchmarks/history/test_merge.py",
     "tests/nsa/test_compile.py::test_reduce_overhead_replays_one_graph_with_the_numbers_of_an_eager_call",
     "tests/nsa/train/test_distributed.py",
     "tests/nsa/train/test_run.py",
-    "tests/nsa/warm",
+    "tests/nsa/warm/test_precompile.py",
+    "tests/nsa/warm/test_warm.py::test_a_later_process_compiles_nothing",
 )
-"""Those that depend on the machine (git, a C++ compiler, processes, network, disk). Outside the image all tests run."""
+"""Those that depend on where they run (git, compilers, processes, network, disk): they show that the image works.
+Outside it all tests run."""
 QUICK_INCIDENTS = ("loader-stall", "grad-none-ddp", "resume-drift", "toy-config-run", "nan-empty-row", "tie-break")
 """Those that depend on the machine, and two of attention. The rest run outside the image."""
 QUICK_COMPARE = ("--quick", "--cases", "part-window", "--pairs", "12")
@@ -74,6 +76,7 @@ def plan(
     logs: Path,
     registry: str | None = None,
     budget: str | None = None,
+    cases: str | None = None,
 ) -> list[PipelineStep]:
     """The chain for this machine. Pure but for the clock, and for asking git whether nsa/ differs from the base."""
     which = (
@@ -83,7 +86,7 @@ def plan(
     )
     bare = None if chosen.engine else "no container engine: the suites run in the host's environment"
     unchanged = _why_no_compare(base)
-    limited = ("--budget", budget) if budget else ()
+    limited = (*(("--budget", budget) if budget else ()), *(("--cases", cases) if cases else ()))
     begin = datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     comment = ("--since", begin, "--file", str(logs / COMPARISON))
     return [

@@ -60,6 +60,16 @@ def test_a_budget_is_that_of_bench_and_of_compare(monkeypatch: pytest.MonkeyPatc
     assert limited == {"bench": ("--budget", "20m"), "compare": ("--budget", "20m")}
 
 
+def test_cases_are_those_of_bench_and_of_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "_why_no_compare", lambda _: None)
+    steps = pipeline.plan(DOCKER, None, "main", quick=True, logs=Path("logs"), cases="decode,part-window")
+    named = {step.name: step.words[2:] for step in steps if "decode,part-window" in step.words}
+    assert list(named) == ["bench", "compare"]
+    for command, words in named.items():
+        arguments = bench.parser().parse_args(["run" if command == "bench" else command, *words])
+        assert arguments.cases == ["decode", "part-window"], "also where the quick comparison has its own"
+
+
 def test_without_an_engine_no_image_is_built() -> None:
     steps = pipeline.plan(BARE, None, None, quick=True, logs=Path("logs"))
     assert [step.name for step in steps if step.skipped] == ["image", "preflight", "compare", "comment"]
