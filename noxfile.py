@@ -246,7 +246,7 @@ def report(session: nox.Session) -> None:
 
 @nox.session
 def alerts(session: nox.Session) -> None:
-    """Update the alerts from the records: `nox -s alerts -- confirm` measures the new ones again."""
+    """Update the alerts from the records; `nox -s alerts -- confirm` measures the new ones again."""
     in_image(session, "benchmarks", "alerts", repository=True, extras=TO_MEASURE)
 
 

@@ -3,7 +3,7 @@
 Identical code is measured against itself in many pairs of processes, with 1, 3 and 10 % of real work injected into one
 side. When it is interrupted, or its minutes are over, the same command goes on where it stopped. `--cases` adds pairs
 of some cases, `--stored` judges what is on record of any machine anew; the last lines say which bounds are still open.
-Exit code 1 where a pair could not be measured, or a bound is open for want of pairs.
+Exit code 1 where a pair could not be measured, or some case has fewer pairs than a calibration needs.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 Definitions and Workloads are those of every suite, Traces those of the records. Parts of NSA, train steps and memory
 have no place there, nor have records of cases that were not evaluated: they are counted. `import` brings records back.
+Exit code 1 where a record was damaged; the others are written.
 """
 
 from __future__ import annotations
