@@ -27,8 +27,8 @@
 Exit code: 0 where all is well; 1 where the command's answer is no, or incomplete: NSA is wrong on a case (run,
 compare), slower or needs more memory (compare), something was refused, missed or left open (each command's --help says
 what); 2 for a wrong argument, another machine, or a run in which no case of NSA got a figure; 130 where the command was
-interrupted, which keeps what it finished. A baseline that is wrong or broken fails no run; the last line of `run`, which
-is JSON, names it.
+interrupted, which keeps what it finished. A baseline that is wrong or broken fails no run; the last line of `run`,
+which is JSON, names it.
 """
 
 from __future__ import annotations
