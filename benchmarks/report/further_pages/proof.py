@@ -1,4 +1,4 @@
-"""What is proven on which machine: for every GPU family what was compiled or ran on a newer GPU, for a machine what ran.
+"""What is proven on which machine: of every GPU family what was compiled or ran on a newer GPU, of a machine what ran.
 
 From records alone. Compiling needs no GPU: a summary of tests under results/laws counts by architecture what the
 compiler accepted (`conversion.summarize_junit`). A record whose name, or whose machine's, ends in -forced-sm86 or
