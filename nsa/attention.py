@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from nsa.geometry import Layout
 from nsa.kv import DecodeOutput, KVView
 
 Branches = Tensor | Sequence[Tensor | None]
+_TENSORS = (Tensor, torch.nn.Parameter)
+"""Not their subclasses, which may stand for other tensors, or for none."""
 
 
 @dataclass(frozen=True)
@@ -253,10 +255,12 @@ def nsa_attention(
     Raises ValueError or TypeError naming the argument, what came and what is wanted.
     """
     config = checks.a_config(config)
-    (k_source, k_selected, k_window), (v_source, v_selected, v_window) = (
-        checks.branches("k", k),
-        checks.branches("v", v),
-    )
+    of_k, of_v = checks.branches("k", k), checks.branches("v", v)
+    if not return_aux and cu_seqlens is None and not torch.compiler.is_compiling():
+        again = _attend_again(q, of_k, of_v, gates, config, (k_compressed, v_compressed), scale, backend)
+        if again is not None:
+            return again
+    (k_source, k_selected, k_window), (v_source, v_selected, v_window) = of_k, of_v
     names = ("k[1]" if isinstance(k, (tuple, list)) else "k", "v[1]" if isinstance(v, (tuple, list)) else "v")
     q, k_sel = checks.queries_and_keys(q, k_selected, k_name=names[0])
     v_sel = checks.values(v_selected, k_sel, v_name=names[1], k_name=names[0])
@@ -292,6 +296,33 @@ def nsa_attention(
     lse = dict(zip(BRANCHES, (x.float() for x in lses), strict=True))
     read = dict(zip(BRANCHES, (x.sum(dtype=torch.int64) for x in reads), strict=True))
     return o, Aux(block_indices, lse, read, name)
+
+
+def _attend_again(
+    q: Any,
+    k: tuple[Any, Any, Any],
+    v: tuple[Any, Any, Any],
+    gates: Any,
+    config: NSAConfig,
+    compressed: tuple[Any, Any],
+    scale: float | None,
+    backend: str,
+) -> Tensor | None:
+    """o where a backend has it again (`backends.AttendAgain`): to check a short call takes the host a sixth of its
+    time."""
+    pools = compressed[0] is None and compressed[1] is None
+    source = (k[0], v[0]) if pools else compressed
+    if type(q) not in _TENSORS or q.dim() != 4 or not q.numel():
+        return None
+    device = q.device
+    for x in (q, *k[1:], *v[1:], *source, gates):
+        if type(x) not in _TENSORS or x.layout is not torch.strided or x.device != device:
+            return None
+    again = backends.attend_again(backend, q)
+    if again is None:
+        return None
+    scale = checks.a_scale(scale, q.shape[3])
+    return again(q, (k[1], v[1]), (k[2], v[2]), source, pools, gates, config, scale)
 
 
 def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:

@@ -3,6 +3,7 @@ write, that one of them has whole."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Protocol, cast
 
@@ -147,6 +148,19 @@ class WholeCall(Protocol):
     ) -> tuple[Tensor, Observation | None]: ...
 
 
+class AttendAgain(Protocol):
+    """o of a call like one that was checked and served before, of one document and as many queries as keys; None for
+    any other.
+
+    Arguments as of `WholeCall`: strided tensors of one device, q of four dimensions, with nothing else checked.
+    """
+
+    def __call__(
+        self, q: Tensor, selected: Pair, window: Pair, compressed: Pair, pools: bool, gates: Tensor,
+        config: NSAConfig, scale: float,
+    ) -> Tensor | None: ...  # fmt: skip
+
+
 class Rotator(Protocol):
     """RoPE of q [B, S, Hq, D] and k [B, S, Hk, D] at integer positions [S] or [B, S], or 0, 1, ... for None, with
     `nsa.rope.frequencies`, float64 [D // 2]. Arguments are checked."""
@@ -232,6 +246,15 @@ def whole_call(run: Backend) -> WholeCall:
     """The function for a whole call: the backend's own `attend` where it has one, else its parts in turn."""
     own: WholeCall | None = getattr(run, "attend", None)
     return by_parts(run) if own is None else own
+
+
+def attend_again(asked: str, q: Tensor) -> AttendAgain | None:
+    """The function that serves calls again without their checks, of the backend that is asked for; None where it has
+    none, or has served no call."""
+    if asked == "triton" or (asked == "auto" and q.is_cuda):
+        module = sys.modules.get("nsa.triton_backend")  # the host has this sooner than `load`
+        return getattr(module, "attend_again", None)
+    return None
 
 
 def rotator(run: Backend) -> Rotator | None:

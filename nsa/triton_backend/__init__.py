@@ -30,10 +30,12 @@ from nsa.triton_backend import (
 from nsa.triton_backend.compressed_window import ENOUGH_OF_WINDOW
 from nsa.triton_backend.launch import ENOUGH_PROGRAMS, add, finite_keys, unit_stride
 from nsa.triton_backend.places import located
+from nsa.triton_backend.planned import attend_again
 
 __all__ = [
     "add_gradients",
     "attend",
+    "attend_again",
     "combine",
     "combine_into",
     "compress",
@@ -76,12 +78,7 @@ def attend(
 ) -> tuple[Tensor, tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]] | None]:
     """A whole call; see `nsa.backends.WholeCall`."""
     q, scale = _positive(q, scale)
-
-    def unless_selected(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
-        return None if pair[0] is selected[0] and pair[1] is selected[1] else pair
-
-    of_compressed = (unless_selected(compressed), None) if pools else (None, compressed)
-    given = attention.flat(attention.Inputs(selected, unless_selected(window), *of_compressed))
+    given = attention.flat(attention.Inputs.of(selected, window, compressed, pools))
     if torch.compiler.is_compiling():
         output = attention_ops.attention(q, *given, gates, layout, scale, observed=observed)
     else:

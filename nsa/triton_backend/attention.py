@@ -41,6 +41,16 @@ class Inputs(NamedTuple):
     compressed: Pair | None
     """[B, slots, Hkv, D], which the caller compressed; `source` is then None."""
 
+    @classmethod
+    def of(cls, selected: Pair, window: Pair, compressed: Pair, pools: bool) -> Inputs:
+        """Of a call (`nsa.backends.WholeCall`)."""
+
+        def unless_selected(pair: Pair) -> Pair | None:
+            return None if pair[0] is selected[0] and pair[1] is selected[1] else pair
+
+        of_compressed = (unless_selected(compressed), None) if pools else (None, compressed)
+        return cls(selected, unless_selected(window), *of_compressed)
+
     @property
     def all_are_one(self) -> bool:
         """Whether every branch reads the same tensors."""

@@ -89,10 +89,15 @@ def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
     Where kernels of `hopper/` serve, there would be none.
     """
-    if not AVAILABLE or not 0 < max(q.numel(), k.numel()) * q.itemsize <= dispatch.MOST_PLANNED_BYTES or not q.numel():
+    if not _are_short(q, k):
         return False
     group = q.shape[2] // k.shape[2]
     return not dispatch.hopper_serves("compressed_window_forward", group, k, v)
+
+
+def _are_short(q: Tensor, k: Tensor) -> bool:
+    most_elements = max(q.numel(), k.numel()) if q.numel() else 0
+    return AVAILABLE and 0 < most_elements * q.itemsize <= dispatch.MOST_PLANNED_BYTES
 
 
 def attend(
@@ -115,6 +120,31 @@ def attend(
         return None
     output: tuple[Tensor, ...] = _Attention.apply(*found, numbers, *tensors)
     return output
+
+
+def attend_again(
+    q: Tensor,
+    selected: attention.Pair,
+    window: attention.Pair,
+    compressed: attention.Pair,
+    pools: bool,
+    gates: Tensor,
+    config: NSAConfig,
+    scale: float,
+) -> Tensor | None:
+    """o of a call that `attend` has a plan for; see `nsa.backends.AttendAgain`.
+
+    A plan's key holds all that the checks of `nsa.attention` ask for, and its first call has passed them.
+    """
+    if not _are_short(q, q):
+        return None
+    tensors = (q, *attention.flat(attention.Inputs.of(selected, window, compressed, pools)), gates, None)
+    numbers = q.shape[1], q.shape[1], config, scale
+    found = FORWARD.again(tensors, numbers)
+    if found is None:
+        return None
+    output: tuple[Tensor, ...] = _Attention.apply(*found, numbers, *tensors)
+    return output[0]
 
 
 class _Attention(torch.autograd.Function):

@@ -53,12 +53,11 @@ class Launch(NamedTuple):
     lane: int
     waits: tuple[Wait, ...]
     """Before it, of its lane and others."""
-    run: Callable[..., object]
-    function: int
-    metadata: object
+    launch: Callable[..., object]
+    fixed: tuple[Any, ...]
     grid: tuple[int, int, int]
     pick: Callable[[tuple[Any, ...]], tuple[Any, ...]]
-    """Its arguments, out of all numbers and addresses of a plan."""
+    """Its arguments, as `launch` wants them (`relaunch.Start`), out of all numbers and addresses of a plan."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,19 +104,19 @@ class Plan:
                 return results, kept
             active = driver.active
             stream = active.get_current_stream(active.get_current_device())
-            for _, _, run, function, metadata, (x, y, z), pick in self.launches:
-                run(x, y, z, stream, function, metadata, None, None, None, *pick(values))
+            for _, _, launch, fixed, (x, y, z), pick in self.launches:
+                launch(x, y, z, stream, *fixed, *pick(values))
         return results, kept
 
     def _launch_in_lanes(self, values: tuple[Any, ...], device: torch.device) -> None:
         current = torch.cuda.current_stream(device)
         of_lanes = (side_stream(device, current.cuda_stream, lane) for lane in range(1, self.num_lanes))
         streams = [current, *of_lanes]
-        for lane, waits, run, function, metadata, (x, y, z), pick in self.launches:
+        for lane, waits, launch, fixed, (x, y, z), pick in self.launches:
             for waiting, awaited in waits:
                 streams[waiting].wait_stream(streams[awaited])
             stream = streams[lane].cuda_stream
-            run(x, y, z, stream, function, metadata, None, None, None, *pick(values))
+            launch(x, y, z, stream, *fixed, *pick(values))
         for waiting, awaited in self.waits_at_end:
             streams[waiting].wait_stream(streams[awaited])
 

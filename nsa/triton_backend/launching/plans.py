@@ -50,6 +50,13 @@ class Plans:
         device = next(x.device for x in given if x is not None)
         return results, plan.copied(kept, device), plan
 
+    def again(self, given: Tensors, *more: Hashable) -> tuple[list[Tensor | None], Tensor, Plan] | None:
+        """`keeping` of a call that has a plan already; None for any other, and while launches are observed."""
+        if not self._known or relaunch.observed():
+            return None
+        plan = self._known.get(self._key(given, more))
+        return None if plan is None else (*plan(given), plan)
+
     def __call__(self, given: Tensors, *more: Hashable) -> Tensors:
         """What the function gives, all of it results."""
         key = self._key(given, more)

@@ -10,7 +10,7 @@ Launches stand in lanes (`lanes.py`).
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -162,6 +162,10 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
+def _in_a_tuple(pick: Callable[[Any], Any]) -> Callable[[Any], tuple[Any]]:
+    return lambda values: (pick(values),)
+
+
 def plan_of(recording: Recording, given: Tensors, outcome: Tensors, memories: Sequence[Memory]) -> Plan | None:
     """The plan of a function that gave `outcome`; None where launches are not all that it did, or an address is not
     known."""
@@ -185,10 +189,10 @@ def plan_of(recording: Recording, given: Tensors, outcome: Tensors, memories: Se
         return None
     launches = []
     for recorded, pick in zip(recording.launches, picks, strict=True):
-        compiled, (x, y, z) = recorded.compiled, (*recorded.grid, 1, 1)[:3]
+        (x, y, z), (launch, fixed, packed) = (*recorded.grid, 1, 1)[:3], relaunch.start(recorded.compiled)
         chosen = itemgetter(*[place + len(numbers) * is_address for is_address, place in pick])
-        kernel = compiled.run, compiled.function, compiled.packed_metadata
-        launches.append(Launch(recorded.lane, recorded.waits, *kernel, (x, y, z), chosen))
+        arguments = _in_a_tuple(chosen) if packed else chosen
+        launches.append(Launch(recorded.lane, recorded.waits, launch, fixed, (x, y, z), arguments))
     return Plan(
         launches=launches,
         numbers=tuple(numbers),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -19,12 +19,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 import nsa
+from nsa import checks
 from nsa.config import BRANCHES
 
 pytest.importorskip("triton")
 
 from triton.runtime.interpreter import InterpretedFunction
 
+from nsa import triton_backend
 from nsa.triton_backend import ahead_of_time, attention_ops, dispatch, hopper, ops, planned, tuning
 from nsa.triton_backend.launching import plans, relaunch
 from nsa.triton_backend.launching.recording import Recording
@@ -168,6 +170,27 @@ def test_a_call_by_plan_has_the_bits_of_one_without(
         assert [found is not None for found in known.values()] == [is_planned]
 
 
+AGAIN = ("one set", "three sets", "compressed by the caller", "half precision", "an index")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_comes_again_is_not_checked_again(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Where it was checked once, and nothing is asked for that is no part of a plan."""
+    call = CALLS[name]
+    if call.masked:
+        masking.serve(monkeypatch)
+    call.outcome(device, 0)
+    checked = mock.Mock(wraps=checks.queries_and_keys)
+    monkeypatch.setattr(checks, "queries_and_keys", checked)
+    found = call.outcome(device, 1)
+    assert checked.called is (name not in AGAIN)
+    plans.forget_all()
+    for one, true in zip(found, call.outcome(device, 1), strict=True):
+        assert torch.equal(one, true)
+
+
 SMALL = Call(sets=1, queries=SHORT, keys=SHORT, masked=True)
 
 
@@ -175,6 +198,56 @@ SMALL = Call(sets=1, queries=SHORT, keys=SHORT, masked=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Call:
     masking.serve(monkeypatch)
     return SMALL
+
+
+ALIKE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "gates of another shape": ({"gates": torch.zeros(1, SHORT, 4, 2)}, ValueError, "gates must have shape"),
+    "keys elsewhere": ({"k": torch.zeros(1, SHORT, 2, 16, device="meta")}, ValueError, "k must be on the device of q"),
+    "sparse values": ({"v": torch.zeros(1, SHORT, 2, 16).to_sparse()}, ValueError, "v must be a dense"),
+    "values of another dtype": ({"v": torch.zeros(1, SHORT, 2, 16).half()}, TypeError, "v must have the dtype of k"),
+    "no tensor": ({"q": [1.0]}, TypeError, "q must be a tensor"),
+    "three dimensions": ({"q": torch.zeros(1, SHORT, 16)}, ValueError, "q must have shape"),
+    "a bool": ({"scale": True}, TypeError, "scale must be a float"),
+    "no config": ({"config": {"l": 8}}, TypeError, "config must be an NSAConfig"),
+    "another phi": ({"config": replace(CONFIG, phi="mlp")}, ValueError, "k_compressed must be given"),
+    "no backend": ({"backend": "tirton"}, ValueError, "backend must be one of"),
+}
+
+
+@pytest.mark.parametrize(("changed", "error", "says"), ALIKE.values(), ids=ALIKE)
+def test_a_call_that_looks_alike_is_checked(
+    device: torch.device, small: Call, changed: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    q, k, v, gates = (x.detach() for x in small.drawn(device, 0))
+    given = {"q": q, "k": k, "v": v, "gates": gates, "config": CONFIG, "scale": 1.0, "backend": "triton"}
+    for _ in range(2):
+        nsa.nsa_attention(**given)
+    moved = {name: x.to(device) if isinstance(x, Tensor) and not x.is_meta else x for name, x in changed.items()}
+    with pytest.raises(error, match=says):
+        nsa.nsa_attention(**{**given, **moved})
+
+
+@pytest.mark.parametrize("changed", [{"scale": -1.0}, {"scale": 0.0}, {"backend": "reference"}], ids=str)
+def test_a_call_that_is_another_does_not_get_the_plan_of_the_first(
+    device: torch.device, small: Call, changed: dict[str, Any]
+) -> None:
+    q, k, v, gates = (x.detach() for x in small.drawn(device, 0))
+    given = {"q": q, "k": k, "v": v, "gates": gates, "config": CONFIG, "scale": 1.0, "backend": "triton"}
+    wanted = nsa.nsa_attention(**{**given, **changed})
+    for _ in range(2):
+        nsa.nsa_attention(**given)
+    assert torch.equal(nsa.nsa_attention(**{**given, **changed}), wanted)
+
+
+def test_a_step_of_a_decode_without_gradients_is_decoded(device: torch.device, small: Call) -> None:
+    """Where the same call with gradients went by a plan."""
+    call = replace(small, queries=4, keys=LENGTH)
+    call.outcome(device, 0)
+    leaves = call.drawn(device, 1)
+    decode = mock.Mock(wraps=triton_backend.decode_attention)
+    with torch.no_grad(), mock.patch.object(triton_backend, "decode_attention", decode):
+        call(leaves)
+    assert decode.called
 
 
 def test_a_kept_graph_has_a_second_backward_pass(device: torch.device, small: Call) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,8 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+from triton.backends.nvidia import driver as nvidia
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime.jit import JITFunction
 
 import nsa
@@ -259,3 +262,30 @@ def test_calls_of_changing_alignment_agree_with_the_first() -> None:
     for found in later:
         for one, wanted in zip(found, first, strict=True):
             torch.testing.assert_close(one, wanted, rtol=0.02, atol=0.02)
+
+
+@pytest.fixture(params=[False, True], ids=["no memory", "memory"])
+def compiled_for_a_gpu(request: pytest.FixtureRequest) -> SimpleNamespace:
+    """A kernel as Triton compiles it, that needs memory beside its arguments or none, with a launcher that is told."""
+    launcher = CudaLauncher.__new__(CudaLauncher)
+    of_this_triton = {} if hasattr(nvidia, "make_launcher") else {"arg_annotations": [9], "kernel_signature": b"ii"}
+    vars(launcher).update(
+        launch=mock.Mock(), num_ctas=1, launch_cooperative_grid=False, launch_pdl=True,
+        global_scratch_size=64 * request.param, global_scratch_align=16,
+        profile_scratch_size=0, profile_scratch_align=1, **of_this_triton,
+    )  # fmt: skip
+    return SimpleNamespace(run=launcher, function=7, packed_metadata=(1, 2))
+
+
+def test_a_start_gives_tritons_function_what_its_launcher_does(compiled_for_a_gpu: SimpleNamespace) -> None:
+    launcher, function, metadata = vars(compiled_for_a_gpu).values()
+    launch, fixed, packed = relaunch.start(compiled_for_a_gpu)
+    arguments = 5, 6
+    memory = mock.Mock(return_value=1024)
+    allocator = mock.Mock(get=mock.Mock(return_value=memory))
+    with mock.patch.object(nvidia._allocation, "_allocator", allocator):
+        launch(1, 2, 3, 99, *fixed, *([arguments] if packed else arguments))
+        launcher(1, 2, 3, 99, function, metadata, None, None, None, *arguments)
+    ours, tritons = launcher.launch.call_args_list
+    assert ours == tritons
+    assert memory.call_count == (2 if launcher.global_scratch_size else 0)
