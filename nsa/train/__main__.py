@@ -24,7 +24,7 @@ from nsa.train.data import loader
 from nsa.train.data.loader import NoFirstBatchError, Shard
 from nsa.train.distributed import LostRankError
 from nsa.train.monitoring.health import StoppedError
-from nsa.train.settings import DATASETS, PARALLEL, Settings
+from nsa.train.settings import DATASETS, DEVICES, PARALLEL, PRECISIONS, Settings
 
 REFUSED, ALARMED, LOST = 2, 3, 4
 _SHORT = {
@@ -167,18 +167,26 @@ def _setting_options(parser: argparse.ArgumentParser, *, profile_as_option: bool
     if profile_as_option:
         names = ", ".join(profile.names())
         parser.add_argument("--profile", required=True, metavar="NAME|FILE", help=f"{names}, or a .yaml file")
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--out-dir")
-    parser.add_argument("--device")
-    parser.add_argument("--precision")
-    parser.add_argument("--parallel", choices=PARALLEL)
-    parser.add_argument("--dataset", choices=DATASETS)
+    parser.add_argument("--steps", type=int, metavar="N", help="optimiser steps")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the weights and of the order of the data")
+    parser.add_argument("--out-dir", metavar="DIR", help="where everything is written (default: artifacts/PROFILE)")
+    parser.add_argument("--device", help=f"one of {', '.join(DEVICES)}")
+    parser.add_argument("--precision", help=f"one of {', '.join(PRECISIONS)}")
+    parser.add_argument("--parallel", choices=PARALLEL, help="how several GPUs share the work")
+    parser.add_argument("--dataset", choices=DATASETS, help="where the text comes from")
     parser.add_argument("--path", help="a file or folder of text, JSONL or Parquet")
-    parser.add_argument("--loader-timeout", type=float, metavar="SECONDS", help="for the first batch")
+    parser.add_argument("--loader-timeout", type=float, metavar="SECONDS", help="how long to wait for the first batch")
     parser.add_argument("--fwe-report-docs", type=int, metavar="N", help="say how far the loader is every N documents")
-    parser.add_argument("--synthetic-on-fail", action="store_true", help="random tokens if the loader is silent")
-    parser.add_argument("--allow-toy", action="store_true", help="start a run that would only be wasted")
+    parser.add_argument(
+        "--synthetic-on-fail",
+        action="store_true",
+        help="train on random tokens if no batch comes within --loader-timeout",
+    )
+    parser.add_argument(
+        "--allow-toy",
+        action="store_true",
+        help="start although preflight would refuse it as a waste; what cannot work is still refused",
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting: train.lr=1e-4")
 
 

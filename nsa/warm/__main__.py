@@ -111,14 +111,28 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     repeated: dict[str, Any] = {"action": "append", "default": []}
-    parser.add_argument("--profile", metavar="NAME|FILE", help="of nsa.train: its training", **repeated)
-    parser.add_argument("--heads", metavar="HQ,HKV,DK,DV", help="of the shapes that follow, with the paper's blocks")
+    parser.add_argument("--profile", metavar="NAME|FILE", help="a training profile of nsa.train", **repeated)
+    parser.add_argument(
+        "--heads",
+        metavar="HQ,HKV,DK,DV",
+        help="query heads, key heads, channels of keys and of values of the shapes named",
+    )
     parser.add_argument("--train", metavar="BxT", help="forward and backward of B sequences of T tokens", **repeated)
     parser.add_argument("--prefill", metavar="BxT", help="forward alone", **repeated)
-    parser.add_argument("--decode", metavar="BxT", help="a token behind T - 1, with room for T", **repeated)
+    parser.add_argument(
+        "--decode",
+        metavar="BxT",
+        help="one more token for each of B sequences that have T - 1, in a cache of T",
+        **repeated,
+    )
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of the shapes (default: bf16)")
     parser.add_argument("--architecture", metavar="9.0", help="compute capability (default: that of the GPU here)")
-    parser.add_argument("--sms", type=int, metavar="N", help="its multiprocessors, which decoding depends on")
+    parser.add_argument(
+        "--sms",
+        type=int,
+        metavar="N",
+        help="its multiprocessors (default: those of the GPU here, else the usual number), which decoding depends on",
+    )
     parser.add_argument("--jobs", type=int, metavar="N", help="processes (default: one for each core)")
     return parser
 
