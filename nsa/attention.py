@@ -20,7 +20,7 @@ from nsa.kv import DecodeOutput, KVView
 
 Branches = Tensor | Sequence[Tensor | None]
 _TENSORS = (Tensor, torch.nn.Parameter)
-"""Not their subclasses, which may stand for other tensors, or for none."""
+"""Plain tensors: a subclass may hold other data, or none."""
 
 
 @dataclass(frozen=True)
@@ -257,9 +257,9 @@ def nsa_attention(
     config = checks.a_config(config)
     of_k, of_v = checks.branches("k", k), checks.branches("v", v)
     if not return_aux and cu_seqlens is None and not torch.compiler.is_compiling():
-        again = _attend_again(q, of_k, of_v, gates, config, (k_compressed, v_compressed), scale, backend)
-        if again is not None:
-            return again
+        planned = _attend_if_planned(q, of_k, of_v, gates, config, (k_compressed, v_compressed), scale, backend)
+        if planned is not None:
+            return planned
     (k_source, k_selected, k_window), (v_source, v_selected, v_window) = of_k, of_v
     names = ("k[1]" if isinstance(k, (tuple, list)) else "k", "v[1]" if isinstance(v, (tuple, list)) else "v")
     q, k_sel = checks.queries_and_keys(q, k_selected, k_name=names[0])
@@ -298,31 +298,33 @@ def nsa_attention(
     return o, Aux(block_indices, lse, read, name)
 
 
-def _attend_again(
+def _attend_if_planned(
     q: Any,
     k: tuple[Any, Any, Any],
     v: tuple[Any, Any, Any],
     gates: Any,
     config: NSAConfig,
     compressed: tuple[Any, Any],
-    scale: float | None,
+    scale: Any,
     backend: str,
 ) -> Tensor | None:
-    """o where a backend has it again (`backends.AttendAgain`): to check a short call takes the host a sixth of its
-    time."""
+    """o if a backend has a plan for this call (`backends.AttendIfPlanned`), else None. It skips the checks, a sixth of
+    the host's time for a short call, and refuses nothing itself."""
+    if type(q) not in _TENSORS or type(k[1]) not in _TENSORS or q.shape[1:2] != k[1].shape[1:2]:
+        return None
+    if q.dim() != 4 or not q.numel() or type(scale) not in (type(None), float, int):
+        return None
     pools = compressed[0] is None and compressed[1] is None
     source = (k[0], v[0]) if pools else compressed
-    if type(q) not in _TENSORS or q.dim() != 4 or not q.numel():
-        return None
     device = q.device
     for x in (q, *k[1:], *v[1:], *source, gates):
         if type(x) not in _TENSORS or x.layout is not torch.strided or x.device != device:
             return None
-    again = backends.attend_again(backend, q)
-    if again is None:
+    attend = backends.attend_if_planned(backend, q)
+    if attend is None:
         return None
-    scale = checks.a_scale(scale, q.shape[3])
-    return again(q, (k[1], v[1]), (k[2], v[2]), source, pools, gates, config, scale)
+    scale = checks.a_scale(None, q.shape[3]) if scale is None else scale
+    return attend(q, (k[1], v[1]), (k[2], v[2]), source, pools, gates, config, scale)
 
 
 def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:

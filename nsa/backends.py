@@ -148,11 +148,11 @@ class WholeCall(Protocol):
     ) -> tuple[Tensor, Observation | None]: ...
 
 
-class AttendAgain(Protocol):
-    """o of a call like one that was checked and served before, of one document and as many queries as keys; None for
-    any other.
+class AttendIfPlanned(Protocol):
+    """o of a call of one document, as many queries as keys, that has a plan since an earlier one like it was checked
+    and served; None for any other.
 
-    Arguments as of `WholeCall`: strided tensors of one device, q of four dimensions, with nothing else checked.
+    Arguments as of `WholeCall`: tensors that are strided and on one device; nothing else need be checked.
     """
 
     def __call__(
@@ -248,12 +248,11 @@ def whole_call(run: Backend) -> WholeCall:
     return by_parts(run) if own is None else own
 
 
-def attend_again(asked: str, q: Tensor) -> AttendAgain | None:
-    """The function that serves calls again without their checks, of the backend that is asked for; None where it has
-    none, or has served no call."""
+def attend_if_planned(asked: str, q: Tensor) -> AttendIfPlanned | None:
+    """That of the backend that is asked for; None where it has none, or is not imported yet."""
     if asked == "triton" or (asked == "auto" and q.is_cuda):
-        module = sys.modules.get("nsa.triton_backend")  # the host has this sooner than `load`
-        return getattr(module, "attend_again", None)
+        module = sys.modules.get("nsa.triton_backend")  # faster than `load`
+        return getattr(module, "attend_if_planned", None)
     return None
 
 

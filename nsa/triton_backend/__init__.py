@@ -30,12 +30,12 @@ from nsa.triton_backend import (
 from nsa.triton_backend.compressed_window import ENOUGH_OF_WINDOW
 from nsa.triton_backend.launch import ENOUGH_PROGRAMS, add, finite_keys, unit_stride
 from nsa.triton_backend.places import located
-from nsa.triton_backend.planned import attend_again
+from nsa.triton_backend.planned import attend_if_planned
 
 __all__ = [
     "add_gradients",
     "attend",
-    "attend_again",
+    "attend_if_planned",
     "combine",
     "combine_into",
     "compress",

@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, selected: Pair, window: Pair, compressed: Pair, pools: bool) -> Inputs:
-        """Of a call (`nsa.backends.WholeCall`)."""
+        """Those of a whole call; see `nsa.backends.WholeCall`."""
 
         def unless_selected(pair: Pair) -> Pair | None:
             return None if pair[0] is selected[0] and pair[1] is selected[1] else pair

@@ -89,15 +89,10 @@ def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
     Where kernels of `hopper/` serve, there would be none.
     """
-    if not _are_short(q, k):
+    if not AVAILABLE or not 0 < max(q.numel(), k.numel()) * q.itemsize <= dispatch.MOST_PLANNED_BYTES or not q.numel():
         return False
     group = q.shape[2] // k.shape[2]
     return not dispatch.hopper_serves("compressed_window_forward", group, k, v)
-
-
-def _are_short(q: Tensor, k: Tensor) -> bool:
-    most_elements = max(q.numel(), k.numel()) if q.numel() else 0
-    return AVAILABLE and 0 < most_elements * q.itemsize <= dispatch.MOST_PLANNED_BYTES
 
 
 def attend(
@@ -122,7 +117,7 @@ def attend(
     return output
 
 
-def attend_again(
+def attend_if_planned(
     q: Tensor,
     selected: attention.Pair,
     window: attention.Pair,
@@ -132,15 +127,16 @@ def attend_again(
     config: NSAConfig,
     scale: float,
 ) -> Tensor | None:
-    """o of a call that `attend` has a plan for; see `nsa.backends.AttendAgain`.
+    """See `nsa.backends.AttendIfPlanned`.
 
-    A plan's key holds all that the checks of `nsa.attention` ask for, and its first call has passed them.
+    The key of a plan holds shapes, dtypes, config and scale, which were checked at its first call; the caller has
+    checked the rest.
     """
-    if not _are_short(q, q):
+    if not AVAILABLE or q.numel() * q.itemsize > dispatch.MOST_PLANNED_BYTES:
         return None
     tensors = (q, *attention.flat(attention.Inputs.of(selected, window, compressed, pools)), gates, None)
     numbers = q.shape[1], q.shape[1], config, scale
-    found = FORWARD.again(tensors, numbers)
+    found = FORWARD.if_planned(tensors, numbers)
     if found is None:
         return None
     output: tuple[Tensor, ...] = _Attention.apply(*found, numbers, *tensors)

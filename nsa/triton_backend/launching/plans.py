@@ -50,7 +50,7 @@ class Plans:
         device = next(x.device for x in given if x is not None)
         return results, plan.copied(kept, device), plan
 
-    def again(self, given: Tensors, *more: Hashable) -> tuple[list[Tensor | None], Tensor, Plan] | None:
+    def if_planned(self, given: Tensors, *more: Hashable) -> tuple[list[Tensor | None], Tensor, Plan] | None:
         """`keeping` of a call that has a plan already; None for any other, and while launches are observed."""
         if not self._known or relaunch.observed():
             return None

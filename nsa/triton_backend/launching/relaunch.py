@@ -61,17 +61,17 @@ class Start(NamedTuple):
     launch: Callable[..., object]
     fixed: tuple[Any, ...]
     packed: bool
-    """Whether its arguments go as one, a tuple."""
+    """Whether the kernel's arguments are passed as one tuple."""
 
 
 def start(compiled: Any) -> Start:
-    """How Triton launches it, in the least time of the host.
+    """How to launch a compiled kernel with the least time of the host.
 
-    Triton's launcher calls a function in C behind some Python, which allocates what memory a kernel asks for beside its
-    arguments: that function is called directly for kernels that ask for none, a quarter of a launch's time.
+    Triton's launcher, in Python, allocates scratch memory and calls a function in C. Kernels without scratch memory
+    call that directly: 4 µs of the host in place of 5.
     """
-    launcher, metadata = compiled.run, (compiled.packed_metadata, None, None, None)  # for hooks, and no hooks
-    if not isinstance(launcher, CudaLauncher) or launcher.global_scratch_size or launcher.profile_scratch_size:
+    launcher, metadata = compiled.run, (compiled.packed_metadata, None, None, None)  # none for hooks, no two hooks
+    if type(launcher) is not CudaLauncher or launcher.global_scratch_size or launcher.profile_scratch_size:
         return Start(launcher, (compiled.function, *metadata), packed=False)
     fixed, no_memory = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl), (None, None)
     if hasattr(launcher, "kernel_signature"):  # from Triton 3.7 on

@@ -282,6 +282,7 @@ def test_while_launches_are_observed_the_function_is_called(plans: Plans, monkey
         assert check(plans, (drawn(), drawn())) is found  # what is kept lies where the plan says
         assert len(calls) == 1
         assert plans.keeping((drawn(), None), 2.0) is None
+        assert plans.if_planned((drawn(), drawn()), 2.0) is None
         assert len(calls) == 1
         plans((drawn(), None), 2.0)
         assert len(calls) == 2

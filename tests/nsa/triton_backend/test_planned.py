@@ -28,7 +28,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from nsa import triton_backend
 from nsa.triton_backend import ahead_of_time, attention_ops, dispatch, hopper, ops, planned, tuning
-from nsa.triton_backend.launching import plans, relaunch
+from nsa.triton_backend.launching import plan, plans, relaunch
 from nsa.triton_backend.launching.recording import Recording
 from tests.nsa.triton_backend import masking
 
@@ -227,7 +227,16 @@ def test_a_call_that_looks_alike_is_checked(
         nsa.nsa_attention(**{**given, **moved})
 
 
-@pytest.mark.parametrize("changed", [{"scale": -1.0}, {"scale": 0.0}, {"backend": "reference"}], ids=str)
+OTHERS: dict[str, dict[str, Any]] = {
+    "a negative scale": {"scale": -1.0},
+    "a scale of 0": {"scale": 0.0},
+    "another backend": {"backend": "reference"},
+    "documents": {"cu_seqlens": torch.tensor([0, 5, SHORT], dtype=torch.int32)},
+    "what was seen": {"return_aux": True},
+}
+
+
+@pytest.mark.parametrize("changed", OTHERS.values(), ids=OTHERS)
 def test_a_call_that_is_another_does_not_get_the_plan_of_the_first(
     device: torch.device, small: Call, changed: dict[str, Any]
 ) -> None:
@@ -236,7 +245,31 @@ def test_a_call_that_is_another_does_not_get_the_plan_of_the_first(
     wanted = nsa.nsa_attention(**{**given, **changed})
     for _ in range(2):
         nsa.nsa_attention(**given)
-    assert torch.equal(nsa.nsa_attention(**{**given, **changed}), wanted)
+    found = nsa.nsa_attention(**{**given, **changed})
+    if "return_aux" in changed:
+        (found, aux), (wanted, _) = found, wanted
+        assert aux.backend == "triton"
+    assert torch.equal(found, wanted)
+
+
+def test_a_call_that_has_become_too_long_for_a_plan_has_none(
+    device: torch.device, small: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the tuner asks for, which measures the kernels of other calls."""
+    small.outcome(device, 0)
+    monkeypatch.setattr(dispatch, "MOST_PLANNED_BYTES", 0)
+    with mock.patch.object(plan.Plan, "__call__", side_effect=AssertionError):
+        small.outcome(device, 0)
+
+
+def test_a_graph_is_traced_where_a_plan_is_known(device: torch.device, small: Call) -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+        return nsa.nsa_attention(q, k, v, gates, CONFIG, backend="triton")
+
+    given = [x.detach() for x in small.drawn(device, 0)]
+    for _ in range(2):
+        wanted = call(*given)
+    assert torch.equal(torch.compile(call, backend="eager", fullgraph=True)(*given), wanted)
 
 
 def test_a_step_of_a_decode_without_gradients_is_decoded(device: torch.device, small: Call) -> None:

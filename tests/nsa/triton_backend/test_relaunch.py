@@ -264,9 +264,9 @@ def test_calls_of_changing_alignment_agree_with_the_first() -> None:
             torch.testing.assert_close(one, wanted, rtol=0.02, atol=0.02)
 
 
-@pytest.fixture(params=[False, True], ids=["no memory", "memory"])
+@pytest.fixture(params=[False, True], ids=["no scratch", "scratch"])
 def compiled_for_a_gpu(request: pytest.FixtureRequest) -> SimpleNamespace:
-    """A kernel as Triton compiles it, that needs memory beside its arguments or none, with a launcher that is told."""
+    """A kernel as Triton compiles it, with scratch memory or without; its launcher calls a mock in place of C."""
     launcher = CudaLauncher.__new__(CudaLauncher)
     of_this_triton = {} if hasattr(nvidia, "make_launcher") else {"arg_annotations": [9], "kernel_signature": b"ii"}
     vars(launcher).update(
