@@ -378,8 +378,7 @@ def test_a_graph_and_a_call_agree_on_what_goes_by_plan_on_hopper(
     monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int]
 ) -> None:
     monkeypatch.setattr(dispatch, "interpreted", lambda: False)
-    with ahead_of_time.recorded(90):
-        monkeypatch.setattr(planned, "AVAILABLE", True)
+    with ahead_of_time.recorded(90), mock.patch.object(planned, "AVAILABLE", True):
         q, k, v = (
             torch.zeros(1, 256, n, d, dtype=torch.bfloat16) for n, d in ((12, heads[0]), *((2, d) for d in heads))
         )
