@@ -16,6 +16,7 @@ from tests.laws.cases import Case
 from tests.laws.parts import BRANCHES_AND_ALL, Parts
 from tests.laws.test_precision import values_and_gradients_within_budget
 
+pytestmark = pytest.mark.usefixtures("device")  # on a GPU, where there is one
 PLAIN = Case(
     config=NSAConfig(l=4, d=2, l_sel=8, n_sel=4, w=13),
     num_kv_heads=2,

@@ -20,14 +20,14 @@ pytest.importorskip("triton")
 
 import triton.language as tl
 
-from nsa.triton_backend import cache_write, dispatch
+from nsa.triton_backend import cache_write
 from tests.nsa.layers import make_layer, small_config, tokens
 from tests.nsa.paged.machine import PagedMachine
 
+pytestmark = pytest.mark.usefixtures("device")  # on a GPU, where there is one
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HKV, DK, DV, LENGTH, MAX_TOKENS, PAGE_SIZE = 2, 20, 16, 22, 25, 8
 CONFIGS = {"4/2": small_config(), "8/4": small_config(l=8, d=4), "3/3": small_config(l=3, d=3, l_sel=6)}
-needs_interpreter = pytest.mark.skipif(not dispatch.interpreted(), reason="the fault is injected into the interpreter")
 New = tuple[PerBranch, PerBranch]
 
 
@@ -195,7 +195,7 @@ class TritonMachine(PagedMachine):
     backend, dtype = "triton", torch.float32
 
 
-@needs_interpreter
+@pytest.mark.interpreter
 def test_a_mean_waits_for_no_other_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """New tokens are read from where they came: another program may not have stored them yet."""
     config = CONFIGS["4/2"]
@@ -247,7 +247,7 @@ FAULTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
 }
 
 
-@needs_interpreter
+@pytest.mark.interpreter
 @pytest.mark.parametrize("inject", FAULTS)
 def test_a_fault_in_pages_is_found(
     monkeypatch: pytest.MonkeyPatch, inject: Callable[[pytest.MonkeyPatch], None]
@@ -257,7 +257,7 @@ def test_a_fault_in_pages_is_found(
         in_pages(CONFIGS["8/4"], 3)
 
 
-@needs_interpreter
+@pytest.mark.interpreter
 @pytest.mark.parametrize("inject", [_row_in_the_wrong_place, _block_left_out])
 def test_a_fault_side_by_side_is_found(
     monkeypatch: pytest.MonkeyPatch, inject: Callable[[pytest.MonkeyPatch], None]

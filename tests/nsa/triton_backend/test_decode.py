@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 from nsa.triton_backend import decode, decode_attention, decode_kernels
 from tests.nsa.layers import make_layer, small_config
 
+pytestmark = pytest.mark.usefixtures("device")  # on a GPU, where there is one
 CONFIG = nsa.NSAConfig(l=4, d=2, l_sel=8, n_sel=4, w=13)
 WIDE = nsa.NSAConfig(l=8, d=4, l_sel=16, n_sel=4, w=40)  # a tile of keys fits in a block, and in a page
 Inputs = dict[str, Any]

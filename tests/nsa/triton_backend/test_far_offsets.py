@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 
 from nsa.triton_backend import decode, decode_attention, dispatch, launch, write_cache
 
+pytestmark = pytest.mark.usefixtures("device")  # on a GPU, where there is one
 CONFIG = nsa.NSAConfig(l=2, d=2, l_sel=4, n_sel=3, w=6)
 BY_TOKEN = nsa.NSAConfig(l=1, d=1, l_sel=4, n_sel=3, w=6, init_blocks=0, local_blocks=1)
 """A compressed key per token, so that these reach as far."""
@@ -28,7 +29,7 @@ TOKENS = 300
 NOT_RESERVED = 0x4000  # MAP_NORESERVE: pages exist once they are touched
 NAMES = ("q", "k", "v", "gates")
 
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has no memory that is not there")
+interpreted = pytest.mark.interpreter  # a GPU has no memory that is not there
 
 
 def far(x: Tensor, axis: int, stride: int) -> Tensor:

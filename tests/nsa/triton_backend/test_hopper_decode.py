@@ -22,6 +22,7 @@ from nsa.triton_backend import architecture, decode, dispatch, hopper
 from tests.nsa.triton_backend.gluon_on_cpu import ORDERS, emulated
 from tests.nsa.triton_backend.test_decode import Inputs, draw, in_pages, split, whole
 
+pytestmark = pytest.mark.usefixtures("device")  # on a GPU, where there is one
 CONFIG = nsa.NSAConfig(l=8, d=4, l_sel=64, n_sel=5, w=200)
 SCALE = 0.125
 

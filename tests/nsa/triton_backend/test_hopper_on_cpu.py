@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 import nsa
-from nsa.triton_backend import architecture, compressed_window, dispatch, hopper, selected, selected_kv_major, tuning
+from nsa.triton_backend import architecture, compressed_window, hopper, selected, selected_kv_major, tuning
 from nsa.triton_backend.block_unions import DQ_TOKENS, FORWARD_TOKENS
 from nsa.triton_backend.dispatch import Variant
 from nsa.triton_backend.launch import LOG2E
@@ -38,9 +38,7 @@ from tests.nsa.triton_backend.hopper_branch import (
     require_gradients_within_budget,
 )
 
-pytestmark = pytest.mark.skipif(
-    not dispatch.interpreted(), reason="the other kernels run in Triton's interpreter; on a GPU test_hopper.py serves"
-)
+pytestmark = pytest.mark.interpreter  # the other kernels run in it; on a GPU test_hopper.py serves
 of_cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 of_all_groups = pytest.mark.parametrize("case", [*CASES.values(), GROUP_OF_64], ids=[*CASES, "group of 64"])
 of_all_heads = pytest.mark.parametrize("case", WITH_HEADS_OF_64.values(), ids=WITH_HEADS_OF_64.keys())

@@ -16,7 +16,7 @@ from nsa.geometry import Layout
 
 pytest.importorskip("triton")
 
-from nsa.triton_backend import attention, compressed_window, dispatch, scores, selected, selected_masked
+from nsa.triton_backend import attention, compressed_window, scores, selected, selected_masked
 from nsa.triton_backend import launch as launch_module
 from nsa.triton_backend.launching import lanes
 from tests.nsa.triton_backend import masking
@@ -132,7 +132,7 @@ def strided(*shape: int) -> Tensor:
     return torch.randn(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2).requires_grad_()
 
 
-@pytest.mark.skipif(not dispatch.interpreted(), reason="kernels read tensors of a CPU in the interpreter")
+@pytest.mark.interpreter
 @pytest.mark.parametrize("given", ["window", "compressed"])
 def test_nothing_that_two_lanes_read_is_made_in_one_of_them(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contiguous copies of keys and masks that are not known yet are made before; what lanes read is held."""

@@ -13,11 +13,9 @@ import nsa
 pytest.importorskip("triton")
 
 from nsa import backends, triton_backend
-from nsa.triton_backend import dispatch
 from tests.nsa.triton_backend import masking
 from tests.nsa.triton_backend.launches import Launches, of_cache_write, of_call, of_layer
 
-needs_interpreter = pytest.mark.skipif(not dispatch.interpreted(), reason="kernels are counted in the interpreter")
 FORWARD = {
     "places._places": 1,
     "compression._prepare": 1,
@@ -84,14 +82,14 @@ def names_of(*sizes: Any, **more: Any) -> list[list[str]]:
     return [forward, [one for one in backward if one != name]]
 
 
-@needs_interpreter
+@pytest.mark.interpreter
 def test_of_a_small_model() -> None:
     forward, backward = names_of(12, 2, 64, 2048)
     assert Counter(forward) == FORWARD, printed(forward)
     assert Counter(backward) == BACKWARD, printed(backward)
 
 
-@needs_interpreter
+@pytest.mark.interpreter
 def test_of_a_short_text(monkeypatch: pytest.MonkeyPatch) -> None:
     masking.serve(monkeypatch, 1024)
     forward, backward = names_of(12, 2, 64, 2048)
@@ -99,7 +97,7 @@ def test_of_a_short_text(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Counter(backward) == SHORT_BACKWARD, printed(backward)
 
 
-@needs_interpreter
+@pytest.mark.interpreter
 def test_of_a_short_text_with_a_tensor_of_each_branch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The flags of the selected keys are made forward alone, as the masks are."""
     masking.serve(monkeypatch, 1024)
@@ -108,7 +106,7 @@ def test_of_a_short_text_with_a_tensor_of_each_branch(monkeypatch: pytest.Monkey
     assert Counter(backward) == SHORT_BACKWARD, printed(backward)
 
 
-@needs_interpreter
+@pytest.mark.interpreter
 def test_of_wide_groups() -> None:
     forward, backward = names_of(32, 2, 128, 2048)
     merged = ("index._cells", "aten.sort", "index._tiles", "selected_kv_major._forward", "partial_sums.merge_blocks")
@@ -118,27 +116,27 @@ def test_of_wide_groups() -> None:
     assert Counter(backward) == wanted, printed(backward)
 
 
-@needs_interpreter
+@pytest.mark.interpreter
 @pytest.mark.parametrize("length", [2049, 4096])
 def test_a_longer_text_launches_as_many(length: int) -> None:
     assert [Counter(names) for names in names_of(12, 2, 64, length)] == [FORWARD, BACKWARD]
 
 
-@needs_interpreter
+@pytest.mark.interpreter
 def test_a_tensor_of_each_branch_adds_one_pass_over_the_selected_keys() -> None:
     forward, backward = names_of(12, 2, 64, 2048, of_each_branch=True)
     assert Counter(forward) == FORWARD | {"launch._finite_keys": 1}, printed(forward)
     assert Counter(backward) == BACKWARD, printed(backward)
 
 
-@needs_interpreter
+@pytest.mark.interpreter
 def test_packed_documents_add_what_checks_their_bounds_and_no_more() -> None:
     """On a GPU the host may not read them, so that the device checks them; on a CPU it may."""
     documents = torch.tensor([0, 5, 1000, 2048], dtype=torch.int32)
     assert [Counter(names) for names in names_of(12, 2, 64, 2048, cu_seqlens=documents)] == [FORWARD, BACKWARD]
 
 
-@needs_interpreter
+@pytest.mark.interpreter
 def test_a_layer_rotates_by_one_kernel_and_lets_the_call_compress() -> None:
     """In each pass; PyTorch projects, and does nothing for positions, keys or values."""
     forward, backward = (Counter(found.names) for found in of_layer(64))
@@ -150,7 +148,7 @@ def test_a_layer_rotates_by_one_kernel_and_lets_the_call_compress() -> None:
     assert of_pytorch - Counter(projections) - Counter(once) == Counter(), printed([*forward.elements()])
 
 
-@needs_interpreter
+@pytest.mark.interpreter
 @pytest.mark.parametrize("length", [46, 47])  # the 48th token completes a compressed block
 def test_a_cache_writes_a_step_in_one_launch_per_layer(length: int) -> None:
     side_by_side = of_cache_write(paged=False, length=length, layers=2).names
@@ -159,7 +157,7 @@ def test_a_cache_writes_a_step_in_one_launch_per_layer(length: int) -> None:
     assert Counter(in_pages) == Counter(WRITE) + Counter(WRITE) + Counter(NEW_TOKENS), printed(in_pages)
 
 
-@needs_interpreter
+@pytest.mark.interpreter
 def test_a_learned_phi_adds_what_compresses_a_block() -> None:
     assert of_cache_write(paged=False, length=46, phi="mlp").names == list(WRITE)
     found = of_cache_write(paged=False, length=47, phi="mlp").names
@@ -168,7 +166,7 @@ def test_a_learned_phi_adds_what_compresses_a_block() -> None:
     assert len(found) <= 13, printed(found)
 
 
-@needs_interpreter
+@pytest.mark.interpreter
 @pytest.mark.parametrize("paged", [False, True])
 def test_a_write_by_indexing_is_found(monkeypatch: pytest.MonkeyPatch, paged: bool) -> None:
     """As it was before there was a kernel."""
@@ -176,7 +174,7 @@ def test_a_write_by_indexing_is_found(monkeypatch: pytest.MonkeyPatch, paged: bo
     assert len(of_cache_write(paged=paged, length=47).names) >= 12
 
 
-@needs_interpreter
+@pytest.mark.interpreter
 def test_a_piece_of_one_sequence_is_not_copied_to_its_place() -> None:
     o, dq, gates = (torch.zeros(1, 64, 4, channels) for channels in (16, 16, 3))
     rows = slice(16, 48)
@@ -187,7 +185,7 @@ def test_a_piece_of_one_sequence_is_not_copied_to_its_place() -> None:
     assert found.names == ["gated_sum._forward", "launch._add"]
 
 
-@needs_interpreter
+@pytest.mark.interpreter
 def test_what_is_launched_too_often_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layout that PyTorch computes, as it was before."""
     monkeypatch.setattr(triton_backend.attention, "located", lambda layout: layout)
@@ -196,7 +194,7 @@ def test_what_is_launched_too_often_is_found(monkeypatch: pytest.MonkeyPatch) ->
     assert len(backward) > sum(BACKWARD.values())
 
 
-@needs_interpreter
+@pytest.mark.interpreter
 def test_views_and_allocations_are_no_launches() -> None:
     x = torch.zeros(4, 6)
     with Launches() as found:
