@@ -252,6 +252,21 @@ def test_a_call_that_is_another_does_not_get_the_plan_of_the_first(
     assert torch.equal(found, wanted)
 
 
+def test_a_tensor_of_another_type_is_checked(device: torch.device, small: Call) -> None:
+    """It may hold other data than its address says."""
+
+    class Other(Tensor):
+        pass
+
+    q, k, v, gates = (x.detach() for x in small.drawn(device, 0))
+    for _ in range(2):
+        wanted = nsa.nsa_attention(q, k, v, gates, CONFIG, backend="triton")
+    with mock.patch.object(checks, "queries_and_keys", wraps=checks.queries_and_keys) as checked:
+        found = nsa.nsa_attention(q.as_subclass(Other), k, v, gates, CONFIG, backend="triton")
+    assert checked.called
+    assert torch.equal(found, wanted)
+
+
 def test_a_call_that_has_become_too_long_for_a_plan_has_none(
     device: torch.device, small: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
