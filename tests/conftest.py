@@ -112,7 +112,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; torch.cuda finds none"))
         if item.get_closest_marker("interpreter") and os.environ.get("TRITON_INTERPRET") != "1":
-            item.add_marker(pytest.mark.skip(reason="needs Triton's interpreter, which does not run beside a GPU"))
+            item.add_marker(pytest.mark.skip(reason="needs Triton's interpreter, which is off where there is a GPU"))
         if item.get_closest_marker("nightly") and _PROFILE != "nightly":
             item.add_marker(pytest.mark.skip(reason="takes minutes; HYPOTHESIS_PROFILE=nightly runs it"))
 

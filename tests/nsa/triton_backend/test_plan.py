@@ -272,6 +272,22 @@ def test_a_part_of_one_of_two_tensors_of_a_storage_is_not_planned() -> None:
     assert Plans(function, (RESULT,)).keeping((drawn(), drawn())) is not None
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_plan_launches_as_relaunch_says(plans: Plans, monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+    """With arguments one by one, as Triton 3.6 takes them, or as one tuple, as 3.7 does."""
+    launched = []
+
+    def launch(x: int, y: int, z: int, stream: int, fixed: str, *arguments: Any) -> None:
+        launched.append(fixed)
+        own = arguments[0] if packed else arguments
+        kernel.run(x, y, z, stream, kernel.function, kernel.packed_metadata, None, None, None, *own)
+
+    monkeypatch.setattr(relaunch, "start", lambda _: relaunch.Start(launch, ("fixed",), packed))
+    for _ in range(2):
+        check(plans, (drawn(), drawn()))
+    assert launched == 3 * ["fixed"]
+
+
 def test_while_launches_are_observed_the_function_is_called(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for each call, and no plan is made of it."""
     found = check(plans, (drawn(), drawn()))
