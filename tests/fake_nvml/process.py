@@ -62,7 +62,10 @@ def patches(board: Board) -> dict[str, Patch]:
     """What changes in each module once it is imported."""
 
     def torch_cuda(cuda: ModuleType, put: Callable[[Any, str, Any], None]) -> None:
-        seen = SimpleNamespace(name=board.name, uuid=UUID, multi_processor_count=board.sms, L2_cache_size=0)
+        major, minor = board.compute_capability
+        seen = SimpleNamespace(
+            name=board.name, uuid=UUID, major=major, minor=minor, multi_processor_count=board.sms, L2_cache_size=0
+        )
         put(cuda, "current_device", lambda: 0)
         put(cuda, "get_device_properties", lambda device: seen)
         put(cuda, "get_device_name", lambda: board.name)

@@ -118,6 +118,8 @@ def gpu_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], list[flo
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free_gb * 1e9), int(total_gb * 1e9)))
+        for name in ("memory_reserved", "memory_allocated"):
+            monkeypatch.setattr(torch.cuda, name, lambda: 0)
         monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
         return fractions
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -255,6 +256,7 @@ def test_two_lengths_make_one_graph_for_all_lengths(device: torch.device, kernel
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="Inductor compiles C++ on a CPU")
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # Inductor's first one in a process is
 def test_reduce_overhead_replays_one_graph_with_the_numbers_of_an_eager_call(
     device: torch.device, kernels: Callable[..., Tensor]
 ) -> None:
@@ -301,11 +303,24 @@ def test_what_kernels_of_hopper_serve_is_not_copied_together(
     assert operators_of(kernels, [torch.randn(shape, device=device) for shape in shapes]) == {name: 1}
 
 
+@functools.cache
+def pytorch_refuses() -> bool:
+    """Whether graphs that PyTorch compiles refuse a second gradient where they keep none of their inputs.
+
+    2.11 gives none there, without an error; 2.13 refuses.
+    """
+    x = torch.zeros(1, requires_grad=True)
+    (first,) = torch.autograd.grad(torch.compile(torch.exp, backend="aot_eager")(x), x, create_graph=True)
+    return first.requires_grad
+
+
 @pytest.mark.parametrize("loss", [torch.sum, lambda o: o.square().sum()], ids=["linear", "square"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_second_gradient_is_refused(
     device: torch.device, fast_backend: str, compiled: bool, loss: Callable[[Tensor], Tensor]
 ) -> None:
+    if compiled and (fast_backend, loss) == ("torch", torch.sum) and not pytorch_refuses():
+        pytest.skip("this PyTorch's own compiled graphs leave a second gradient out without an error")
     inputs = draw(device, 20, 20)
 
     def call(*given: Tensor) -> Tensor:

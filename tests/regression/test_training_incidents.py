@@ -84,6 +84,7 @@ def test_a_silent_fallback_alone_is_seen() -> None:
         assert "in silence" in found(dead_route.product(SilentStep(("reference", "torch", "triton"), "cpu")))
 
 
+@pytest.mark.interpreter
 def test_a_backend_that_has_a_whole_call_is_seen_to_run() -> None:
     """None of its parts is called then."""
     pytest.importorskip("triton")

@@ -212,7 +212,7 @@ def on_a_stream_of_its_own(join: bool) -> Attend:
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache", ["warm", "cold"])
 def test_work_on_a_stream_that_nobody_waits_for(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"length": 2048, "cache": cache}
+    sizes = {"length": 2048, "cache": cache, "device": "cuda"}
     record = measured(monkeypatch, on_a_stream_of_its_own(join=False), **sizes)
     caught(record, CaseOutcome.INCORRECT, "work on another stream is not waited for")
     assert measured(monkeypatch, on_a_stream_of_its_own(join=True), **sizes).outcome is CaseOutcome.PASSED
@@ -222,7 +222,7 @@ def test_work_on_a_stream_that_nobody_waits_for(cache: str, monkeypatch: pytest.
 @pytest.mark.parametrize("cache", ["warm", "cold"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_graph_is_checked_as_it_is_replayed(mode: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes = {"launch": "graph", "cache": cache, "backend_asked": "auto", "dtype": "bfloat16"}
+    changes = {"launch": "graph", "cache": cache, "backend_asked": "auto", "dtype": "bfloat16", "device": "cuda"}
     honest = measured(monkeypatch, nsa_attention, mode, **changes)
     if "another process keeps the GPU busy" in (honest.reason or ""):
         pytest.skip("needs a GPU to itself: another process keeps this one busy")

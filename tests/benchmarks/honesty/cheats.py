@@ -23,11 +23,18 @@ PLAN = SamplingPlan(min_samples=5, min_time_s=0.0, wall_limit_s=5.0, warmup_call
 Attend = Callable[..., Any]
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, attend: Attend, mode: str = "prefill-forward", **changes: Any) -> Record:
+def measured(
+    monkeypatch: pytest.MonkeyPatch,
+    attend: Attend,
+    mode: str = "prefill-forward",
+    *,
+    device: str = "cpu",
+    **changes: Any,
+) -> Record:
     """The record of an implementation that stands in for NSA, on rows that are the same each time: which fault is named
-    may depend on them, as a rounded query may choose another block."""
+    may depend on them, as a rounded query may choose another block. On the CPU: tests beside this one may use the GPU.
+    """
     monkeypatch.setattr(attention, "nsa_attention", attend)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     return runner.measure(key(mode, **changes), device, PLAN, FINGERPRINT, "command", seed=1).record
 
 

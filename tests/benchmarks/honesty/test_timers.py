@@ -207,11 +207,11 @@ def _cold(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.gpu
 def test_l2_set_aside_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     before = l2_persistence.bytes_at_first()
-    accepted(measured(monkeypatch, nsa_attention, length=512, cache="cold"))
+    accepted(measured(monkeypatch, nsa_attention, length=512, cache="cold", device="cuda"))
     driver = ctypes.CDLL(l2_persistence._DRIVER)
     assert driver.cuCtxSetLimit(l2_persistence._LIMIT, ctypes.c_size_t(2**20)) == 0
     try:
-        refused(measured(monkeypatch, nsa_attention, length=512, cache="cold"), "the call was not cold")
+        refused(measured(monkeypatch, nsa_attention, length=512, cache="cold", device="cuda"), "the call was not cold")
     finally:
         driver.cuCtxSetLimit(l2_persistence._LIMIT, ctypes.c_size_t(before or 0))
 

@@ -61,6 +61,7 @@ def test_calls_take_turns_and_are_not_timed_while_they_warm_up(monkeypatch: pyte
     """So that both are timed on GPUs that are equally warm."""
     called: list[str] = []
     monkeypatch.setattr(measure.dist, "barrier", lambda **_: called.append("barrier"))
+    monkeypatch.setattr(measure.dist, "get_backend", lambda _: "gloo")
     calls = [lambda: called.append("alone"), lambda: called.append("together")]
     alone_ms, together_ms = measure._samples(calls, 2, None)  # type: ignore[arg-type]
     assert called == (measure.WARM_UP + 2) * ["barrier", "alone", "barrier", "together"]

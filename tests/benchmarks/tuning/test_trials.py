@@ -148,6 +148,7 @@ def test_a_kernel_that_no_candidate_serves_is_passed_over_unless_it_was_named(
 ) -> None:
     monkeypatch.setattr(run, "fits", lambda *_: False)
     monkeypatch.setattr(run, "_architecture", lambda _: 90)
+    monkeypatch.setattr(run.gpu_watch, "begin", lambda _: None)  # tests beside this one may use a GPU that is here
     given = {"dry_run": False, "architecture": 90, "heads": "12,2,64,64", "tokens": 64}
     given |= {"inputs": "random", "out": tmp_path}
     assert run.run(argparse.Namespace(**given, kernels=None)) == 0
