@@ -17,6 +17,7 @@ def prepare() -> None:
         return
     compute_in_bfloat16()
     interpreter = importlib.import_module("triton.runtime.interpreter")
+    take_one_number_as_index(interpreter)
     if hasattr(interpreter, "_LangPatchScope"):  # as Triton 3.7 does it; an earlier one stays as slow as it is
         drop_unread_overflow_checks(interpreter)
         look_up_types_by_name(interpreter)
@@ -52,6 +53,17 @@ def compute_in_bfloat16() -> None:
         return dot(self, a, b, *more)
 
     builder.get_bf16, builder.cast_impl, builder.create_dot = get_bf16, cast_impl, create_dot
+
+
+def take_one_number_as_index(interpreter: Any) -> None:
+    """A bound of a loop is an array of one number, which NumPy 2.4 no longer takes for a number (Triton before 3.7)."""
+    patch = interpreter._patch_lang_tensor
+
+    def with_index(tensor: Any, *scope: Any) -> None:
+        patch(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_lang_tensor = with_index
 
 
 def drop_unread_overflow_checks(interpreter: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,12 +108,10 @@ def test_one_board_is_not_asked_for_by_its_whole_power_where_it_is_capped() -> N
 def test_the_gpu_that_is_seen_tells_its_power_cap(
     board: str, wanted: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    visible_gpu = machines.visible_gpu
-    process.install(monkeypatch, BOARDS[board])
-    seen = SimpleNamespace(**vars(torch.cuda.get_device_properties(0)), major=9, minor=0)
+    visible_gpu, stand_in = machines.visible_gpu, BOARDS[board]
+    process.install(monkeypatch, stand_in)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: seen)
-    assert visible_gpu() == Gpu(BOARDS[board].name, (9, 0), sms=BOARDS[board].sms, capped_w=wanted)
+    assert visible_gpu() == Gpu(stand_in.name, stand_in.compute_capability, sms=stand_in.sms, capped_w=wanted)
 
 
 def test_no_two_boards_share_an_id_and_records_of_before_keep_theirs() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,16 @@ def launched(x: int, size: int = 4) -> torch.Tensor:
 
 def language() -> list[dict[str, Any]]:
     return [dict(vars(owner)) for owner in (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)]
+
+
+def test_a_bound_of_a_loop_is_one_number_in_an_array() -> None:
+    class Bound:
+        handle = SimpleNamespace(data=np.array([3]))
+
+    older = SimpleNamespace(_patch_lang_tensor=lambda tensor, *scope: None)
+    triton_interpreter.take_one_number_as_index(older)
+    older._patch_lang_tensor(Bound, None)
+    assert list(range(Bound())) == [0, 1, 2]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [4, 1], ids=["a launch", "a launch that fails"])
