@@ -101,15 +101,28 @@ def make_handles_directly(interpreter: Any) -> None:
 def settle_equal_operands_first(interpreter: Any) -> None:
     """Two operands of one type and shape, as most are, are neither cast nor broadcast: that is seen at once.
 
-    Which type a pair of types computes in is found once, and each constant is made once, in each shape. What is wrong
-    is left to Triton, whose words it has.
+    Which type a pair of types computes in is found once, and each constant is made once, in each shape. Casts between
+    types that NumPy has too, new axes and numbers in a shape go without the calls around one call of NumPy. What is
+    wrong is left to Triton, whose words it has.
     """
-    tl = interpreter.tl
+    tl, np = interpreter.tl, interpreter.np
     plain: Any = type(interpreter.interpreter_semantic)
+    of_numpy = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)} | {"int1", "fp32", "fp64"}
     types: dict[tuple[Any, ...], Any] = {}
     constants: dict[tuple[Any, ...], Any] = {}
     unchanged: set[tuple[Any, ...]] = set()
     filled: dict[tuple[Any, ...], Any] = {}
+    computed_in: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+    blocks: dict[tuple[Any, ...], Any] = {}
+
+    def block(scalar: Any, shape: list[int]) -> Any:
+        """`tl.block_type`, made once. A pointer's name does not say all of it."""
+        if scalar.is_ptr():
+            return tl.block_type(scalar, shape)
+        key = (scalar.name, *shape)
+        if key not in blocks:
+            blocks[key] = tl.block_type(scalar, shape)
+        return blocks[key]
 
     def written(value: float) -> Any:
         """A key of a number: 0.0 equals -0.0, which is another, and NaN not even itself."""
@@ -136,18 +149,35 @@ def settle_equal_operands_first(interpreter: Any) -> None:
                 return lhs, rhs
             if key in filled:
                 return lhs, self.tensor(*filled[key])
+            if key in computed_in:
+                left, right = computed_in[key]
+                return self.broadcast_impl_value(self.cast(lhs, left), self.cast(rhs, right))
             left, right = super().binary_op_type_checking_impl(lhs, rhs, *how, **named)
             if left is lhs and right is rhs:
                 unchanged.add(key)
             elif left is lhs and number:
                 right.handle.data.flags.writeable = False  # it is in use wherever this number is written
                 filled[key] = right.handle, right.type
+            elif not number:
+                computed_in[key] = left.type.scalar, right.type.scalar
             return left, right
 
         def cast(self, input: Any, dst_ty: Any, fp_downcast_rounding: str | None = None) -> Any:
-            if input.type.scalar is dst_ty.scalar:
+            source, to = input.type.scalar, dst_ty.scalar
+            if source is to:
                 return input
-            return super().cast(input, dst_ty, fp_downcast_rounding)
+            if fp_downcast_rounding or source.name not in of_numpy or to.name not in of_numpy - {source.name, "int1"}:
+                return super().cast(input, dst_ty, fp_downcast_rounding)
+            cast = interpreter.TensorHandle(input.handle.data.astype(interpreter._get_np_dtype(to)), to)
+            return self.tensor(cast, block(to, input.type.shape.values) if input.type.is_block() else dst_ty)
+
+        def expand_dims(self, input: Any, axis: int) -> Any:
+            if not input.type.is_block() or axis < 0:
+                return super().expand_dims(input, axis)
+            shape = [*input.type.shape.values[:axis], 1, *input.type.shape.values[axis:]]
+            expanded = input.handle.data[(slice(None),) * axis + (None,)]
+            handle = interpreter.TensorHandle(expanded, input.handle.dtype.scalar)
+            return self.tensor(handle, block(input.type.scalar, shape))
 
         def computation_type_impl(self, a_ty: Any, a_is_scalar: bool, b_ty: Any, *more: bool) -> Any:
             key = (a_ty.name, a_is_scalar, b_ty.name, *more)
@@ -156,8 +186,13 @@ def settle_equal_operands_first(interpreter: Any) -> None:
             return types[key]
 
         def broadcast_impl_value(self, lhs: Any, rhs: Any) -> Any:
-            if not (lhs.type.is_block() and rhs.type.is_block()):
-                return super().broadcast_impl_value(lhs, rhs)
+            of_blocks = lhs.type.is_block(), rhs.type.is_block()
+            if of_blocks == (True, False):
+                return lhs, self._filled(lhs, rhs)
+            if of_blocks == (False, True):
+                return self._filled(rhs, lhs), rhs
+            if of_blocks == (False, False):
+                return lhs, rhs
             left, right = lhs.type.shape.values, rhs.type.shape.values
             if left == right:
                 return lhs, rhs
@@ -166,10 +201,16 @@ def settle_equal_operands_first(interpreter: Any) -> None:
             shape = [max(pair) for pair in zip(left, right, strict=True)]
             return self._broadcast(lhs, shape), self._broadcast(rhs, shape)
 
+        def _filled(self, like: Any, number: Any) -> Any:
+            shape = like.type.shape.values
+            data = np.empty(shape, interpreter._get_np_dtype(number.handle.dtype))
+            data[...] = number.handle.data
+            return self.tensor(interpreter.TensorHandle(data, number.handle.dtype), block(number.type.scalar, shape))
+
         def _broadcast(self, x: Any, shape: list[int]) -> Any:
             if x.type.shape.values == shape:
                 return x
-            return self.tensor(self.builder.create_broadcast(x.handle, shape), tl.block_type(x.type.scalar, shape))
+            return self.tensor(self.builder.create_broadcast(x.handle, shape), block(x.type.scalar, shape))
 
     interpreter.interpreter_semantic = Semantic(interpreter.interpreter_builder)
 
@@ -218,16 +259,15 @@ def block_type_init(tl: Any) -> Any:
 def tensor_init(tl: Any) -> Any:
     """`tl.tensor.__init__`, which makes the constants of each shape once."""
     init = tl.tensor.__init__
-    known: dict[tuple[int, ...], tuple[Any, ...]] = {}
+    known: dict[str, tuple[Any, ...]] = {}
 
     def tensor(self: Any, handle: Any, type: Any) -> None:
-        key = tuple(type.shape.values) if type.is_block() else ()
-        if key in known:
+        if type.name in known:
             self.handle, self.type, self.dtype = handle, type, type.scalar
-            self.shape, self.numel = known[key]
+            self.shape, self.numel = known[type.name]
         else:
             init(self, handle, type)
-            known[key] = self.shape, self.numel
+            known[type.name] = self.shape, self.numel
 
     return tensor
 

@@ -99,6 +99,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         _freeze_what_lives()
 
 
+@pytest.hookimpl(optionalhook=True)  # without xdist, nobody asks
 def pytest_xdist_auto_num_workers() -> int | None:
     """`-n auto` on a GPU: as many as it holds, each with a CUDA context and its tensors; elsewhere one per core."""
     if not torch.cuda.is_available():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -148,43 +149,62 @@ def described(one: Any) -> tuple[Any, ...]:
     return one.type.name, one.handle.dtype.name, one.handle.data.dtype, numbers
 
 
-def test_operands_become_what_triton_makes_of_them() -> None:
-    """Every pair of types and shapes, with its error where it has one."""
-    dtypes = (tl.int1, tl.int32, tl.int64, tl.uint32, tl.float16, tl.bfloat16, tl.float32, tl.pointer_type(tl.float32))
-    shapes: tuple[list[int], ...] = ([], [4], [8], [1, 4], [4, 1], [4, 4], [1, 1, 4])
-    numbers = (2, -1, 2**40, 0.5, 0.0, -0.0, 0, 1, 1.0, True, float("nan"))
+DTYPES = (tl.int1, tl.int32, tl.int64, tl.uint32, tl.float16, tl.bfloat16, tl.float32, tl.pointer_type(tl.float32))
+SHAPES: tuple[list[int], ...] = ([], [4], [8], [1, 4], [4, 1], [4, 4], [1, 1, 4])
 
-    def operands() -> list[Any]:
-        return [
-            tl.tensor(
-                interpreter.TensorHandle(np.arange(np.prod(shape or [1])).reshape(shape or [1]).astype(
-                    interpreter._get_np_dtype(dtype)), dtype),
-                tl.block_type(dtype, shape) if shape else dtype,
-            )
-            for dtype in dtypes
-            for shape in shapes
-        ]  # fmt: skip
 
-    def outcome(semantic: Any, a: Any, b: Any, division: bool) -> Any:
-        try:
-            return [*map(described, semantic.binary_op_type_checking_impl(a, b, True, True, div_or_mod=division))]
-        except Exception as error:
-            return type(error), str(error)
+def operands() -> list[Any]:
+    """Of every type and shape. The language is a launch's."""
+    return [
+        tl.tensor(
+            interpreter.TensorHandle(np.arange(np.prod(shape or [1])).reshape(shape or [1]).astype(
+                interpreter._get_np_dtype(dtype)), dtype),
+            tl.block_type(dtype, shape) if shape else dtype,
+        )
+        for dtype in DTYPES
+        for shape in SHAPES
+    ]  # fmt: skip
 
-    scope = interpreter._patch_lang(kernel.fn)  # as a launch does
+
+def outcome(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
     try:
-        plain = interpreter.TritonSemantic(interpreter.interpreter_builder)
-        found = operands()
-        pairs = [(a, b) for a in found for b in (*found, *numbers)]
-        differ = [
-            (described(a), b)
-            for division in (False, True)
-            for a, b in pairs * 2  # the second time as something known
-            if outcome(interpreter.interpreter_semantic, a, b, division) != outcome(plain, a, b, division)
-        ]
-        assert differ == []
+        made = function(*given, **named)
+    except Exception as error:
+        return type(error), str(error)
+    return [*map(described, made)] if isinstance(made, tuple) else described(made)
+
+
+@pytest.fixture
+def plain() -> Iterator[Any]:
+    """Triton's own semantic, in the language of a launch."""
+    scope = interpreter._patch_lang(kernel.fn)
+    try:
+        yield interpreter.TritonSemantic(interpreter.interpreter_builder)
     finally:
         scope.restore()
+
+
+def test_operands_become_what_triton_makes_of_them(plain: Any) -> None:
+    """Every pair of types and shapes, with its error where it has one."""
+    found, numbers = operands(), (2, -1, 2**40, 0.5, 0.0, -0.0, 0, 1, 1.0, True, float("nan"))
+    pairs = [(a, b) for a in found for b in (*found, *numbers)]
+    checked = [semantic.binary_op_type_checking_impl for semantic in (interpreter.interpreter_semantic, plain)]
+    differ = [
+        (described(a), b)
+        for division in (False, True)
+        for a, b in pairs * 2  # the second time as something known
+        if len({repr(outcome(each, a, b, True, True, div_or_mod=division)) for each in checked}) > 1
+    ]
+    assert differ == []
+
+
+def test_casts_and_new_axes_are_tritons(plain: Any) -> None:
+    for x in operands():
+        for to in DTYPES:
+            assert outcome(interpreter.interpreter_semantic.cast, x, to) == outcome(plain.cast, x, to)
+        for axis in range(-1, len(x.shape) + 1):
+            found = outcome(interpreter.interpreter_semantic.expand_dims, x, axis)
+            assert found == outcome(plain.expand_dims, x, axis)
 
 
 def test_constants_are_made_once_and_are_those_of_their_type() -> None:
