@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+_OF_NUMPY = {"int1", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "fp32", "fp64"}
+"""Triton's types that NumPy has too, and casts alike."""
+
 
 def prepare() -> None:
     """All of this module, where Triton is installed. Once in a process, before a kernel is launched."""
@@ -18,7 +21,7 @@ def prepare() -> None:
     compute_in_bfloat16()
     interpreter = importlib.import_module("triton.runtime.interpreter")
     take_one_number_as_index(interpreter)
-    if hasattr(interpreter, "_LangPatchScope"):  # as Triton 3.7 does it; an earlier one stays as slow as it is
+    if hasattr(interpreter, "_LangPatchScope"):  # since Triton 3.6; an earlier one stays as slow as it is
         drop_unread_overflow_checks(interpreter)
         look_up_types_by_name(interpreter)
         make_handles_directly(interpreter)
@@ -56,12 +59,12 @@ def compute_in_bfloat16() -> None:
 
 
 def take_one_number_as_index(interpreter: Any) -> None:
-    """A bound of a loop is an array of one number, which NumPy 2.4 no longer takes for a number (Triton before 3.7)."""
+    """A bound of a loop is an array of one number, which NumPy 2.4 no longer takes for a number. As Triton 3.7 does."""
     patch = interpreter._patch_lang_tensor
 
     def with_index(tensor: Any, *scope: Any) -> None:
         patch(tensor, *scope)
-        tensor.__index__ = lambda self: int(self.handle.data.item())
+        tensor.__index__ = lambda self: int(self.handle.data.squeeze())
 
     interpreter._patch_lang_tensor = with_index
 
@@ -107,7 +110,6 @@ def settle_equal_operands_first(interpreter: Any) -> None:
     """
     tl, np = interpreter.tl, interpreter.np
     plain: Any = type(interpreter.interpreter_semantic)
-    of_numpy = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)} | {"int1", "fp32", "fp64"}
     types: dict[tuple[Any, ...], Any] = {}
     constants: dict[tuple[Any, ...], Any] = {}
     unchanged: set[tuple[Any, ...]] = set()
@@ -166,13 +168,14 @@ def settle_equal_operands_first(interpreter: Any) -> None:
             source, to = input.type.scalar, dst_ty.scalar
             if source is to:
                 return input
-            if fp_downcast_rounding or source.name not in of_numpy or to.name not in of_numpy - {source.name, "int1"}:
+            of_both = source.name in _OF_NUMPY and to.name in _OF_NUMPY and to is not tl.int1 and source.name != to.name
+            if fp_downcast_rounding is not None or not of_both:
                 return super().cast(input, dst_ty, fp_downcast_rounding)
-            cast = interpreter.TensorHandle(input.handle.data.astype(interpreter._get_np_dtype(to)), to)
+            cast = self.builder.cast_impl(input.handle, to)
             return self.tensor(cast, block(to, input.type.shape.values) if input.type.is_block() else dst_ty)
 
         def expand_dims(self, input: Any, axis: int) -> Any:
-            if not input.type.is_block() or axis < 0:
+            if not input.type.is_block() or type(axis) is not int or not 0 <= axis <= len(input.type.shape.values):
                 return super().expand_dims(input, axis)
             shape = [*input.type.shape.values[:axis], 1, *input.type.shape.values[axis:]]
             expanded = input.handle.data[(slice(None),) * axis + (None,)]

@@ -62,7 +62,6 @@ class Stranger:
         process.install(self._patch, board, other_pid)
         read, total = preflight.read, int(next(gb for mark, gb in MEMORY_GB.items() if mark in board.name) * 1e9)
         self._patch.setattr(torch.cuda, "mem_get_info", lambda: (int(0.97 * total), total))
-        self._patch.setattr(torch.cuda, "get_device_capability", lambda _=None: board.compute_capability)
         self._patch.setattr(fingerprint, "device_name", lambda _: board.name)
 
         def of_the_gpu(machine: Any, out: Path, *, asked_for_cpu: bool) -> preflight.MachineFacts:

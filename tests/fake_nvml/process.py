@@ -8,6 +8,7 @@ own functions with their files.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -53,8 +54,8 @@ def install(monkeypatch: pytest.MonkeyPatch, board: Board, other_pid: int | None
     for name, patch in patches(board).items():
         __import__(name)
         patch(sys.modules[name], monkeypatch.setattr)
-    for remembered in (nvml.device, nvml._slice_handle):
-        remembered.cache_clear()
+    for name in ("device", "_slice_handle"):  # which remember what they found, also beyond this test
+        monkeypatch.setattr(nvml, name, functools.cache(getattr(nvml, name).__wrapped__))
     return library
 
 

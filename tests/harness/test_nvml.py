@@ -35,6 +35,14 @@ def _no_administrator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
 
 
+def test_a_fake_board_is_forgotten_with_its_test() -> None:
+    before = nvml.device()
+    with pytest.MonkeyPatch.context() as patch:
+        library = process.install(patch, A100)
+        assert (nvml.device() or ())[:1] == (library,)
+    assert nvml.device() == before
+
+
 def test_all_fields_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     process.install(monkeypatch, A100)
     board = hashlib.sha256(UUID.encode()).hexdigest()[:12]

@@ -47,14 +47,31 @@ def language() -> list[dict[str, Any]]:
     return [dict(vars(owner)) for owner in (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)]
 
 
-def test_a_bound_of_a_loop_is_one_number_in_an_array() -> None:
-    class Bound:
-        handle = SimpleNamespace(data=np.array([3]))
+@triton.jit
+def counted(to, bound, SIZE: tl.constexpr):
+    count = 0
+    for _ in range(tl.load(bound + tl.arange(0, SIZE))):
+        count += 1
+    for _ in range(tl.load(bound)):
+        count += 10
+    tl.store(to, count)
 
-    older = SimpleNamespace(_patch_lang_tensor=lambda tensor, *scope: None)
-    triton_interpreter.take_one_number_as_index(older)
-    older._patch_lang_tensor(Bound, None)
-    assert list(range(Bound())) == [0, 1, 2]  # type: ignore[arg-type]
+
+@pytest.mark.parametrize("triton_s_own", [None, lambda self: int(self.handle.data)], ids=["here", "of Triton 3.6"])
+def test_a_bound_of_a_loop_is_one_number(triton_s_own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if triton_s_own is not None:
+        older = SimpleNamespace(
+            _patch_lang_tensor=lambda tensor: monkeypatch.setattr(tensor, "__index__", triton_s_own)
+        )
+        triton_interpreter.take_one_number_as_index(older)
+        older._patch_lang_tensor(Bound := type("Bound", (), {"__index__": None}))
+        Bound.handle = SimpleNamespace(data=np.array([3]))  # type: ignore[attr-defined]
+        assert list(range(Bound())) == [0, 1, 2]  # type: ignore[arg-type]
+    to = torch.zeros(1, dtype=torch.int32)
+    counted[(1,)](to, torch.tensor([3, 4], dtype=torch.int32), 1)
+    assert to.tolist() == [33]
+    with pytest.raises(interpreter.InterpreterError, match=r"only 0-dimensional arrays|size-1 arrays"):
+        counted[(1,)](to, torch.tensor([3, 4], dtype=torch.int32), 2)
 
 
 @pytest.mark.parametrize("size", [4, 1], ids=["a launch", "a launch that fails"])
@@ -149,21 +166,22 @@ def described(one: Any) -> tuple[Any, ...]:
     return one.type.name, one.handle.dtype.name, one.handle.data.dtype, numbers
 
 
-DTYPES = (tl.int1, tl.int32, tl.int64, tl.uint32, tl.float16, tl.bfloat16, tl.float32, tl.pointer_type(tl.float32))
+DTYPES = (
+    tl.int1, tl.int32, tl.int64, tl.uint32, tl.float16, tl.bfloat16, tl.float32, tl.pointer_type(tl.float32)
+)  # fmt: skip
+CAST_TYPES = (*DTYPES, tl.int8, tl.int16, tl.uint8, tl.uint16, tl.uint64, tl.float64)
 SHAPES: tuple[list[int], ...] = ([], [4], [8], [1, 4], [4, 1], [4, 4], [1, 1, 4])
 
 
+def operand(dtype: Any, shape: list[int], numbers: Any) -> Any:
+    """The language is a launch's."""
+    data = np.resize(numbers, shape or [1]).astype(interpreter._get_np_dtype(dtype))
+    return tl.tensor(interpreter.TensorHandle(data, dtype), tl.block_type(dtype, shape) if shape else dtype)
+
+
 def operands() -> list[Any]:
-    """Of every type and shape. The language is a launch's."""
-    return [
-        tl.tensor(
-            interpreter.TensorHandle(np.arange(np.prod(shape or [1])).reshape(shape or [1]).astype(
-                interpreter._get_np_dtype(dtype)), dtype),
-            tl.block_type(dtype, shape) if shape else dtype,
-        )
-        for dtype in DTYPES
-        for shape in SHAPES
-    ]  # fmt: skip
+    """Of every type and shape."""
+    return [operand(dtype, shape, np.arange(np.prod(shape or [1]))) for dtype in DTYPES for shape in SHAPES]
 
 
 def outcome(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
@@ -198,13 +216,31 @@ def test_operands_become_what_triton_makes_of_them(plain: Any) -> None:
     assert differ == []
 
 
-def test_casts_and_new_axes_are_tritons(plain: Any) -> None:
+def test_casts_are_tritons(plain: Any) -> None:
+    """Of numbers below zero too, and of ones that the other type does not hold: NumPy warns, which is no error here."""
+    extremes = {tl.float32: [-1.5, float("nan"), -float("inf"), 3e38], tl.float64: [-1.5, 1e300, float("nan"), -0.0]}
+    drawn = [operand(dtype, shape, [-3, 2, 0, 1]) for dtype in CAST_TYPES for shape in ([], [4], [4, 1])]
+    drawn += [operand(dtype, [4], numbers) for dtype, numbers in extremes.items()]
+    for x in drawn:
+        for to in CAST_TYPES:
+            for rounding in (None, "rtne", ""):
+                found = outcome(interpreter.interpreter_semantic.cast, x, to, rounding)
+                assert found == outcome(plain.cast, x, to, rounding)
+
+
+def test_new_axes_are_tritons(plain: Any) -> None:
     for x in operands():
-        for to in DTYPES:
-            assert outcome(interpreter.interpreter_semantic.cast, x, to) == outcome(plain.cast, x, to)
-        for axis in range(-1, len(x.shape) + 1):
+        for axis in (*range(-1, len(x.shape) + 2), tl.constexpr(0)):
             found = outcome(interpreter.interpreter_semantic.expand_dims, x, axis)
             assert found == outcome(plain.expand_dims, x, axis)
+
+
+def test_a_number_in_a_shape_points_where_it_points(plain: Any) -> None:
+    """Pointers of other address spaces have the same name."""
+    for space in (1, 3, 1):
+        pointer = operand(tl.pointer_type(tl.float32, space), [], [8])
+        block, _ = interpreter.interpreter_semantic.broadcast_impl_value(pointer, operand(tl.int32, [4], [0]))
+        assert (block.type.scalar.address_space, described(block)[-1]) == (space, "[8, 8, 8, 8]")
 
 
 def test_constants_are_made_once_and_are_those_of_their_type() -> None:

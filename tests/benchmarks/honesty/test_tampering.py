@@ -22,6 +22,7 @@ from benchmarks.cases.work import Work
 from benchmarks.correctness import integrity, known_answer, oracle, process_state, tolerance, verify
 from benchmarks.correctness.verify import IncorrectError
 from benchmarks.timing import rotating_inputs
+from harness.repository import ROOT
 from nsa import nsa_attention, reference, torch_backend
 from tests.benchmarks.honesty.cheats import PLAN, accepted, measured, refused, unless_checked
 from tests.benchmarks.synthetic import FINGERPRINT, key
@@ -48,6 +49,18 @@ def test_a_process_whose_benches_were_changed_gives_no_figure() -> None:
 
 def test_nothing_is_said_of_benches_that_are_what_they_were() -> None:
     integrity.require_intact()
+
+
+def holds_a_set(code: integrity.Code) -> bool:
+    return any(holds_a_set(one) if isinstance(one, tuple) else one is frozenset for one in code)
+
+
+def test_no_function_that_is_compared_holds_a_set_as_a_constant() -> None:
+    """Constants are compared as text, and a set's order there may be another where its bytecode comes from a file."""
+    files = [path for folder in ("benchmarks", "harness") for path in (ROOT / folder).rglob("*.py")]
+    functions = [(path, *one) for path in files for one in integrity._read(path, 0, 0).functions.items()]
+    assert len(functions) > 1000
+    assert [(path, name) for path, name, codes in functions if any(map(holds_a_set, codes))] == []
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_nothing_that_was_found_is_used_unasked() -> None:
     "other",
     [
         dataclasses.replace(WHERE, gpu="NVIDIA H100 80GB HBM3"),
-        dataclasses.replace(WHERE, triton="3.1.0"),
+        dataclasses.replace(WHERE, triton=f"{WHERE.triton}.other"),
         dataclasses.replace(WHERE, sources_sha256="1" * 64),
     ],
 )
