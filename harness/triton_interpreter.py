@@ -59,7 +59,7 @@ def compute_in_bfloat16() -> None:
 
 
 def take_one_number_as_index(interpreter: Any) -> None:
-    """A bound of a loop is an array of one number, which NumPy 2.4 no longer takes for a number. As Triton 3.7 does."""
+    """A bound of a loop is an array of one number, which NumPy 2.4 does not take for one. Triton 3.7 does so itself."""
     patch = interpreter._patch_lang_tensor
 
     def with_index(tensor: Any, *scope: Any) -> None:
