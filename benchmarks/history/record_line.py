@@ -109,6 +109,7 @@ class _Shared(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     gather_gb_per_s: float
     compared_tokens: int
     slowest_rank_ms: float | None = None
+    forward_ms: float | None = None
 
     def __post_init__(self) -> None:
         SharedSequence.__post_init__(self)  # type: ignore[arg-type]

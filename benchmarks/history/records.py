@@ -113,9 +113,12 @@ class SharedSequence:
     """Length of the sequence on which the ranks were compared with one of them, and that one with the oracle."""
     slowest_rank_ms: float | None = None
     """Of the slowest rank alone, where `one_rank_ms` is the fastest's: no share of ideal exceeds their ratio."""
+    forward_ms: float | None = None
+    """The forward pass over all ranks, without autograd, of the slowest of them, the median; None in records before
+    it was measured."""
 
     def __post_init__(self) -> None:
-        for name in ("one_rank_ms", "slowest_rank_ms"):
+        for name in ("one_rank_ms", "slowest_rank_ms", "forward_ms"):
             time_ms = getattr(self, name)
             if time_ms is not None and not 0 < time_ms < math.inf:
                 raise ValueError(f"{name} must be finite and above 0; got {time_ms}")

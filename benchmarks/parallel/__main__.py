@@ -128,9 +128,11 @@ def _figures(one: Record) -> str:
     if one.shared is None or one.latency_ms is None:
         return one.reason or ""
     ideal = "one rank not timed" if one.share_of_ideal is None else f"{one.share_of_ideal:.1%} of ideal"
+    forward = "not timed" if one.shared.forward_ms is None else f"{one.shared.forward_ms:.4g} ms"
     exposed = f"{one.shared.exposed_ms:.3g} ms exposed ({one.exposed_share:.1%})"
-    return f"{one.latency_ms:.4g} ms, {ideal}, {exposed}, {one.shared.received_gb:.3g} GB in, imbalance " + (
-        f"{one.shared.imbalance:.2%}"
+    return (
+        f"{one.latency_ms:.4g} ms, of which forward {forward}, {ideal}, {exposed}, {one.shared.received_gb:.3g} GB in, "
+        f"imbalance {one.shared.imbalance:.2%}"
     )
 
 

@@ -84,13 +84,14 @@ def measure(
     own, own_d_o = whole.map(lambda x: context.shard(x, order)), context.shard(d_o, order)
 
     together = partial(_together, key, own, own_d_o, cu_seqlens, context)
-    # by turns: a GPU that has become warm is slower, and both are to be measured on the same one
-    calls: list[Callable[[], object]] = [together]
+    forward = partial(_forward, key, own, cu_seqlens, context)
+    # by turns: a GPU that has become warm is slower, and all are to be measured on the same one
+    calls: list[Callable[[], object]] = [forward, together]
     if alone:
         calls.insert(0, partial(_one, key, whole, d_o, cu_seqlens))
     del whole, d_o  # unless one rank is timed alone, each needs no more than its own part
-    *alone_ms, times_ms = _samples(calls, samples, context.group)
-    times = _most(times_ms, context.group, device)
+    *alone_ms, forward_ms, times_ms = _samples(calls, samples, context.group)
+    of_forward, times = (_most(of_call, context.group, device) for of_call in (forward_ms, times_ms))
     fastest_ms, slowest_ms = _fastest_and_slowest(alone_ms[0], context, device) if alone else (None, None)
     del calls
 
@@ -113,7 +114,10 @@ def measure(
     )
     imbalance = order.imbalance(_config(key), context.documents(cu_seqlens))
     rate = _gather_gb_per_s(own, samples, context)
-    shared = SharedSequence(fastest_ms, exposed_ms, received_gb, imbalance, rate, checked.num_keys, slowest_ms)
+    shared = SharedSequence(
+        fastest_ms, exposed_ms, received_gb, imbalance, rate, checked.num_keys, slowest_ms,
+        statistics.median(of_forward),
+    )  # fmt: skip
     return ParallelTime(correctness, tuple(times), shared, most_mib if device.type == "cuda" else None)
 
 
@@ -204,6 +208,13 @@ def _together(
     key: Key, x: Problem, d_o: Tensor, cu_seqlens: Tensor | None, context: ContextParallel
 ) -> tuple[dict[str, Tensor], str]:
     return _called(context_parallel_attention, key, x, d_o, cu_seqlens, mesh=context)
+
+
+def _forward(key: Key, x: Problem, cu_seqlens: Tensor | None, context: ContextParallel) -> None:
+    with torch.no_grad():
+        context_parallel_attention(
+            x.q, x.k, x.v, x.gates, _config(key), mesh=context, cu_seqlens=cu_seqlens, backend=str(key.backend_asked)
+        )  # fmt: skip
 
 
 def _called(

@@ -92,8 +92,8 @@ def _size(key: Key) -> tuple[int, int]:
 
 def _measured(several: Sequence[Record], repository: Repository) -> ReportTable:
     head = (
-        "machine", "shape", "tokens", "documents", "GPUs", "ms", "one GPU, ms", "the slowest, ms", "share of ideal",
-        "waiting, ms", "waiting, share", "GB that arrive", "imbalance", "peak, MiB", "when", "commit",
+        "machine", "shape", "tokens", "documents", "GPUs", "ms", "forward, ms", "one GPU, ms", "the slowest, ms",
+        "share of ideal", "waiting, ms", "waiting, share", "GB that arrive", "imbalance", "peak, MiB", "when", "commit",
     )  # fmt: skip
     rows = []
     for one in several:
@@ -108,6 +108,7 @@ def _measured(several: Sequence[Record], repository: Repository) -> ReportTable:
                 number("1" if one.key.documents is None else str(len(one.key.documents))),
                 number(str(one.key.ranks)),
                 number(digits(one.latency_ms)),
+                number(None if one.shared.forward_ms is None else digits(one.shared.forward_ms)),
                 number(None if alone is None else digits(alone)),
                 number(None if one.shared.slowest_rank_ms is None else digits(one.shared.slowest_rank_ms)),
                 number(None if one.share_of_ideal is None else _share(one.share_of_ideal)),

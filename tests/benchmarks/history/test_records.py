@@ -189,6 +189,7 @@ def test_shares_of_several_ranks() -> None:
         (9.0, -0.25, 1.0, 0.0, 1.0, 64),
         (9.0, 0.25, float("nan"), 0.0, 1.0, 64),
         (9.0, 0.25, 1.0, 0.0, 1.0, 64, float("inf")),
+        (9.0, 0.25, 1.0, 0.0, 1.0, 64, 9.5, 0.0),
     ):
         with pytest.raises(ValueError, match="must be finite"):
             SharedSequence(*wrong)

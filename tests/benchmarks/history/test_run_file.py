@@ -61,7 +61,7 @@ EVERYTHING = Record(
     flops=2.5e13,
     bytes_moved=12345670.0,
     anchor=Anchor("0123456789abcdef", "2" * 16),
-    shared=SharedSequence(2.4, 0.0125, 0.25, 0.0, 310.5, 64, 2.5),
+    shared=SharedSequence(2.4, 0.0125, 0.25, 0.0, 310.5, 64, 2.5, 0.75),
 )
 RECORDS = {
     "passed": passed(key()),

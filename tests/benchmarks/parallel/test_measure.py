@@ -46,6 +46,8 @@ def test_one_device_and_two_make_a_record(pool: Pool, tmp_path: Path) -> None:
     assert first.shared.one_rank_ms is not None
     assert made.share_of_ideal == pytest.approx(first.shared.one_rank_ms / 2 / made.latency_ms)
     assert made.interval_ms is not None
+    assert first.shared.forward_ms is not None
+    assert 0 < first.shared.forward_ms < made.latency_ms
     checks = {check.name: check for check in first.correctness.checks}
     assert all(checks[f"{name}, 2 ranks beside one"].error == 0 for name in measure.EXACT)
     assert {"o", "dq", "dk", "dv", "mass missed", "dv, 2 ranks beside one"} <= set(checks)
