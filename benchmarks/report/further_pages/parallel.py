@@ -136,7 +136,7 @@ def _modelled_row(machine: str, shape: str, fitted: Model, at: ModelledTime) -> 
         Cell(shape, CODE),
         number(f"{at.tokens:,}"),
         number(str(at.ranks)),
-        number(f"{at.latency_ms:.3g}"),
+        number(digits(at.latency_ms)),
         number(_share(at.share_of_ideal)),
         number(_share(at.exposed_share)),
         number(f"{at.received_gb:.3g}"),
