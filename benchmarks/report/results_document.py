@@ -167,7 +167,7 @@ def _tokens(count: int) -> str:
 def _picture(records: Sequence[Record], machine: str, what: str) -> str:
     """An SVG: how many times as long as NSA dense attention takes, by length."""
     with rc_context(style.RC):
-        figure = Figure(figsize=(style.WIDTH_INCH, 3.2), layout="constrained")
+        figure = Figure()
         axis = figure.add_subplot()
         number, lengths = 0, set[int]()
         for baseline in ("sdpa-cudnn", "flash-attn-4"):
@@ -192,7 +192,10 @@ def _picture(records: Sequence[Record], machine: str, what: str) -> str:
         axis.set_ylabel("time over NSA's time")
         axis.set_ylim(bottom=0)
         axis.grid(**style.GRID)
-        axis.legend(frameon=False, fontsize="small")
+        legend = style.legend_inch(axis.get_legend_handles_labels()[1])
+        figure.set_size_inches(style.WIDTH_INCH, 3.2 + legend)
+        style.frame(figure, top=0.1, bottom=0.5 + legend)
+        style.legend_below(figure, [axis])
         out = io.BytesIO()
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     return out.getvalue().decode()
