@@ -53,7 +53,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def cases(asked: argparse.Namespace, ranks: int) -> list[Key]:
-    """The case of each length and kind of inputs. Raises ValueError for documents that do not fit."""
+    """The case of each length and kind of inputs. Raises ValueError for documents that do not fit, too few samples and
+    a length of the comparison that is longer than a case."""
+    if asked.samples < 1:
+        raise ValueError(f"--samples must be at least 1; got {asked.samples}")
+    if asked.check_tokens is not None and not 1 <= asked.check_tokens <= min(asked.tokens):
+        raise ValueError(f"--check-tokens must be from 1 to {min(asked.tokens)}; got {asked.check_tokens}")
     documents = None if asked.documents is None else tuple(asked.documents)
     if documents is not None and (len(asked.tokens) > 1 or asked.inputs != ["random"]):
         raise ValueError("--documents needs one length and random inputs: recorded ones are of one document")
@@ -131,7 +136,7 @@ def _figures(one: Record) -> str:
     forward = "not timed" if one.shared.forward_ms is None else f"{one.shared.forward_ms:.4g} ms"
     exposed = f"{one.shared.exposed_ms:.3g} ms exposed ({one.exposed_share:.1%})"
     return (
-        f"{one.latency_ms:.4g} ms, of which forward {forward}, {ideal}, {exposed}, {one.shared.received_gb:.3g} GB in, "
+        f"{one.latency_ms:.4g} ms, forward alone {forward}, {ideal}, {exposed}, {one.shared.received_gb:.3g} GB in, "
         f"imbalance {one.shared.imbalance:.2%}"
     )
 

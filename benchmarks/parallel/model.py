@@ -82,15 +82,18 @@ def fit(records: Sequence[Record], alone_ms: Mapping[int, float]) -> Model | str
 
     Args:
         records: of several ranks, of one machine and of keys that differ in length and ranks alone.
-        alone_ms: one rank's time by length, from records of one GPU; those of `records` come before them.
+        alone_ms: one rank's time by length, from records of one GPU; those of `records` come before them, and of these
+            the fastest.
     """
     several = [one for one in records if one.shared is not None and one.shared.one_rank_ms and one.latency_ms]
     if not several:
         return "a record of several GPUs beside one of them"
     basis = max(several, key=lambda one: (one.key.num_keys, one.key.ranks, one.fingerprint.utc))
-    times = dict(alone_ms)
+    beside: dict[int, float] = {}  # the fastest of each length: records of other numbers of ranks have others
     for one in several:
-        times[one.key.num_keys] = _shared(one).one_rank_ms or 0.0
+        one_rank_ms = _shared(one).one_rank_ms or 0.0
+        beside[one.key.num_keys] = min(one_rank_ms, beside.get(one.key.num_keys, one_rank_ms))
+    times = {**alone_ms, **beside}
     if len(times) < 2:
         return "the time of one GPU at a second length"
     quadratic_ms, linear_ms = _two_terms(times)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import shlex
 import time
@@ -161,9 +160,15 @@ def test_the_command_of_a_record_asks_for_its_case() -> None:
 
 
 def test_recorded_inputs_have_no_documents() -> None:
-    asked = argparse.Namespace(documents=[30, 66], tokens=[96], inputs=["recorded"])
+    asked = ["--tokens", "96", "--documents", "30", "66", "--inputs", "recorded"]
     with pytest.raises(ValueError, match="recorded ones are of one document"):
-        program.cases(asked, 2)
+        program.cases(program.parser().parse_args(asked), 2)
+
+
+@pytest.mark.parametrize("wrong", [["--samples", "0"], ["--check-tokens", "0"], ["--check-tokens", "97"]], ids=" ".join)
+def test_what_cannot_be_measured_is_refused_by_name(wrong: list[str]) -> None:
+    with pytest.raises(ValueError, match=f"{wrong[0]} must be .*; got {wrong[1]}"):
+        program.cases(program.parser().parse_args(["--tokens", "96", "128", *wrong]), 2)
 
 
 def test_a_wrong_case_is_recorded_without_a_figure() -> None:

@@ -57,6 +57,18 @@ def test_eight_gpus_and_a_million_tokens() -> None:
     assert at.one_rank_ms == pytest.approx(alone_ms(tokens))
 
 
+def test_of_one_gpu_s_times_at_a_length_the_fastest_counts() -> None:
+    """Records of two and of four ranks have one each; which of them comes first means nothing."""
+    of_four = measured(128 * K, 4)
+    assert of_four.shared is not None
+    slow = dataclasses.replace(of_four, shared=dataclasses.replace(of_four.shared, one_rank_ms=2 * alone_ms(128 * K)))
+    records = [measured(128 * K, 2), slow, measured(256 * K, 2)]
+    for several in (records, records[::-1]):
+        found = model.fit(several, {})
+        assert isinstance(found, Model)
+        assert (found.quadratic_ms, found.linear_ms) == pytest.approx((QUADRATIC_MS, LINEAR_MS))
+
+
 def test_imbalance_is_work_that_takes_time() -> None:
     """512 tokens over 8 ranks: the most loaded one sees 1.4 % more compressed keys than the mean."""
     found = model.fit([measured(128 * K, 2), measured(256 * K, 2)], {})

@@ -6,7 +6,7 @@ import math
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,12 +22,6 @@ _ARITHMETIC = ("add", "sub", "mul", "floordiv", "mod", "and", "or", "xor", "lshi
 _COMPARISONS = ("lt", "le", "eq", "ne", "ge", "gt")
 
 
-@cache
-def constant(x: float, dtype: torch.dtype) -> Tensor:
-    """A number as a tensor, which nothing writes to: to make one takes longer than most operations."""
-    return torch.tensor(x, dtype=dtype)
-
-
 class Integer(int):
     """A single integer of a kernel, as a tensor without dimensions; beside a tensor it takes the tensor's type.
 
@@ -37,7 +31,7 @@ class Integer(int):
 
     def to(self, dtype: torch.dtype) -> Any:
         if dtype.is_floating_point:
-            return constant(int(self), dtype)
+            return torch.tensor(int(self), dtype=dtype)
         if not torch.iinfo(dtype).min <= self <= torch.iinfo(dtype).max:
             raise KernelError(f"{int(self)} is no {dtype}")
         return self
@@ -59,7 +53,7 @@ def _comparison(name: str) -> Callable[[int, Any], Any]:
 
     def operation(self: int, other: Any) -> Any:
         found = plain(self, other)
-        return found if found is NotImplemented else constant(found, torch.bool)
+        return found if found is NotImplemented else torch.tensor(found)
 
     return operation
 
@@ -92,9 +86,7 @@ class Pointer:
 
     def inside(self, mask: Any) -> tuple[Tensor, Tensor]:
         """(addresses, mask), broadcast; addresses that the mask leaves out are 0."""
-        at = constant(int(self.at), torch.int64) if isinstance(self.at, int) else self.at.long()
-        in_mask = mask if isinstance(mask, Tensor) else constant(mask is None or bool(mask), torch.bool)
-        at, in_mask = torch.broadcast_tensors(at, in_mask)
+        at, in_mask = torch.broadcast_tensors(torch.as_tensor(self.at), torch.as_tensor(True if mask is None else mask))
         at = torch.where(in_mask, at, 0)
         least, greatest = at.aminmax()
         self.require_inside(int(least), int(greatest))
@@ -255,11 +247,10 @@ def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
         pointer.require_inside(pointer.at, pointer.at)
         return single(pointer.memory[pointer.at].clone())
     at, in_mask = pointer.inside(mask)
-    found = pointer.memory.take(at)
-    return found if mask is None else torch.where(in_mask, found, constant(other, pointer.memory.dtype))
+    return torch.where(in_mask, pointer.memory[at.long()], torch.as_tensor(other, dtype=pointer.memory.dtype))
 
 
 def store(pointer: Pointer, x: Any, mask: Any = None) -> None:
     at, in_mask = pointer.inside(mask)
     value = torch.as_tensor(x).to(pointer.memory.dtype).expand(at.shape)
-    pointer.memory[at[in_mask]] = value[in_mask]
+    pointer.memory[at[in_mask].long()] = value[in_mask]
